@@ -1,0 +1,5 @@
+"""`python -m dtt` is `dtt`."""
+
+from dtt.main import main
+
+main()

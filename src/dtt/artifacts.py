@@ -1,0 +1,208 @@
+"""What stages leave on disk for each other: typed manifests, read strictly, written canonically.
+
+Stages meet only through these files. A manifest is written last, so a folder that has one is
+complete. Paths inside a manifest are relative to its folder unless they are absolute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dtt.errors import DamagedError, InputError
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 of a JSON-able value in canonical form: sorted keys, no spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Record(BaseModel):
+    """A part of a manifest."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+
+class Manifest(Record):
+    """The file that makes a folder an artifact."""
+
+    filename: ClassVar[str] = "manifest.json"
+    made_by: ClassVar[str] = "dtt"
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether `folder` is a complete artifact."""
+        return (folder / cls.filename).is_file()
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest of `folder`; InputError when absent, DamagedError when not as written."""
+        path = folder / cls.filename
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise InputError(
+                f"no {cls.__name__} in {folder}",
+                why=f"{path.name} is missing, so nothing finished writing there",
+                next=f"make it with `{cls.made_by}`, or name another folder",
+            ) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "the file"
+            raise DamagedError(
+                f"cannot read the manifest {path}",
+                why=f"{key}: {first['msg']}",
+                next=f"make it again with `{cls.made_by}`",
+            ) from None
+
+    def dump(self) -> str:
+        """The text of the file."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+class FileRecord(Record):
+    """One file, by name, size and content."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class CorpusFile(FileRecord):
+    """A file of raw documents."""
+
+    mtime_ns: int
+    """When the content was hashed it had this time; with the same size and time it is not again."""
+
+
+class CorpusSource(Record):
+    """Where documents came from: enough to fetch the same ones again."""
+
+    kind: Literal["stdlib", "local", "hub"]
+    id: str
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    max_files: int | None = None
+    """Only the first so many files were taken."""
+
+
+class CorpusManifest(Manifest):
+    """Raw documents: files of one format. Made by `download`, read by `tokenize`."""
+
+    made_by: ClassVar[str] = "dtt download"
+
+    format: Literal["dtt-corpus-1"] = "dtt-corpus-1"
+    dataset: str
+    """Short name, used in default folder names."""
+    source: CorpusSource
+    file_format: Literal["parquet", "jsonl", "csv", "txt"]
+    text_column: str | None
+    """Column or key of the text; None for txt."""
+    txt_documents: Literal["file", "line", "section"] | None
+    files: tuple[CorpusFile, ...]
+
+    def content_key(self) -> str:
+        """Identity of the documents, wherever the files lie."""
+        return fingerprint(
+            {
+                "file_format": self.file_format,
+                "text_column": self.text_column,
+                "txt_documents": self.txt_documents,
+                "files": [file.sha256 for file in self.files],
+            }
+        )
+
+
+class SplitCounts(Record):
+    """How much text a split holds."""
+
+    documents: int = 0
+    tokens: int = 0
+    """End-of-document tokens included."""
+    bytes: int = 0
+    """UTF-8 bytes of the text."""
+
+    def __add__(self, other: SplitCounts) -> SplitCounts:
+        return SplitCounts(
+            documents=self.documents + other.documents,
+            tokens=self.tokens + other.tokens,
+            bytes=self.bytes + other.bytes,
+        )
+
+
+class TokenShard(Record):
+    """One `.bin`/`.idx` pair in Megatron's format."""
+
+    split: Literal["train", "validation"]
+    stem: str
+    """Path without the suffix."""
+    counts: SplitCounts
+    bin_sha256: str
+    idx_sha256: str
+
+
+class TokensManifest(Manifest):
+    """Token files. Made by `tokenize`, read by `train`."""
+
+    made_by: ClassVar[str] = "dtt tokenize"
+
+    format: Literal["dtt-tokens-1"] = "dtt-tokens-1"
+    key: str
+    """Fingerprint of everything that decides the content: corpus, tokenizer, options."""
+    key_parts: dict[str, Any]
+    """What the key was made of, to name a difference."""
+    corpus: CorpusSource
+    tokenizer_sha256: str
+    vocab_size: int
+    dtype: Literal["uint16", "int32"]
+    end_of_document: int
+    """Id of the token after every document."""
+    shards: tuple[TokenShard, ...]
+    skipped_documents: int
+    """Documents that could not be read."""
+    empty_documents: int
+    """Documents without any text, left out."""
+
+    def counts(self, split: str) -> SplitCounts:
+        """Totals of one split."""
+        return sum((s.counts for s in self.shards if s.split == split), SplitCounts())
+
+
+class CheckpointManifest(Manifest):
+    """A training state. Made by `train`; written last, so what it names is whole."""
+
+    filename: ClassVar[str] = "MANIFEST.json"
+    made_by: ClassVar[str] = "dtt train"
+
+    format: Literal["dtt-checkpoint-1"] = "dtt-checkpoint-1"
+    step: int
+    attempt: int
+    world_size: int
+    config_sha256: str
+    data_key: str
+    versions: dict[str, str]
+    files: tuple[FileRecord, ...]
+
+
+class ExportManifest(Manifest):
+    """A Hugging Face folder that was verified against the model it came from."""
+
+    filename: ClassVar[str] = "dtt_export.json"
+    made_by: ClassVar[str] = "dtt export"
+
+    format: Literal["dtt-export-1"] = "dtt-export-1"
+    job: str
+    step: int
+    checkpoint_sha256: str
+    """Of the checkpoint's MANIFEST.json."""
+    dtype: str
+    parameters: int
+    max_logit_difference: float
+    """Largest absolute difference of fp32 logits to the trained model, seen by `transformers`."""
+    files: tuple[FileRecord, ...]

@@ -1,0 +1,20 @@
+"""`dtt download`: raw documents into a corpus folder."""
+
+from __future__ import annotations
+
+from dtt.config.run import RunConfig
+
+
+def run(cfg: RunConfig) -> None:
+    """Make the corpus that the `download` section names, and print where it is."""
+    from dtt.data.download import download
+
+    out = cfg.download_dir
+    manifest = download(cfg.download, out)
+    source = manifest.source
+    documents = manifest.txt_documents or f"column {manifest.text_column}"
+    size = sum(file.bytes for file in manifest.files)
+    print(f"corpus  {out}")
+    print(f"source  {source.id}" + (f" at {source.revision}" if source.revision else ""))
+    print(f"files   {len(manifest.files)} {manifest.file_format}, {size / 1e6:.1f} MB")
+    print(f"text    {documents}")

@@ -1,0 +1,101 @@
+"""Raw text, tokenizer, token files: what `download` and `tokenize` read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from dtt.config.base import Section
+
+
+class DownloadConfig(Section):
+    """Where the raw documents come from."""
+
+    dataset: str | None = None
+    """A name in `configs/datasets/`, a Hugging Face dataset id (`org/name`), a local file or
+    folder, or `python-stdlib`."""
+    name: str | None = None
+    """Subset (configuration) of a Hub dataset."""
+    split: str | None = None
+    """Split to take; null: `train` from the Hub, every file of a local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub dataset; the commit it resolves to is pinned in the manifest."""
+    text_column: str | None = None
+    """Column or JSON key that holds the text; null: found (`text`, `content`, `document`, `body`,
+    or the only string column)."""
+    txt_documents: Literal["auto", "file", "line", "section"] = "auto"
+    """What a document is in .txt files: the whole file, a line, or a section (paragraphs up to
+    about 4 kB); `auto` means `section` for a single file and `file` for a folder."""
+    max_files: PositiveInt | None = None
+    """Take only the first so many files, in name order; null: all."""
+    out: Path | None = None
+    """Folder of the corpus; null: `data/corpus/<dataset>`."""
+
+
+class TrainedTokenizerConfig(Section):
+    """Learn a byte-level BPE tokenizer from the corpus."""
+
+    type: Literal["bpe"] = "bpe"
+    vocab_size: int = Field(default=4096, ge=257)
+    """Entries of the vocabulary, the 256 bytes and the special tokens included."""
+    pre_tokenizer: Literal["gpt2", "llama3", "qwen2"] = "gpt2"
+    """How text is split before merging: the published regular expression of that model."""
+    train_bytes: PositiveInt = 100_000_000
+    """Learn from about so much text, taken evenly over the corpus."""
+    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Reserved entries; the first is the end-of-document token."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """An end-of-document token is a must, and the vocabulary must have room."""
+        if not self.special_tokens:
+            yield "special_tokens", "at least one is needed: the end-of-document token"
+        if len(set(self.special_tokens)) != len(self.special_tokens):
+            yield "special_tokens", "an entry stands twice"
+        if self.vocab_size < 256 + len(self.special_tokens):
+            yield "vocab_size", "smaller than the 256 bytes plus the special tokens"
+
+
+class GivenTokenizerConfig(Section):
+    """Use an existing Hugging Face tokenizer."""
+
+    type: Literal["file"] = "file"
+    path: str = "tokenizer.json"
+    """A `tokenizer.json`, a folder that holds one, or the Hub id of a model."""
+    revision: str | None = None
+    """Branch, tag or commit, when `path` is a Hub id."""
+    end_of_document: str | None = None
+    """The token that ends each document; null: found (`<|endoftext|>`, `<|end_of_text|>`, `</s>`,
+    `<eos>`)."""
+
+
+TokenizerConfig = Annotated[
+    TrainedTokenizerConfig | GivenTokenizerConfig, Field(discriminator="type")
+]
+
+
+class TokenizeConfig(Section):
+    """How documents become token files."""
+
+    corpus: Path | None = None
+    """Folder that `download` made; null: the one this config's `download` section names."""
+    out: Path | None = None
+    """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`."""
+    validation_fraction: float = Field(default=0.005, ge=0.0, lt=0.5)
+    """Share of documents held out, chosen by a hash of their text: disjoint from training, and
+    stable when documents are added."""
+    unit_bytes: int | None = Field(default=None, ge=4096)
+    """Bytes of raw text in one unit of work, which becomes one shard; null: 1/64 of the corpus,
+    at least 1 MB and at most 256 MB."""
+    on_bad_document: Literal["skip", "stop"] = "skip"
+    """What to do with a document that cannot be read (broken JSON, invalid UTF-8): count and name
+    it, or stop."""
+
+
+class DataConfig(Section):
+    """Which token files training reads."""
+
+    tokens: Path | None = None
+    """Folder that `tokenize` made; null: the one this config's `tokenize` section names."""

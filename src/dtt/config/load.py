@@ -1,0 +1,205 @@
+"""Layers in, one checked `RunConfig` out, with the origin of every value.
+
+Low to high: defaults, the job's own config (on resume), `extends` left to right, the file,
+the environment, `key=value` arguments, named options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dtt.config import explain, source
+from dtt.config.base import Section
+from dtt.config.run import RunConfig
+from dtt.config.source import Key, Layer
+from dtt.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration and the layer it came from."""
+
+    config: RunConfig
+    layer: Layer
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted `key` was said: `file:line`, `argument`, `default`, …"""
+        return _origin(self.layer, tuple(key.split(".")))
+
+
+def shipped_configs() -> Path:
+    """Folder of the configs that come with dtt: in the wheel, or in the clone."""
+    inside = Path(__file__).parents[1] / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
+
+
+def resolve(
+    config: str | Path | None = None,
+    arguments: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    job_config: Path | None = None,
+) -> Resolved:
+    """Merge all layers and check the result; every mistake is reported in one ConfigError.
+
+    `config` is a path or the name of a shipped config; `options` are dotted keys from named
+    command-line options; `job_config` is the resolved config of a job that is resumed.
+    """
+    layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
+    if job_config is not None:
+        layers += _with_extends(job_config, ())
+    if config is not None:
+        layers += _with_extends(find(config), ())
+    layers.append(
+        source.from_environment(os.environ if env is None else env, RunConfig.model_fields)
+    )
+    layers.append(source.from_arguments(arguments))
+    layers.append(
+        {tuple(k.split(".")): source.Leaf(v, "option") for k, v in (options or {}).items()}
+    )
+    merged = source.merge([_without_empty_sections(layer) for layer in layers])
+    return check(_with_shipped_dataset(merged))
+
+
+def load_job(job: Path) -> RunConfig:
+    """The resolved config that a job directory keeps."""
+    path = job / "config.yaml"
+    if not path.is_file():
+        raise InputError(
+            f"{job} is not a job directory",
+            why="it holds no config.yaml",
+            next="name a folder below jobs/, such as jobs/quickstart",
+        )
+    return resolve(env={}, job_config=path).config
+
+
+def find(config: str | Path) -> Path:
+    """The file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
+    path = Path(config)
+    if path.is_file():
+        return path
+    folder = shipped_configs()
+    for candidate in (folder / path, folder / f"{path}.yaml"):
+        if candidate.is_file():
+            return candidate
+    names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
+    close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
+    raise InputError(
+        f"no config {str(config)!r}",
+        why="it is neither a file nor a shipped config",
+        next=f"did you mean {' or '.join(close)}?" if close else f"shipped: {', '.join(names)}",
+    )
+
+
+def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
+    if path.resolve() in trail:
+        raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
+    extends, layer = source.read_file(path)
+    layers: list[Layer] = []
+    for name in extends:
+        beside = path.parent / name
+        found = beside if beside.is_file() else find(name)
+        layers += _with_extends(found, (*trail, path.resolve()))
+    return [*layers, layer]
+
+
+def _without_empty_sections(layer: Layer) -> Layer:
+    """A section of which every line is commented out reads as null: it says nothing."""
+    sections = explain.sections()
+    return {k: v for k, v in layer.items() if v.value is not None or k not in sections}
+
+
+def _with_shipped_dataset(layer: Layer) -> Layer:
+    """Where `download.dataset` names a file in configs/datasets/, put that file's keys below."""
+    leaf = layer[("download", "dataset")]
+    path = shipped_configs() / "datasets" / f"{leaf.value}.yaml"
+    if not isinstance(leaf.value, str) or not path.is_file():
+        return layer
+    [facts] = _with_extends(path, ())
+    said = {
+        k: v for k, v in layer.items() if v.origin != "default" and k != ("download", "dataset")
+    }
+    return source.merge([layer, facts, said])
+
+
+def check(layer: Layer) -> Resolved:
+    """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
+    values = source.nested(layer)
+    try:
+        # Through JSON: strict mode then takes a list for a tuple and a string for a path.
+        config = RunConfig.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        problems = [_describe(layer, values, dict(e)) for e in error.errors()]
+    else:
+        problems = [f"{_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in _walk(config)]
+        if not problems:
+            return Resolved(config, layer)
+    count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in the configuration"
+    raise ConfigError(
+        "\n".join([count, *(f"  {problem}" for problem in problems)]),
+        next="`dtt config explain KEY` tells what a key means",
+    )
+
+
+def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    for name, why in section.problems():
+        yield (*key, *name.split(".")), why
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Section):
+                yield from _walk(inner, (*key, name))
+
+
+def _describe(layer: Layer, values: Any, error: dict[str, Any]) -> str:
+    """One pydantic error as `file:line  key: why`, without the tags of unions in the key."""
+    key: list[str] = []
+    inner = values
+    for part in error["loc"]:
+        if isinstance(inner, dict) and part not in inner and part == inner.get("type"):
+            continue
+        key.append(str(part))
+        if isinstance(inner, dict):
+            inner = inner.get(part)
+        elif isinstance(inner, list) and isinstance(part, int):
+            inner = inner[part]
+    dotted = ".".join(key)
+    if error["type"] == "extra_forbidden":
+        close = explain.nearest(dotted)
+        why = "unknown key" + (f"; did you mean {close}?" if close else "")
+        if close == dotted:  # known, but to another variant of its section
+            why = (
+                f"is for another {'.'.join(key[:-1])}.type than {explain.type_of(values, key[:-1])}"
+            )
+    elif error["type"].startswith("union_tag"):
+        dotted, why = f"{dotted}.type", error["msg"].replace("Input tag", "value")
+    else:
+        shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+        why = error["msg"][0].lower() + error["msg"][1:] + shown
+    return f"{_origin(layer, tuple(dotted.split('.')))}  {dotted}: {why}"
+
+
+def _origin(layer: Layer, key: Key) -> str:
+    for length in range(len(key), 0, -1):
+        if key[:length] in layer:
+            return layer[key[:length]].origin
+    below = [leaf.origin for k, leaf in layer.items() if k[: len(key)] == key]
+    return next((origin for origin in below if origin != "default"), "default")
+
+
+def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:
+    """Dotted keys that differ and decide what is trained, so that a resume must not change them."""
+    return [
+        ".".join(key)
+        for key, knob in explain.knobs(new)
+        if not knob.free and knob.value != explain.value_at(old, key)
+    ]

@@ -1,0 +1,129 @@
+"""The whole configuration: one file serves every command, each reads its own sections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field, NonNegativeInt
+
+from dtt.config.base import Section, free
+from dtt.config.data import (
+    DataConfig,
+    DownloadConfig,
+    TokenizeConfig,
+    TokenizerConfig,
+    TrainedTokenizerConfig,
+)
+from dtt.config.export import ExportConfig
+from dtt.config.model import ModelConfig
+from dtt.config.optim import MuonConfig, OptimConfig, ScheduleConfig, WsdConfig
+from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
+
+
+class RunConfig(Section):
+    """Everything dtt can be told."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the job: its folder is `jobs/<name>`."""
+    seed: NonNegativeInt = 0
+    """Decides the initial weights, the order of the data and dropout."""
+    download: DownloadConfig = DownloadConfig()
+    """Raw documents."""
+    tokenizer: TokenizerConfig = TrainedTokenizerConfig()
+    """Text to ids."""
+    tokenize: TokenizeConfig = TokenizeConfig()
+    """Documents to token files."""
+    data: DataConfig = DataConfig()
+    """What training reads."""
+    model: ModelConfig = ModelConfig()
+    """Family and sizes."""
+    optim: OptimConfig = MuonConfig()
+    """Optimizer."""
+    schedule: ScheduleConfig = WsdConfig()
+    """Learning rate over the run."""
+    train: TrainConfig = TrainConfig()
+    """The run itself."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    track: tuple[TrackerConfig, ...] = free(())
+    """Where metrics go besides metrics.jsonl and the console: a list of `{type: wandb, …}`,
+    `{type: tensorboard}`."""
+    export: ExportConfig = ExportConfig()
+    """The Hugging Face folder."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Processes per stage of `dtt pipeline`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What no single section can see."""
+        train, model = self.train, self.model
+        if train.global_batch_tokens % train.seq_len:
+            yield (
+                "train.global_batch_tokens",
+                f"{train.global_batch_tokens} is not a whole number of sequences of "
+                f"train.seq_len = {train.seq_len} tokens",
+            )
+        if model.max_seq_len is not None and model.max_seq_len < train.seq_len:
+            yield (
+                "train.seq_len",
+                f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
+            )
+        if self.schedule.warmup_steps > train.steps:
+            yield (
+                "schedule.warmup_steps",
+                f"{self.schedule.warmup_steps} is more than train.steps = {train.steps}",
+            )
+
+    @property
+    def dataset_name(self) -> str:
+        """Short name of the dataset, for folders: `org/name` and subset, or the file's stem."""
+        if self.download.dataset is None:
+            return "corpus"
+        stem = Path(self.download.dataset).name.split(".")[0] or "corpus"
+        parts = [stem, self.download.name, self.download.split]
+        return _slug("-".join(part for part in parts if part))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Short name of the tokenizer, for folders: `bpe4096`, or the file's or repository's."""
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, TrainedTokenizerConfig):
+            return f"bpe{tokenizer.vocab_size}"
+        path = Path(tokenizer.path)
+        return _slug(path.resolve().parent.name if path.suffix == ".json" else path.name)
+
+    @property
+    def download_dir(self) -> Path:
+        """Folder that `download` writes."""
+        return self.download.out or Path("data/corpus") / self.dataset_name
+
+    @property
+    def corpus_dir(self) -> Path:
+        """Folder that `tokenize` reads."""
+        return self.tokenize.corpus or self.download_dir
+
+    @property
+    def tokenize_dir(self) -> Path:
+        """Folder that `tokenize` writes."""
+        dataset = self.dataset_name if self.download.dataset else self.corpus_dir.name
+        return self.tokenize.out or Path("data/tokens") / f"{dataset}-{self.tokenizer_name}"
+
+    @property
+    def tokens_dir(self) -> Path:
+        """Folder that `train` reads."""
+        return self.data.tokens or self.tokenize_dir
+
+    @property
+    def job_dir(self) -> Path:
+        """Folder of the job."""
+        return Path("jobs") / self.name
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest context of the model."""
+        return self.model.max_seq_len or self.train.seq_len
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "unnamed"

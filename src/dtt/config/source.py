@@ -1,0 +1,174 @@
+"""Where values come from: YAML, JSON and TOML files, the environment, `key=value` arguments.
+
+Each source becomes a `Layer`: dotted key (as a tuple) to value and origin. Layers merge key by key.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtt.errors import ConfigError, InputError
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value and where it was said (`file:line`, `argument`, `default`, …)."""
+
+    value: Any
+    origin: str
+
+
+Layer = dict[Key, Leaf]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, except that `3e-4` is a number and `1_000` stays one."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
+    list("-+0123456789."),
+)
+
+
+def parse_scalar(text: str) -> Any:
+    """A `key=value` argument's value, read as YAML; the empty string stays a string."""
+    if text == "":
+        return ""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError:
+        return text
+
+
+def read_file(path: Path) -> tuple[list[str], Layer]:
+    """Read a config file; returns its `extends` list and its values with their lines."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the config {path}", why=str(error)) from None
+    layer: Layer = {}
+    try:
+        if path.suffix == ".toml":
+            _flatten(tomllib.loads(text), (), str(path), layer)
+        else:
+            node = yaml.compose(text, _Loader)
+            if node is not None:
+                _flatten_node(node, (), path, layer)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML", why=str(error)) from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(
+            f"{path} is not YAML", where=f"{path}:{line}", why=str(error.problem)
+        ) from None
+    extends = layer.pop(("extends",), Leaf([], "")).value
+    return [extends] if isinstance(extends, str) else list(extends), layer
+
+
+def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
+    origin = f"{path}:{node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode):
+        if not key:
+            raise ConfigError(f"{path} does not hold `key: value` lines", where=origin)
+        constructor = _Loader("")
+        layer[key] = Leaf(constructor.construct_object(node, deep=True), origin)
+        return
+    seen: set[str] = set()
+    for name_node, value in node.value:
+        name = str(name_node.value)
+        here = f"{path}:{name_node.start_mark.line + 1}"
+        if name in seen:
+            raise ConfigError(f"{'.'.join((*key, name))} stands twice", where=here)
+        seen.add(name)
+        _flatten_node(value, (*key, *name.split(".")), path, layer)
+
+
+def _flatten(value: Any, key: Key, origin: str, layer: Layer) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _flatten(inner, (*key, str(name)), origin, layer)
+    else:
+        layer[key] = Leaf(value, origin)
+
+
+def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
+    """A layer of plain nested values, all of one origin."""
+    layer: Layer = {}
+    _flatten(values, (), origin, layer)
+    return layer
+
+
+def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
+    """`DTT_TRAIN__STEPS=5` is `train.steps`; one word (`DTT_SEED`) must be a top-level key."""
+    known = set(sections)
+    layer: Layer = {}
+    for name, text in env.items():
+        if name.startswith("DTT_"):
+            key = tuple(name[4:].lower().split("__"))
+            if len(key) > 1 or key[0] in known:
+                layer[key] = Leaf(parse_scalar(text), f"environment {name}")
+    return layer
+
+
+def from_arguments(arguments: Iterable[str]) -> Layer:
+    """`key.path=value` arguments."""
+    layer: Layer = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", name):
+            raise ConfigError(
+                f"cannot understand the argument {argument!r}",
+                why="arguments after the options have the form key.path=value",
+                next="for example train.steps=500; `dtt config explain` lists the keys",
+            )
+        layer[tuple(name.split("."))] = Leaf(parse_scalar(text), "argument")
+    return layer
+
+
+def merge(layers: Iterable[Layer]) -> Layer:
+    """Put each layer over those before it, key by key.
+
+    A new `type` of a tagged section drops what lower layers said about the old type.
+    """
+    merged: Layer = {}
+    for layer in layers:
+        for key, leaf in layer.items():
+            if key[-1] == "type" and key in merged and merged[key].value != leaf.value:
+                _drop_below(merged, key[:-1])
+        for key, leaf in layer.items():
+            _drop_below(merged, key)
+            for parent in _parents(key):
+                merged.pop(parent, None)
+            merged[key] = leaf
+    return merged
+
+
+def _parents(key: Key) -> Iterator[Key]:
+    return (key[:length] for length in range(1, len(key)))
+
+
+def _drop_below(layer: Layer, prefix: Key) -> None:
+    for key in [key for key in layer if len(key) > len(prefix) and key[: len(prefix)] == prefix]:
+        del layer[key]
+
+
+def nested(layer: Layer) -> dict[str, Any]:
+    """The values of a layer as nested dicts."""
+    root: dict[str, Any] = {}
+    for key, leaf in layer.items():
+        inner = root
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = leaf.value
+    return root

@@ -1,0 +1,82 @@
+"""The training run: lengths, batches, precision, how often things happen."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dtt.config.base import Section, free
+
+
+class TrainConfig(Section):
+    """How long, how large, on what."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+    seq_len: PositiveInt = 1024
+    """Tokens in one training sequence."""
+    global_batch_tokens: PositiveInt = 65_536
+    """Tokens in one optimizer step, over all devices and accumulation steps."""
+    micro_batch: PositiveInt = free(8)
+    """Sequences one device takes at once; gradients accumulate up to the global batch."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """`auto`: a GPU if there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = free("auto")
+    """Arithmetic of the forward and backward pass; weights and optimizer stay fp32. `auto`: bf16
+    where the hardware multiplies it natively, else fp32."""
+    compile: bool | None = free(None)
+    """torch.compile each block; null: on a GPU only."""
+    log_every: PositiveInt = free(10)
+    """Steps between console lines; metrics.jsonl always gets every step."""
+    eval_every: NonNegativeInt = free(200)
+    """Steps between validation losses; 0: only at the start and the end."""
+    eval_tokens: PositiveInt = free(1_000_000)
+    """Validate on the first so many tokens of the held-out split, or all if it has fewer."""
+    sample_every: NonNegativeInt = free(0)
+    """Steps between printed samples; 0: only at the start and the end."""
+    sample_prompt: str = free("")
+    """Text that samples continue; empty: the start of a document."""
+    sample_tokens: NonNegativeInt = free(64)
+    """Length of a sample; 0: none at all."""
+
+
+class CheckpointConfig(Section):
+    """How often the state is saved, and how many are kept."""
+
+    every: PositiveInt = free(500)
+    """Steps between checkpoints; one is always written at the end and on a stop request."""
+    keep_last: PositiveInt = free(2)
+    """Newest verified checkpoints that are kept."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases; the same run goes on after a resume. Its failure never stops training."""
+
+    type: Literal["wandb"] = "wandb"
+    project: str = "dtt"
+    """Project the run appears in."""
+    entity: str | None = None
+    """Team or user; null: the account's default."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """`auto`: online with an API key, offline without."""
+
+
+class TensorBoardConfig(Section):
+    """Event files in `jobs/<name>/tensorboard/`."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+
+
+TrackerConfig = Annotated[WandbConfig | TensorBoardConfig, Field(discriminator="type")]
+
+
+class PipelineConfig(Section):
+    """How `dtt pipeline` starts each stage on this machine."""
+
+    tokenize_processes: NonNegativeInt = 0
+    """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. One if there is no MPI."""
+    train_processes: NonNegativeInt = 0
+    """Processes for `train`, under torchrun; 0: one per GPU, or one on a CPU."""

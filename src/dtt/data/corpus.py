@@ -1,0 +1,129 @@
+"""A corpus, cut into units of work before anyone knows how many ranks there are.
+
+The units are a pure function of the corpus and `unit_bytes`. Each is a few spans of files: row
+groups of Parquet, byte ranges of plain line files, whole files of what must be read from its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.artifacts import CorpusManifest
+from dtt.data.formats import is_compressed
+from dtt.errors import DamagedError, InputError
+
+COMPRESSION_RATIO = 4
+"""Bytes of text per byte of a compressed file, to estimate sizes."""
+DEFAULT_UNITS = 64
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 10**6, 256 * 10**6
+
+
+@dataclass(frozen=True)
+class Span:
+    """Part of a file: row groups `[start, stop)` of Parquet, else bytes.
+
+    A byte range owns the lines that start in it; the last line may reach beyond `stop`.
+    """
+
+    file: int
+    """Index into the manifest's files."""
+    start: int
+    stop: int
+    text_bytes: int
+    """About how much text it holds."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one rank works through on its own, and what becomes one shard."""
+
+    index: int
+    spans: tuple[Span, ...]
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much text it holds."""
+        return sum(span.text_bytes for span in self.spans)
+
+
+class Corpus:
+    """The documents that `download` left in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest and look whether its files are still those that it names.
+
+        Raises InputError for a missing file, DamagedError for one whose size has changed.
+        """
+        self.folder = folder
+        self.manifest = CorpusManifest.read(folder)
+        again = f"dtt download -d {self.manifest.source.id}"
+        for index, record in enumerate(self.manifest.files):
+            path = self.path(index)
+            if not path.is_file():
+                raise InputError("a file of the corpus is missing", where=path, next=again)
+            if path.stat().st_size != record.bytes:
+                raise DamagedError(
+                    "a file of the corpus has changed",
+                    where=path,
+                    why=f"it had {record.bytes} bytes, now {path.stat().st_size}",
+                    next=again,
+                )
+
+    def path(self, file: int) -> Path:
+        """Where the `file`-th file lies."""
+        return self.folder / self.manifest.files[file].path
+
+    def unit_bytes(self) -> int:
+        """The default size of a unit: 1/64 of the text, within bounds."""
+        total = sum(span.text_bytes for span in self._pieces(MAX_UNIT_BYTES))
+        return min(max(total // DEFAULT_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Cut the corpus into units of at most `unit_bytes`, or of one piece that is larger."""
+        units: list[Unit] = []
+        spans: list[Span] = []
+        room = unit_bytes
+        for piece in self._pieces(unit_bytes):
+            if spans and piece.text_bytes > room:
+                units.append(Unit(len(units), tuple(spans)))
+                spans, room = [], unit_bytes
+            room -= piece.text_bytes
+            if spans and (spans[-1].file, spans[-1].stop) == (piece.file, piece.start):
+                last = spans.pop()
+                piece = Span(piece.file, last.start, piece.stop, last.text_bytes + piece.text_bytes)
+            spans.append(piece)
+        return [*units, Unit(len(units), tuple(spans))] if spans else units
+
+    def _pieces(self, unit_bytes: int) -> Iterator[Span]:
+        for file, record in enumerate(self.manifest.files):
+            if self.manifest.file_format == "parquet":
+                yield from self._row_groups(file)
+            elif is_compressed(self.path(file)):
+                yield Span(file, 0, record.bytes, COMPRESSION_RATIO * record.bytes)
+            elif self.manifest.file_format == "csv" or self.manifest.txt_documents == "file":
+                yield Span(file, 0, record.bytes, record.bytes)
+            else:
+                for start in range(0, record.bytes, unit_bytes):
+                    stop = min(start + unit_bytes, record.bytes)
+                    yield Span(file, start, stop, stop - start)
+
+    def _row_groups(self, file: int) -> Iterator[Span]:
+        try:
+            footer = pq.read_metadata(self.path(file))
+        except (OSError, pa.ArrowException):  # the reader of documents says what is wrong with it
+            yield Span(file, 0, 1, 0)
+            return
+        for group in range(footer.num_row_groups):
+            columns = footer.row_group(group)
+            chunks = (columns.column(i) for i in range(columns.num_columns))
+            text_bytes = sum(
+                chunk.total_uncompressed_size
+                for chunk in chunks
+                if chunk.path_in_schema == self.manifest.text_column
+            )
+            yield Span(file, group, group + 1, text_bytes)

@@ -1,0 +1,283 @@
+"""The documents of a span of a corpus, one after the other, in bounded memory.
+
+What cannot be read is reported to a BadDocuments with file and line, and left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.data.corpus import Corpus, Span, Unit
+from dtt.data.formats import (
+    BYTE_ORDER_MARK,
+    MAX_DOCUMENT_BYTES,
+    is_compressed,
+    open_csv,
+    open_stream,
+)
+from dtt.errors import DamagedError
+
+SECTION_BYTES = 4096
+"""Paragraphs are put together up to about this size where documents are sections."""
+PARQUET_ROWS = 128
+TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
+
+
+class BadDocuments:
+    """Counts documents that cannot be read and remembers where the first few are."""
+
+    def __init__(self, *, stop: bool = False, shown: int = 5) -> None:
+        """With `stop`, the first one raises DamagedError."""
+        self.count = 0
+        self.examples: list[str] = []
+        self._stop, self._shown = stop, shown
+
+    def add(self, where: Callable[[], str], why: str) -> None:
+        """Note one; `where` is only called for those that are shown, as it may be slow."""
+        self.count += 1
+        if self._stop:
+            raise DamagedError(
+                "a document cannot be read",
+                where=where(),
+                why=why,
+                next="mend it, or leave such documents out: tokenize.on_bad_document=skip",
+            )
+        if len(self.examples) < self._shown:
+            self.examples.append(f"{where()}: {why}")
+
+
+def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[str]:
+    """Every document of `unit` that can be read, empty ones included, in the order of the files."""
+    for span in unit.spans:
+        path = corpus.path(span.file)
+        manifest = corpus.manifest
+        match manifest.file_format:
+            case "parquet":
+                yield from _parquet(path, span, str(manifest.text_column), bad)
+            case "csv":
+                yield from _csv(path, str(manifest.text_column), bad)
+            case "jsonl":
+                for where, line in _raw_lines(path, span, bad):
+                    yield from _json(line, str(manifest.text_column), where, bad)
+            case "txt":
+                pieces = {"file": _whole, "line": _text_lines, "section": _sections}
+                for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
+                    yield from _decoded(content, where, bad)
+
+
+def batches(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
+    """Documents in lists of about so many characters."""
+    batch: list[str] = []
+    room = characters
+    for document in documents:
+        batch.append(document)
+        room -= len(document) + 1
+        if room <= 0:
+            yield batch
+            batch, room = [], characters
+    if batch:
+        yield batch
+
+
+Located = tuple[Callable[[], str], bytes]
+"""Content, and a function that tells its `file:line`."""
+
+
+def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
+    """Lines that start in the span, line ends kept; a compressed file is read to its end."""
+    position = span.start
+    number = 0
+    try:
+        with open_stream(path) as stream:
+            if position:
+                stream.seek(position - 1)
+                position += _read_line(stream)[1] - 1
+            while position < span.stop or is_compressed(path):
+                line, size = _read_line(stream)
+                if not size:
+                    return
+                number += 1
+                where = partial(_location, path, span.start, number)
+                if position == 0:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                position += size
+                if size > MAX_DOCUMENT_BYTES:
+                    bad.add(where, TOO_LONG)
+                else:
+                    yield where, line
+    except OSError as error:
+        why = f"the rest of the file cannot be read: {error}"
+        bad.add(partial(_location, path, span.start, number + 1), why)
+
+
+def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
+    """A line and its full size; of one that is too long only the start is kept."""
+    line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
+    size = len(line)
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(MAX_DOCUMENT_BYTES)
+        size += len(part)
+    return line, size
+
+
+def _location(path: Path, start: int, number: int) -> str:
+    """`file:line` of the `number`-th line that starts at or after byte `start`."""
+    before = 0
+    with path.open("rb") as file:
+        while start > 0 and (chunk := file.read(min(start, 2**20))):
+            before += chunk.count(b"\n")
+            start -= len(chunk)
+            if start == 0 and not chunk.endswith(b"\n"):
+                before += 1  # the line across `start` belongs to the span before
+    return f"{path}:{before + number}"
+
+
+def _text_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
+    for where, line in _raw_lines(path, span, bad):
+        content = line.rstrip(b"\r\n")
+        if content:
+            yield where, content
+
+
+def _sections(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
+    """Runs of whole paragraphs of about SECTION_BYTES; together they are the text, unchanged.
+
+    A paragraph that is longer by itself is cut at a line end.
+    """
+    section: list[bytes] = []
+    size = 0
+    start: Callable[[], str] | None = None
+    for where, line in _raw_lines(path, span, bad):
+        section.append(line)
+        start = start or where
+        size += len(line)
+        if size >= (SECTION_BYTES if line.isspace() else 2 * SECTION_BYTES):
+            yield start, b"".join(section)
+            section, size, start = [], 0, None
+    if start is not None:
+        yield start, b"".join(section)
+
+
+def _whole(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
+    def where() -> str:
+        return f"{path}:1"
+
+    try:
+        with open_stream(path) as stream:
+            content = stream.read(MAX_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        bad.add(where, f"cannot be read: {error}")
+        return
+    if len(content) > MAX_DOCUMENT_BYTES:
+        bad.add(where, TOO_LONG)
+    else:
+        yield where, content.removeprefix(BYTE_ORDER_MARK)
+
+
+def _decoded(content: bytes, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+    try:
+        yield content.decode()
+    except UnicodeDecodeError as error:
+        bad.add(where, f"not UTF-8: byte {error.start} is 0x{content[error.start]:02x}")
+
+
+def _json(line: bytes, key: str, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+    if line.isspace():
+        return
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        bad.add(where, f"not UTF-8: byte {error.start} is 0x{line[error.start]:02x}")
+    except ValueError as error:
+        bad.add(where, f"not JSON: {error}")
+    except RecursionError:
+        bad.add(where, "not JSON that can be read: nested too deeply")
+    else:
+        if not isinstance(value, dict):
+            bad.add(where, "not a JSON object")
+        elif key not in value:
+            bad.add(where, f"no key {key!r}")
+        else:
+            yield from _checked(value[key], where, bad)
+
+
+def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[str]:
+    number = 0
+    try:
+        stream, rows = open_csv(path)
+        with stream:
+            while True:
+                number = rows.line_num + 1
+                where = partial(_location, path, 0, number)
+                try:
+                    row = next(rows)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    bad.add(where, f"not CSV: {error}")
+                    continue
+                if column not in row:
+                    bad.add(where, f"no column {column!r}")
+                else:
+                    yield from _checked(row[column], where, bad)
+    except OSError as error:
+        bad.add(
+            partial(_location, path, 0, number), f"the rest of the file cannot be read: {error}"
+        )
+
+
+def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator[str]:
+    row = 0
+
+    def rest_of_file() -> str:
+        return f"{path}, row group {span.start} row {row}"
+
+    try:
+        with pq.ParquetFile(path) as file:
+            groups = range(span.start, span.stop)
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=[column]):
+                for value in batch.column(0):
+                    yield from _parquet_value(value, partial(_row, path, span, row), bad)
+                    row += 1
+    except (OSError, pa.ArrowException) as error:
+        bad.add(rest_of_file, f"the rest of the file cannot be read: {error}")
+
+
+def _parquet_value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
+    else:
+        yield from _checked(text, where, bad)
+
+
+def _row(path: Path, span: Span, row: int) -> str:
+    """`file, row N`, counted from the start of the file."""
+    footer = pq.read_metadata(path)
+    before = sum(footer.row_group(group).num_rows for group in range(span.start))
+    return f"{path}, row {before + row}"
+
+
+def _checked(value: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+    """A value, if it is text that has a UTF-8 form."""
+    if not isinstance(value, str):
+        bad.add(where, f"the text is {'null' if value is None else type(value).__name__}")
+        return
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError as error:
+        bad.add(where, f"not Unicode text: {error.reason} at character {error.start}")
+        return
+    if size > MAX_DOCUMENT_BYTES:
+        bad.add(where, TOO_LONG)
+    else:
+        yield value

@@ -1,0 +1,176 @@
+"""Raw documents into a corpus folder: from the Hub, from local files, from Python itself.
+
+Files are kept as they are. What the manifest already names, unchanged, is neither fetched nor
+read again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from dtt.artifacts import CorpusFile, CorpusManifest, CorpusSource
+from dtt.config.data import DownloadConfig
+from dtt.data import stdlib
+from dtt.data.formats import find_text_column, one_format
+from dtt.data.local import local_files
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.runtime.log import log, progress
+
+
+def download(cfg: DownloadConfig, out: Path) -> CorpusManifest:
+    """Make `out` the corpus that `cfg` names; local files stay where they are.
+
+    Raises InputError when there is nothing to read, ConfigError when a subset, split or column
+    does not exist or `out` holds another corpus, EnvironmentUnfit when the Hub is out of reach,
+    StorageError when there is no room.
+    """
+    if cfg.dataset is None:
+        raise ConfigError("no dataset is named", where="download.dataset", next="-d DATASET")
+    with exclusive(out, "dtt download"):
+        previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
+        kind = _kind(cfg.dataset)
+        dataset = str(Path(cfg.dataset).expanduser().resolve()) if kind == "local" else cfg.dataset
+        if previous and (previous.source.kind, previous.source.id) != (kind, dataset):
+            raise ConfigError(
+                "the folder holds another corpus",
+                where=out,
+                why=f"it is of {previous.source.id}, not of {dataset}",
+                next="name another folder: download.out=FOLDER, or delete this one",
+            )
+        match kind:
+            case "stdlib":
+                manifest = _from_stdlib(out, previous)
+            case "local":
+                manifest = _from_local(cfg, Path(dataset), out, previous)
+            case _:
+                manifest = _from_hub(cfg, dataset, out, previous)
+        if manifest == previous:
+            log.info("already done: %s is complete and unchanged", out)
+        else:
+            write_atomically(out / CorpusManifest.filename, manifest.dump())
+        return manifest
+
+
+def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
+    if dataset == stdlib.NAME:
+        return "stdlib"
+    path = Path(dataset).expanduser()
+    if path.exists():
+        return "local"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", dataset) and not path.suffix[1:].isalpha():
+        return "hub"
+    raise InputError(
+        f"no dataset {dataset!r}",
+        why="it is no shipped name, no file or folder here, and no Hub id (org/name)",
+        next="dtt download -d FILE, FOLDER, ORG/NAME or python-stdlib",
+    )
+
+
+def _from_stdlib(out: Path, previous: CorpusManifest | None) -> CorpusManifest:
+    revision = stdlib.revision()
+    if previous and previous.source.revision == revision and _unchanged(out, previous):
+        return previous
+    path = stdlib.write_stdlib(out)
+    return CorpusManifest(
+        dataset=out.resolve().name,
+        source=CorpusSource(kind="stdlib", id=stdlib.NAME, revision=revision),
+        file_format="parquet",
+        text_column="text",
+        txt_documents=None,
+        files=(_record(path, path.name),),
+    )
+
+
+def _from_local(
+    cfg: DownloadConfig, dataset: Path, out: Path, previous: CorpusManifest | None
+) -> CorpusManifest:
+    found = local_files(dataset, cfg.split)
+    source = CorpusSource(kind="local", id=str(dataset), split=cfg.split, max_files=cfg.max_files)
+    one_format(found, str(dataset))
+    found = found[: cfg.max_files]
+    known = {record.path: record for record in previous.files} if previous else {}
+    files = []
+    with progress("hashing", sum(path.stat().st_size for path in found)) as advance:
+        for path in found:
+            record = known.get(str(path))
+            if record is None or not _is_unchanged(path, record):
+                record = _record(path, str(path))
+            files.append(record)
+            advance(record.bytes)
+    return _manifest(cfg, source, out, tuple(files))
+
+
+def _from_hub(
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> CorpusManifest:
+    """The pinned commit stays the one of `previous` unless another revision is asked for."""
+    from dtt.data import hub  # slow to import, and not needed for other sources
+
+    pinned = previous.source.revision if previous else None
+    commit = pinned if pinned and cfg.revision in (None, pinned) else hub.pin(dataset, cfg.revision)
+    source = CorpusSource(
+        kind="hub",
+        id=dataset,
+        name=cfg.name,
+        split=cfg.split or "train",
+        revision=commit,
+        max_files=cfg.max_files,
+    )
+    if previous and previous.source == source and _unchanged(out, previous):
+        return _manifest(cfg, source, out, previous.files)
+    remote = hub.files_of_split(dataset, cfg.name, cfg.split or "train", commit)[: cfg.max_files]
+    one_format([Path(file.path) for file in remote], dataset)
+    log.info("%s at %s: %d files", dataset, commit[:12], len(remote))
+    missing = sum(file.bytes for file in remote if not (out / file.path).is_file())
+    check_space(out, missing, dataset)
+    hashes = hub.fetch(dataset, commit, remote, out)
+    files = tuple(
+        _record(out / file.path, file.path, sha256)
+        for file, sha256 in zip(remote, hashes, strict=True)
+    )
+    return _manifest(cfg, source, out, files)
+
+
+def _manifest(
+    cfg: DownloadConfig, source: CorpusSource, out: Path, files: tuple[CorpusFile, ...]
+) -> CorpusManifest:
+    paths = [out / record.path for record in files if record.bytes]
+    if not paths:
+        raise InputError(f"{source.id} is empty", why="no file has any content")
+    file_format = one_format(paths, source.id)
+    is_txt = file_format == "txt"
+    documents = cfg.txt_documents
+    if documents == "auto":
+        documents = "section" if len(files) == 1 else "file"
+    return CorpusManifest(
+        dataset=out.resolve().name,
+        source=source,
+        file_format=file_format,
+        text_column=None if is_txt else find_text_column(paths[0], cfg.text_column),
+        txt_documents=documents if is_txt else None,
+        files=files,
+    )
+
+
+def _record(path: Path, name: str, sha256: str | None = None) -> CorpusFile:
+    stat = path.stat()
+    return CorpusFile(
+        path=name,
+        bytes=stat.st_size,
+        sha256=sha256 or sha256_file(path),
+        mtime_ns=stat.st_mtime_ns,
+    )
+
+
+def _is_unchanged(path: Path, record: CorpusFile) -> bool:
+    if not path.is_file():
+        return False
+    stat = path.stat()
+    return (stat.st_size, stat.st_mtime_ns) == (record.bytes, record.mtime_ns)
+
+
+def _unchanged(out: Path, manifest: CorpusManifest) -> bool:
+    return all(_is_unchanged(out / record.path, record) for record in manifest.files)

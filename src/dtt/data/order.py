@@ -1,0 +1,79 @@
+"""The order of training: `sample = f(seed, k)`, a keyed permutation of each epoch.
+
+No index file, no state: position k of the run names its window in O(1) memory, so the order is the
+same for any number of ranks and a resume is one integer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+
+ROUNDS = 8
+DIGEST_BYTES = 16
+
+
+def permutation(index: UInt64Array, size: int, key: bytes) -> UInt64Array:
+    """Image of each of `index` (all below `size`) under the permutation of range(size) that `key` names.
+
+    A balanced Feistel network (Luby & Rackoff 1988) over the smallest even number of bits that
+    holds `size`, with cycle walking (Black & Rogaway 2002): images outside the range go round
+    again. At most 4 times as many evaluations on average.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.blake2b(key, digest_size=8 * ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8")
+    image = _feistel(index, half, mask, keys)
+    outside = np.flatnonzero(image >= size)
+    while outside.size:
+        image[outside] = _feistel(image[outside], half, mask, keys)
+        outside = outside[image[outside] >= size]
+    return image
+
+
+def _feistel(x: UInt64Array, half: np.uint64, mask: np.uint64, keys: UInt64Array) -> UInt64Array:
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << half) | right
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    """The finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The windows of one source in training order: each exactly once an epoch, for ever."""
+
+    seed: int
+    windows: int
+
+    def windows_at(self, first: int, count: int) -> UInt64Array:
+        """Window numbers at positions first … first + count - 1 of the run."""
+        parts = []
+        while count:
+            epoch, offset = divmod(first, self.windows)
+            here = min(count, self.windows - offset)
+            index = np.arange(offset, offset + here, dtype=np.uint64)
+            parts.append(permutation(index, self.windows, f"{self.seed}/{epoch}".encode()))
+            first, count = first + here, count - here
+        return np.concatenate(parts)
+
+
+def extend_ledger(ledger: bytes, windows: UInt64Array) -> bytes:
+    """The rolling hash of everything trained on, one step later."""
+    content = ledger + windows.astype("<u8").tobytes()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+EMPTY_LEDGER = bytes(DIGEST_BYTES)

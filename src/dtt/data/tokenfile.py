@@ -1,0 +1,222 @@
+r"""Token files: Megatron's `.bin`/`.idx` pair, written in a stream, read through a memory map.
+
+`.bin` is all token ids in a row. `.idx`, little endian: `MMIDIDX\0\0`, uint64 version 1, uint8
+dtype code, uint64 sequences S, uint64 entries of the document index E, int32[S] lengths in tokens,
+int64[S] offsets in bytes, int64[E] document index (first sequence of each document, then S).
+dtt writes one sequence per document; files of others may hold several, and empty ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.errors import DamagedError, InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+DTYPE_CODES: dict[TokenDtype, int] = {"uint16": 8, "int32": 4}
+UINT16_VOCAB_LIMIT = 65_500
+
+TokenDtype = Literal["uint16", "int32"]
+Tokens = npt.NDArray[Any]
+
+
+def token_dtype(vocab_size: int) -> TokenDtype:
+    """The dtype Megatron chooses for a vocabulary of this size."""
+    return "uint16" if vocab_size < UINT16_VOCAB_LIMIT else "int32"
+
+
+def bin_path(stem: Path) -> Path:
+    """The file of the ids."""
+    return stem.with_name(stem.name + ".bin")
+
+
+def idx_path(stem: Path) -> Path:
+    """The file of the document boundaries."""
+    return stem.with_name(stem.name + ".idx")
+
+
+class TokenFile:
+    """An open pair of files; nothing is read until it is asked for.
+
+    Raises InputError when a file is missing, DamagedError when the two do not fit together.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        """`stem` is the common path without `.bin` and `.idx`."""
+        self.stem = stem
+        self._idx, idx_bytes = idx_path(stem), _size(idx_path(stem))
+        bin_bytes = _size(bin_path(stem))
+        with self._idx.open("rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise self._damaged("it is not a Megatron index: it does not start with MMIDIDX")
+        version: int
+        code: int
+        self.sequences: int
+        self._entries: int
+        _, version, code, self.sequences, self._entries = HEADER.unpack(header)
+        if version != VERSION:
+            raise self._damaged(f"version {version} of the format, only {VERSION} is known")
+        if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
+            raise self._damaged(f"dtype code {code} does not stand for an integer type")
+        self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
+        expected = HEADER.size + 12 * self.sequences + 8 * self._entries
+        if idx_bytes != expected:
+            raise self._damaged(f"it should have {expected} bytes, but has {idx_bytes}")
+        self.total = bin_bytes // self.dtype.itemsize
+        """Tokens in the file."""
+        end = 0
+        if self.sequences:
+            end = int(self.byte_offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if bin_bytes != end:
+            raise self._damaged(
+                f"its last sequence ends at byte {end}, but {bin_path(stem).name} has {bin_bytes}"
+            )
+
+    @cached_property
+    def lengths(self) -> Tokens:
+        """int32[sequences]: tokens of each sequence."""
+        return self._array("<i4", HEADER.size, self.sequences)
+
+    @cached_property
+    def byte_offsets(self) -> Tokens:
+        """int64[sequences]: where each sequence starts in the `.bin`, in bytes."""
+        return self._array("<i8", HEADER.size + 4 * self.sequences, self.sequences)
+
+    @cached_property
+    def offsets(self) -> Tokens:
+        """int64[sequences]: index into `tokens` of each sequence's first token."""
+        return self.byte_offsets // self.dtype.itemsize
+
+    @cached_property
+    def documents(self) -> Tokens:
+        """int64[documents + 1]: the first sequence of each document, then `sequences`."""
+        return self._array("<i8", HEADER.size + 12 * self.sequences, self._entries)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """All ids in a row, memory-mapped."""
+        if self.total == 0:
+            return np.empty(0, dtype=self.dtype)
+        return np.memmap(bin_path(self.stem), dtype=self.dtype, mode="r")
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self.sequences
+
+    def __getitem__(self, sequence: int) -> Tokens:
+        """The ids of one sequence."""
+        start = int(self.offsets[sequence])
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    def _array(self, dtype: str, start: int, count: int) -> Tokens:
+        if count == 0:
+            return np.empty(0, dtype=dtype)
+        return np.memmap(self._idx, dtype=dtype, mode="r", offset=start, shape=(count,))
+
+    def _damaged(self, why: str) -> DamagedError:
+        return DamagedError(
+            "a token file is damaged", where=self._idx, why=why, next="make it again: dtt tokenize"
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise InputError(
+            "a token file is missing", where=path, next="make it again: dtt tokenize"
+        ) from None
+
+
+class Written(NamedTuple):
+    """What a closed TokenFileWriter leaves."""
+
+    sequences: int
+    tokens: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+class TokenFileWriter:
+    """Writes one pair of files; on the disk and hashed when `close` returns.
+
+    A context manager: leaving it on an error closes the files unfinished, without an index.
+    """
+
+    def __init__(self, stem: Path, vocab_size: int) -> None:
+        """`stem` as for TokenFile; `vocab_size` bounds the ids and decides their dtype."""
+        self._stem, self._vocab_size = stem, vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._hash = hashlib.sha256()
+        self._file: BinaryIO = bin_path(stem).open("wb")
+
+    def append(self, ids: Tokens, lengths: Tokens) -> None:
+        """Add sequences: `ids` [sum(lengths)] in a row, tokens of each in `lengths` [sequences].
+
+        Raises DamagedError for an id outside the vocabulary, which is never written.
+        """
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise DamagedError(
+                f"a token id lies outside the vocabulary of {self._vocab_size}",
+                where=self._stem,
+                why=f"ids from {ids.min()} to {ids.max()}",
+                next="check the tokenizer.json that was used",
+            )
+        content = ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False).tobytes()
+        self._hash.update(content)
+        self._file.write(content)
+        self._lengths.append(lengths.astype(np.int32, copy=False))
+
+    def close(self) -> Written:
+        """Write the index; return what was written."""
+        _flush(self._file)
+        lengths = np.concatenate(self._lengths or [np.empty(0, np.int32)])
+        ends = np.cumsum(lengths, dtype=np.int64)
+        offsets = (ends - lengths) * np.dtype(self._dtype).itemsize
+        header = HEADER.pack(
+            MAGIC, VERSION, DTYPE_CODES[self._dtype], len(lengths), len(lengths) + 1
+        )
+        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        index = b"".join(
+            (header, lengths.astype("<i4").tobytes(), offsets.astype("<i8").tobytes(),
+             documents.tobytes())
+        )  # fmt: skip
+        with idx_path(self._stem).open("wb") as file:
+            file.write(index)
+            _flush(file)
+        return Written(
+            sequences=len(lengths),
+            tokens=int(ends[-1]) if len(ends) else 0,
+            bin_sha256=self._hash.hexdigest(),
+            idx_sha256=hashlib.sha256(index).hexdigest(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,2 @@
+"""A checkpoint becomes a verified Hugging Face folder.
+May touch: data, model, checkpoint."""

@@ -1,0 +1,61 @@
+"""The model card: README.md of an export."""
+
+from __future__ import annotations
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from dtt import __version__
+from dtt.artifacts import TokensManifest
+from dtt.config.run import RunConfig
+from dtt.model import count, families
+from dtt.model.architecture import Architecture
+
+
+def model_card(cfg: RunConfig, arch: Architecture, tokens: TokensManifest, step: int) -> str:
+    """Markdown with the Hub's metadata: what the model is, what it saw, how to use it."""
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=cfg.export.license,
+        datasets=[tokens.corpus.id] if tokens.corpus.kind == "hub" else None,
+        tags=["dtt", arch.family],
+    )
+    seen = step * cfg.train.global_batch_tokens
+    rows = {
+        "Architecture": families.get(arch.family).hf_class,
+        "Parameters": f"{count.parameters(arch):,}",
+        "Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {arch.n_heads} "
+        f"({arch.n_kv_heads} for keys and values)",
+        "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
+        "Trained on": f"{tokens.corpus.id} ({tokens.counts('train').tokens:,} tokens)",
+        "Training": f"{step:,} steps of {cfg.train.global_batch_tokens:,} tokens = {seen:,} tokens",
+        "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return str(
+        ModelCard(
+            f"""---
+{data.to_yaml()}
+---
+
+# {cfg.name}
+
+A base language model: it continues text, and was not taught to follow instructions.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+Trained and exported with dtt {__version__}; `transformers` was seen to compute the same logits.
+"""
+        )
+    )

@@ -1,0 +1,159 @@
+"""Write a Hugging Face folder: aside first, verified there, then renamed into place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from dtt.artifacts import ExportManifest, FileRecord
+from dtt.errors import ConfigError, DamagedError
+from dtt.export import verify
+from dtt.export.read import Trained
+from dtt.export.weights import to_hf
+from dtt.model import count, families
+from dtt.runtime.files import check_space, fsync_file, fsync_folder, sha256_file
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which checkpoint an export is of."""
+
+    job: str
+    step: int
+    checkpoint_sha256: str
+    """Of the checkpoint's manifest."""
+
+
+def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
+    """The manifest of the same export at `out`; None if nothing is there.
+
+    ConfigError when something else is there, DamagedError when a file of it is gone or cut.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not ExportManifest.exists(out):
+        raise ConfigError(
+            f"{out} holds something else", next="name another folder with --out, or move it away"
+        )
+    found = ExportManifest.read(out)
+    if (found.checkpoint_sha256, found.dtype) != (origin.checkpoint_sha256, dtype):
+        raise ConfigError(
+            f"{out} holds another export: {found.job}, step {found.step}, {found.dtype}",
+            next="name another folder with --out, or remove it",
+        )
+    for file in found.files:
+        path = out / file.path
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            raise DamagedError(
+                "an earlier export is no longer whole",
+                where=path,
+                next=f"rm -r {out}, then export again",
+            )
+    return found
+
+
+def export(
+    trained: Trained, origin: Origin, out: Path, *, dtype: Dtype, max_shard_size: str, card: str
+) -> ExportManifest:
+    """Write `out`, which must be absent or empty; it appears only once `transformers` was seen to
+    compute the same logits from it (DamagedError otherwise). `card` is the text of README.md."""
+    n_parameters = count.parameters(trained.arch)
+    size = n_parameters * DTYPES[dtype].itemsize
+    check_space(out.parent, size + 2**24, "the export")
+    aside = out.with_name(f".{out.name}.tmp")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    try:
+        rounded = {name: tensor.to(DTYPES[dtype]) for name, tensor in trained.state.items()}
+        _write_weights(to_hf(rounded, trained.arch), aside, max_shard_size)
+        _write_config(trained, aside, dtype)
+        _write_tokenizer(trained, aside)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+        difference = verify.check(aside, rounded, trained.arch, trained.tokenizer)
+        manifest = ExportManifest(
+            job=origin.job,
+            step=origin.step,
+            checkpoint_sha256=origin.checkpoint_sha256,
+            dtype=dtype,
+            parameters=n_parameters,
+            max_logit_difference=difference,
+            files=_records(aside),
+        )
+        (aside / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
+        _publish(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return manifest
+
+
+def _write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
+    shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    for name, keys in shards.filename_to_tensors.items():
+        save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
+    family = families.get(trained.arch.family)
+    config = family.to_hf_config(trained.arch, trained.end_of_document)
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    # `torch_dtype` is what transformers before 4.56 and other readers look for.
+    _write_json(folder / "config.json", config | {"dtype": name, "torch_dtype": name})
+    end = trained.end_of_document
+    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    _write_json(folder / "generation_config.json", generation)
+
+
+def _write_tokenizer(trained: Trained, folder: Path) -> None:
+    """tokenizer.json as it is, and what `AutoTokenizer` wants to know besides."""
+    shutil.copyfile(trained.tokenizer, folder / "tokenizer.json")
+    end = Tokenizer.from_file(str(trained.tokenizer)).id_to_token(trained.end_of_document)
+    special = {"bos_token": end, "eos_token": end, "pad_token": end}
+    _write_json(folder / "special_tokens_map.json", special)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            # The one name that every version of transformers takes for "tokenizer.json, as it is".
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": trained.arch.max_seq_len,
+            "clean_up_tokenization_spaces": False,
+            **special,
+        },
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _records(folder: Path) -> tuple[FileRecord, ...]:
+    return tuple(
+        FileRecord(path=path.name, bytes=path.stat().st_size, sha256=sha256_file(path))
+        for path in sorted(folder.iterdir())
+    )
+
+
+def _publish(aside: Path, out: Path) -> None:
+    """Every byte on the disk before the name appears."""
+    for path in aside.iterdir():
+        fsync_file(path)
+    fsync_folder(aside)
+    if out.exists():
+        out.rmdir()
+    aside.rename(out)
+    fsync_folder(out.parent)

@@ -1,0 +1,81 @@
+"""A trained model, read from wherever it lies: a checkpoint of a job, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dtt.artifacts import TokensManifest
+from dtt.checkpoint import store
+from dtt.config.run import RunConfig
+from dtt.errors import InputError
+from dtt.export.weights import from_hf
+from dtt.model import families
+from dtt.model.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights, and what their numbers mean."""
+
+    arch: Architecture
+    state: Mapping[str, Tensor]
+    """State of a `Decoder`, on the CPU."""
+    tokenizer: Path
+    """A tokenizer.json."""
+    end_of_document: int
+    """Id of the token that ends a document."""
+
+
+def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
+    """The verified checkpoint of `step`, or the newest; InputError if there is none."""
+    found = store.newest(folder) if step is None else store.at_step(folder, step)
+    if found is None:
+        raise InputError(
+            f"no checkpoint in {folder}",
+            why="training has not saved one yet",
+            next="train on, or touch control/save in the job directory for one now",
+        )
+    return found
+
+
+def read_checkpoint(cfg: RunConfig, checkpoint: store.Checkpoint) -> Trained:
+    """The model of a job whose resolved config is `cfg`; its token folder must still be there."""
+    tokens = TokensManifest.read(cfg.tokens_dir)
+    family = families.get(cfg.model.family)
+    return Trained(
+        family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len),
+        checkpoint.model_tensors(),
+        cfg.tokens_dir / "tokenizer.json",
+        tokens.end_of_document,
+    )
+
+
+def read_hf_folder(folder: Path) -> Trained:
+    """The model of a Hugging Face folder with safetensors; InputError if it is none that dtt knows.
+
+    The weights keep the folder's dtype.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    known = {family.hf_model_type: family for family in families.FAMILIES}
+    if config.get("model_type") not in known:
+        raise InputError(
+            f"dtt does not know the kind of model in {folder}",
+            why=f"config.json says model_type {config.get('model_type')!r}; "
+            f"known: {', '.join(known)}",
+        )
+    files, tokenizer = sorted(folder.glob("*.safetensors")), folder / "tokenizer.json"
+    if not files or not tokenizer.is_file():
+        missing = tokenizer.name if files else "*.safetensors"
+        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing")
+    arch = known[config["model_type"]].from_hf_config(config)
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    end = config["eos_token_id"]
+    return Trained(
+        arch, from_hf(tensors, arch), tokenizer, end[0] if isinstance(end, list) else end
+    )

@@ -1,0 +1,56 @@
+"""Send an exported folder to the Hugging Face Hub, or to whatever HF_ENDPOINT names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+from dtt.errors import ConfigError, DttError, EnvironmentUnfit
+
+
+def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
+    """Upload `folder` as the model `repo` (`org/name`, made if absent) and return its URL.
+
+    Files that are there already are not sent again. EnvironmentUnfit when there is no token, the
+    Hub refuses it, or the Hub is out of reach.
+    """
+    if get_token() is None:
+        raise EnvironmentUnfit(
+            f"cannot upload to {repo}: no Hugging Face token",
+            next="`hf auth login`, or HF_TOKEN=hf_… in the environment, then the same command",
+        )
+    api = HfApi(library_name="dtt")
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo!r} is no name of a Hub repository", why=str(error)) from None
+    except HfHubHTTPError as error:
+        raise _refused(error.response.status_code, repo, str(error)) from None
+    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+        raise EnvironmentUnfit(
+            f"cannot reach {api.endpoint}",
+            why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            next=f"check the network and HF_ENDPOINT; the export itself is complete in {folder}",
+        ) from None
+    return str(url)
+
+
+def _refused(status: int, repo: str, message: str) -> DttError:
+    what = f"the Hub refused the upload to {repo} (HTTP {status})"
+    match status:
+        case 401:
+            return EnvironmentUnfit(
+                what, why="the token is not valid", next="`hf auth login` with a new token"
+            )
+        case 403:
+            return EnvironmentUnfit(
+                what,
+                why=f"the token may not write to {repo.split('/')[0]}",
+                next="use a token with write access, or upload to an organisation of yours",
+            )
+        case _:
+            return EnvironmentUnfit(what, why=message.splitlines()[0], next="try again later")

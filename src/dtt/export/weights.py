@@ -1,0 +1,50 @@
+"""Our parameters under Hugging Face's names, and back: renamed, stacked, transposed, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dtt.errors import DamagedError
+from dtt.model import families
+from dtt.model.architecture import Architecture
+
+# Buffers that older transformers saved with the weights; they hold nothing that was trained.
+NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def to_hf(state: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
+    """State of a Decoder → tensors of the family's transformers class; a tied head is left out."""
+    rules = list(families.get(arch.family).weight_rules(arch))
+    _compare((name for rule in rules for name in rule.ours), state, "the checkpoint")
+    tensors = {}
+    for rule in rules:
+        stacked = torch.cat([state[name] for name in rule.ours])
+        tensors[rule.theirs] = stacked.T.contiguous() if rule.transpose else stacked
+    return tensors
+
+
+def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
+    """Tensors of the family's transformers class → state of a Decoder."""
+    rules = list(families.get(arch.family).weight_rules(arch))
+    tied = {"lm_head.weight"} if arch.tie_embeddings else set()
+    given = [name for name in tensors if not name.endswith(NOT_WEIGHTS) and name not in tied]
+    _compare((rule.theirs for rule in rules), given, "the Hugging Face folder")
+    state: dict[str, Tensor] = {}
+    for rule in rules:
+        stacked = tensors[rule.theirs]
+        parts = (stacked.T if rule.transpose else stacked).chunk(len(rule.ours))
+        state |= {name: part.contiguous() for name, part in zip(rule.ours, parts, strict=True)}
+    return state
+
+
+def _compare(expected: Iterable[str], given: Iterable[str], where: str) -> None:
+    expected, given = set(expected), set(given)
+    if expected != given:
+        missing, extra = sorted(expected - given), sorted(given - expected)
+        raise DamagedError(
+            f"the weights in {where} are not those that its configuration describes",
+            why=f"{len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}",
+        )

@@ -1,0 +1,261 @@
+"""The whole command line: every command, its options, what it reads and writes.
+
+`dtt`, `python -m dtt.main` and `torchrun -m dtt.main train` all enter here. Nothing slow is
+imported before a command's body runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtt.runtime.process import command
+
+if TYPE_CHECKING:
+    from dtt.config.run import RunConfig
+
+cli = typer.Typer(
+    name="dtt",
+    help="Distributed Transformer Training: raw text to a released checkpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_cli = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
+cli.add_typer(config_cli, name="config")
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", "-c", help="Config file, or the name of a shipped one (`quickstart`)."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as `train.steps=500`."),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        "-d",
+        help="A name in `configs/datasets/`, a Hugging Face id (`org/name`), a local file or "
+        "folder, or `python-stdlib`.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@cli.command()
+def download(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    name: Annotated[str | None, typer.Option(help="Subset of a Hub dataset.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split to take.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the corpus.")] = None,
+) -> None:
+    """Get raw documents. Writes `data/corpus/<dataset>/manifest.json`.
+
+    `dtt download -d python-stdlib` · `dtt download -d ~/books` ·
+    `dtt download -d HuggingFaceFW/fineweb-edu --name sample-10BT`
+    """
+    with command():
+        from dtt.commands import download
+
+        options = {
+            "dataset": dataset,
+            "name": name,
+            "split": split,
+            "revision": revision,
+            "out": out,
+        }
+        download.run(_resolve(config, overrides, "download", options))
+
+
+@cli.command()
+def tokenize(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace token files made otherwise.")] = False,
+    json: Json = False,
+) -> None:
+    """Turn documents into token files. Reads a corpus, writes `data/tokens/<name>/`.
+
+    `dtt tokenize -c run.yaml` · on every core: `mpirun -n 8 dtt tokenize -c run.yaml`
+    """
+    with command():
+        from dtt.commands import tokenize
+
+        cfg = _resolve(config, overrides, "download", {"dataset": dataset})
+        tokenize.run(cfg, overwrite=overwrite, as_json=json)
+
+
+@cli.command()
+def train(
+    job_or_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB] [KEY=VALUE]…", help="A job directory to resume; config keys."
+        ),
+    ] = None,
+    config: Config = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="On resume, let this key change what is trained; repeatable."),
+    ] = None,
+) -> None:
+    """Train, or go on where the job stopped. Reads token files, writes `jobs/<name>/`.
+
+    `dtt train -c run.yaml` · on 8 GPUs: `torchrun --standalone --nproc_per_node 8 -m dtt.main
+    train -c run.yaml` · resume: the same line, or `dtt train jobs/<name>`
+    """
+    with command():
+        from dtt.commands import train
+
+        train.run(config, job_or_overrides or [], allow_change or [])
+
+
+@cli.command()
+def export(
+    job: Annotated[Path, typer.Argument(help="Job directory, as `jobs/quickstart`.")],
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint to export; the newest if absent.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    upload: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Upload to the Hugging Face Hub as well.")
+    ] = None,
+    private: Annotated[bool, typer.Option(help="Make a new Hub repository private.")] = False,
+) -> None:
+    """Write a verified Hugging Face folder. Reads a checkpoint, writes `exports/<name>/`.
+
+    `dtt export jobs/run` · `dtt export jobs/run --step 500 --upload org/name --private`
+    """
+    with command():
+        from dtt.commands import export
+
+        export.run(job, overrides or [], step=step, out=out, upload=upload, private=private)
+
+
+@cli.command()
+def generate(
+    source: Annotated[Path, typer.Argument(help="Job directory or exported folder.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to go on with; - reads stdin.")
+    ] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only the K likeliest.")] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Only the likeliest with this mass.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+) -> None:
+    """Continue a prompt with a trained model. Text goes to stdout as it comes.
+
+    `dtt generate jobs/run -p "def main():"` · `dtt generate exports/run -p - < prompt.txt`
+    """
+    with command():
+        from dtt.commands import generate
+
+        generate.run(
+            source,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+
+
+@cli.command()
+def pipeline(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+) -> None:
+    """Do it all: download, tokenize, train, export. Finished stages are skipped; run it again
+    after an interruption.
+
+    `dtt pipeline -c quickstart` · your own text: `dtt pipeline -c quickstart -d ~/books name=books`
+    """
+    with command():
+        from dtt.commands import pipeline
+
+        pipeline.run(config, overrides or [], dataset)
+
+
+@config_cli.command()
+def show(overrides: Overrides = None, config: Config = None, dataset: Dataset = None) -> None:
+    """Print the resolved configuration as YAML, each value with where it came from."""
+    with command():
+        from dtt.commands import config as body
+
+        body.show(config, overrides or [], dataset)
+
+
+@config_cli.command()
+def explain(
+    key: Annotated[str, typer.Argument(help="Dotted key or section; all sections if absent.")] = "",
+    config: Config = None,
+) -> None:
+    """Tell what a key means, takes and holds."""
+    with command():
+        from dtt.commands import config as body
+
+        body.explain(key, config)
+
+
+@config_cli.command()
+def schema() -> None:
+    """Print the JSON schema of a config file, for editors."""
+    with command():
+        from dtt.commands import config as body
+
+        body.schema()
+
+
+def _resolve(
+    config: str | None, overrides: list[str] | None, section: str, options: Mapping[str, object]
+) -> RunConfig:
+    from dtt.config.load import resolve
+
+    named = {f"{section}.{key}": value for key, value in options.items() if value is not None}
+    return resolve(config, overrides or [], named).config
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from dtt import __version__
+
+        typer.echo(f"dtt {__version__}")
+        raise typer.Exit
+
+
+@cli.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What dtt has to know of a family: facts, and how its names read on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.errors import InputError
+from dtt.model.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One Hugging Face tensor and the parameters of ours that it holds.
+
+    `{i}` in a name stands for the layer. Several of ours are equal parts of theirs, stacked along
+    the output axis; `transpose` says that theirs is [in, out] where ours is [out, in].
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transpose: bool = False
+
+    def of_layer(self, i: int) -> WeightRule:
+        """The rule with `{i}` filled in."""
+        return replace(
+            self,
+            theirs=self.theirs.format(i=i),
+            ours=tuple(name.format(i=i) for name in self.ours),
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """A published architecture."""
+
+    name: str
+    hf_model_type: str
+    """`model_type` in config.json."""
+    hf_class: str
+    """`architectures` in config.json: the class that transformers builds."""
+    architecture: Callable[[ModelConfig, int, int], Architecture]
+    """`(cfg, tokenizer_size, seq_len)`: every null of the config resolved, ConfigError when the
+    tokenizer or the sequences do not fit."""
+    to_hf_config: Callable[[Architecture, int], dict[str, Any]]
+    """`(arch, end_of_document id)`: what goes into config.json, dtype excepted."""
+    from_hf_config: Callable[[Mapping[str, Any]], Architecture]
+    """From a config.json; InputError when it asks for what `Decoder` does not do."""
+    weights: tuple[WeightRule, ...]
+
+    def weight_rules(self, arch: Architecture) -> Iterator[WeightRule]:
+        """The rules of this model, one per Hugging Face tensor; a tied head has none."""
+        for rule in self.weights:
+            if rule.ours == ("head.weight",) and arch.tie_embeddings:
+                continue
+            if "{i}" in rule.theirs:
+                yield from (rule.of_layer(i) for i in range(arch.n_layers))
+            else:
+                yield rule
+
+
+def same_name(theirs: str, ours: str, *suffixes: str) -> tuple[WeightRule, ...]:
+    """Rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
+    return tuple(WeightRule(f"{theirs}.{s}", (f"{ours}.{s}",)) for s in suffixes)
+
+
+def refuse_unless(config: Mapping[str, Any], key: str, *allowed: object) -> None:
+    """InputError if `config` has `key` with a value that `Decoder` does not compute."""
+    if key in config and config[key] not in allowed:
+        raise InputError(
+            f"this {config.get('model_type')} model is not supported",
+            why=f"config.json has {key}: {config[key]!r}; supported: "
+            + " or ".join(repr(value) for value in allowed),
+            next="use a model without it",
+        )

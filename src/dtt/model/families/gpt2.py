@@ -1,0 +1,120 @@
+"""GPT-2 (Radford et al., 2019): learned positions, pre-LayerNorm, tanh-GELU, biases, tied head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
+from dtt.model.families.base import Family, WeightRule, refuse_unless, same_name
+
+
+def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
+    """Resolve the config; the MLP is four times as wide as the model."""
+    return Architecture(
+        family="gpt2",
+        vocab_size=fit_vocabulary(cfg, tokenizer_size),
+        max_seq_len=fit_context(cfg, seq_len),
+        dim=cfg.dim,
+        n_layers=cfg.n_layers,
+        n_heads=cfg.n_heads,
+        n_kv_heads=cfg.n_heads,
+        head_dim=cfg.resolved_head_dim,
+        ffn_dim=cfg.ffn_dim or 4 * cfg.dim,
+        norm="layernorm",
+        norm_eps=cfg.norm_eps,
+        position="learned",
+        rope_theta=cfg.rope_theta,
+        mlp="gelu",
+        bias=True,
+        tie_embeddings=cfg.tie_embeddings is not False,
+        init_std=cfg.init_std,
+        dropout=cfg.dropout,
+    )
+
+
+def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
+    """config.json of a GPT2LMHeadModel."""
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": arch.vocab_size,
+        "n_positions": arch.max_seq_len,
+        "n_embd": arch.dim,
+        "n_layer": arch.n_layers,
+        "n_head": arch.n_heads,
+        "n_inner": arch.ffn_dim,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": arch.norm_eps,
+        "resid_pdrop": arch.dropout,
+        "embd_pdrop": arch.dropout,
+        "attn_pdrop": 0.0,
+        "initializer_range": arch.init_std,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+    }
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+    """From the config.json of a GPT2LMHeadModel."""
+    refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    refuse_unless(config, "scale_attn_weights", True)
+    refuse_unless(config, "scale_attn_by_inverse_layer_idx", False)
+    refuse_unless(config, "add_cross_attention", False)
+    dim, n_heads = config["n_embd"], config["n_head"]
+    return Architecture(
+        family="gpt2",
+        vocab_size=config["vocab_size"],
+        max_seq_len=config["n_positions"],
+        dim=dim,
+        n_layers=config["n_layer"],
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=dim // n_heads,
+        ffn_dim=config.get("n_inner") or 4 * dim,
+        norm="layernorm",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        position="learned",
+        rope_theta=ModelConfig().rope_theta,
+        mlp="gelu",
+        bias=True,
+        tie_embeddings=config.get("tie_word_embeddings", True),
+        init_std=config.get("initializer_range", 0.02),
+        dropout=config.get("resid_pdrop", 0.1),
+    )
+
+
+_LAYER = "transformer.h.{i}"
+_QKV = tuple(f"layers.{{i}}.attn.{part}" for part in "qkv")
+
+
+def _linear(theirs: str, *ours: str) -> tuple[WeightRule, ...]:
+    """GPT-2's Conv1D keeps its weight as [in, out]."""
+    return (
+        WeightRule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transpose=True),
+        WeightRule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+    )
+
+
+GPT2 = Family(
+    name="gpt2",
+    hf_model_type="gpt2",
+    hf_class="GPT2LMHeadModel",
+    architecture=architecture,
+    to_hf_config=to_hf_config,
+    from_hf_config=from_hf_config,
+    weights=(
+        *same_name("transformer.wte", "embed", "weight"),
+        *same_name("transformer.wpe", "pos_embed", "weight"),
+        *same_name(f"{_LAYER}.ln_1", "layers.{i}.attn_norm", "weight", "bias"),
+        *_linear(f"{_LAYER}.attn.c_attn", *_QKV),
+        *_linear(f"{_LAYER}.attn.c_proj", "layers.{i}.attn.o"),
+        *same_name(f"{_LAYER}.ln_2", "layers.{i}.mlp_norm", "weight", "bias"),
+        *_linear(f"{_LAYER}.mlp.c_fc", "layers.{i}.mlp.up"),
+        *_linear(f"{_LAYER}.mlp.c_proj", "layers.{i}.mlp.down"),
+        *same_name("transformer.ln_f", "norm", "weight", "bias"),
+        *same_name("lm_head", "head", "weight"),
+    ),
+)

@@ -1,0 +1,2 @@
+"""Puts a single-device model on many devices, from outside.
+May touch: config, runtime."""

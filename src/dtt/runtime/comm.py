@@ -1,0 +1,129 @@
+"""The little that the data stages say to each other: barrier, broadcast, gather.
+
+`Serial` is one process; `Mpi` is many, through mpi4py. Bulk data never travels here: ranks write
+files into their own places.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol, TypeVar
+
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class Comm(Protocol):
+    """What a data stage may ask of the other ranks."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` in rank order, on every rank."""
+
+
+class Serial:
+    """One process: every exchange is with itself."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def broadcast(self, value: T) -> T:
+        """Return `value`."""
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """Return `[value]`."""
+        return [value]
+
+
+class Mpi:
+    """The ranks of one `mpirun` or `srun --mpi=…`.
+
+    Waits by polling with short sleeps: MPI's own waits spin, which would starve the ranks that
+    still work when there are as many ranks as cores.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        """`mpi` is the module `mpi4py.MPI`."""
+        self._mpi = mpi
+        self._world = mpi.COMM_WORLD
+        self.rank: int = self._world.Get_rank()
+        self.size: int = self._world.Get_size()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        _wait(self._world.Ibarrier())
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+        self.barrier()
+        result: T = self._world.bcast(value, root=0)
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` in rank order, on every rank."""
+        self.barrier()
+        result: list[T] = self._world.allgather(value)
+        return result
+
+
+def _wait(request: Any) -> None:
+    pause = 1e-5
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+
+
+def open_comm(ranks: Ranks) -> Comm:
+    """The right Comm for how this process was started."""
+    if ranks.size == 1:
+        return Serial()
+    if ranks.launcher == "torchrun":
+        raise EnvironmentUnfit(
+            "this command runs under mpirun, not torchrun",
+            next=f"mpirun -n {ranks.size} dtt …",
+        )
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi to load
+        raise EnvironmentUnfit(
+            f"{ranks.size} processes were started, but they cannot talk to each other",
+            why=f"mpi4py: {str(error).splitlines()[0]}",
+            next="pip install 'dtt[mpi]' (or 'dtt[mpich]' where the machine has no MPI library)",
+        ) from None
+    comm = Mpi(MPI)
+    if comm.size != ranks.size:
+        raise EnvironmentUnfit(
+            f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
+            why="mpirun and the MPI library that mpi4py loads are of different kinds",
+            next="use the mpirun of the same MPI, or pip install 'dtt[mpich]' and its mpirun",
+        )
+    return comm
+
+
+def abort_peers(code: int) -> None:
+    """End every rank of an MPI job with `code`; return if this is not one.
+
+    A rank that merely exits would leave the others waiting for it for ever.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.COMM_WORLD.Get_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)

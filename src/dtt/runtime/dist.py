@@ -1,0 +1,111 @@
+"""The device of this process, and its process group: NCCL or Gloo for tensors, Gloo for control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's device and its ways to talk to the others."""
+
+    ranks: Ranks
+    device: torch.device
+    control: dist.ProcessGroup | None
+    """Gloo group for small host-side agreements; None when alone. Never waits for the device."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes train together."""
+        return self.ranks.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.ranks.first
+
+    def barrier(self) -> None:
+        """Wait on the host until every rank is here."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of any rank, on every rank; a host-side exchange."""
+        if self.control is None:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return int(tensor.item())
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` (on this rank's device) over all ranks, in place; returns it."""
+        if self.control is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+        if self.control is None:
+            return value
+        box: list[T] = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+
+def start(ranks: Ranks, device: str) -> World:
+    """Choose the device (`auto`, `cpu`, `cuda`) and join the process group torchrun prepared."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnfit(
+            "train.device is cuda, but torch sees no GPU",
+            why=f"torch {torch.__version__}, CUDA build: {torch.version.cuda or 'none'}",
+            next="train.device=cpu, or install a GPU build of torch where there is a GPU",
+        )
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if on_gpu and ranks.local_rank >= torch.cuda.device_count():
+        raise EnvironmentUnfit(
+            f"{ranks.local_size} processes were started here, "
+            f"but there are only {torch.cuda.device_count()} GPUs",
+            next=f"torchrun --nproc_per_node {torch.cuda.device_count()} …",
+        )
+    chosen = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(chosen)
+    if ranks.size == 1:
+        return World(ranks, chosen, None)
+    if ranks.launcher != "torchrun":
+        raise EnvironmentUnfit(
+            f"train was started by {ranks.launcher} as {ranks.size} processes",
+            next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main train …",
+        )
+    timeout = timedelta(minutes=30)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+    return World(ranks, chosen, control)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Whether `device` multiplies bf16 in hardware; elsewhere it is emulated and slow."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

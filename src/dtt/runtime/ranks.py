@@ -1,0 +1,87 @@
+"""Which process of how many am I? Read from the launcher's environment; nothing is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Launcher = Literal["torchrun", "openmpi", "pmi", "slurm", "alone"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of one command."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: Launcher = "alone"
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: it prints, and writes what is written once."""
+        return self.rank == 0
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str] | None = None) -> Ranks:
+        """Read variables of torchrun, Open MPI, PMI (MPICH, Intel, Cray) or Slurm, in that order.
+
+        MPI comes before Slurm because ranks that `mpirun` starts inside a job see Slurm's
+        variables too; a batch script (no step) is one process whatever the size of its job.
+        Under `srun --mpi=pmi2` PMI tells the rank and Slurm the place on the node.
+        """
+        env = os.environ if env is None else env
+
+        def number(name: str, default: int = 0) -> int:
+            return int(env.get(name, default))
+
+        if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+            return cls(
+                number("RANK"),
+                number("WORLD_SIZE", 1),
+                number("LOCAL_RANK"),
+                number("LOCAL_WORLD_SIZE", 1),
+                "torchrun",
+            )
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return cls(
+                number("OMPI_COMM_WORLD_RANK"),
+                number("OMPI_COMM_WORLD_SIZE", 1),
+                number("OMPI_COMM_WORLD_LOCAL_RANK"),
+                number("OMPI_COMM_WORLD_LOCAL_SIZE", 1),
+                "openmpi",
+            )
+        if "PMI_RANK" in env:
+            return cls(
+                number("PMI_RANK"),
+                number("PMI_SIZE", 1),
+                number("MPI_LOCALRANKID", number("PALS_LOCAL_RANKID", number("SLURM_LOCALID"))),
+                number("MPI_LOCALNRANKS", _tasks_here(env)),
+                "pmi",
+            )
+        if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch").isdigit():
+            return cls(
+                number("SLURM_PROCID"),
+                number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1)),
+                number("SLURM_LOCALID"),
+                _tasks_here(env),
+                "slurm",
+            )
+        return cls()
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """How many of a Slurm step's tasks are on this node; 1 outside a step.
+
+    Slurm writes `4(x2),3` for 4, 4 and 3 tasks on the step's nodes 0, 1 and 2.
+    """
+    node = int(env.get("SLURM_NODEID", 0))
+    for group in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        tasks, _, nodes = group.rstrip(")").partition("(x")
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(tasks)
+    return 1

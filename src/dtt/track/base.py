@@ -1,0 +1,27 @@
+"""What a tracker is: something that is told every record and closed once.
+
+A record is a flat dict with `kind` and `step`:
+    train   loss (nats per target token), lr (share of the peak), grad_norm, tokens, ledger
+    eval    loss, bits_per_byte
+    sample  text
+    perf    tokens_per_second, mfu, memory_gb, seconds: the only kind that differs between two runs
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+
+
+class Tracker(Protocol):
+    """A place metrics go."""
+
+    def log(self, record: Record) -> None:
+        """Take one record."""
+
+    def flush(self) -> None:
+        """Make what was logged so far as durable as this place can."""
+
+    def close(self) -> None:
+        """Flush and let go."""

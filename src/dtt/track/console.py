@@ -1,0 +1,78 @@
+"""The line a person watches: rewritten in place on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from dtt.runtime.log import log
+from dtt.track.base import Record
+
+
+class ConsoleTracker:
+    """Shows progress on stderr, at each `perf` record; validation losses and samples as they come."""
+
+    def __init__(self, steps: int) -> None:
+        """`steps` is the length of the run."""
+        self._steps = steps
+        self._train: Record = {}
+        self._live = sys.stderr.isatty()
+
+    def log(self, record: Record) -> None:
+        """Show one record, or remember it for the next line."""
+        match record["kind"]:
+            case "train":
+                self._train = record
+            case "perf":
+                self._progress(self._line(record))
+            case "eval":
+                bits = f", {record['bits_per_byte']:.4f} bits per byte"
+                self._say(f"step {record['step']}: validation loss {record['loss']:.4f}{bits}")
+            case "sample":
+                self._say(f"step {record['step']}: sample\n{_indented(record['text'])}")
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if self._live:
+            sys.stderr.write("\n")
+
+    def _line(self, perf: Record) -> str:
+        train = self._train
+        mfu = "n/a" if perf["mfu"] is None else f"{100 * perf['mfu']:.1f}%"
+        left = perf["seconds_per_step"] * (self._steps - train["step"])
+        return (
+            f"step {train['step']}/{self._steps}  loss {train['loss']:.4f}  lr {train['lr']:.2e}  "
+            f"grad {train['grad_norm']:.2f}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
+            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}"
+        )
+
+    def _progress(self, line: str) -> None:
+        if self._live:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+        else:
+            log.info("%s", line)
+
+    def _say(self, text: str) -> None:
+        if self._live:
+            sys.stderr.write(f"\r\x1b[K{time.strftime('%H:%M:%S')} {text}\n")
+            sys.stderr.flush()
+        else:
+            log.info("%s", text)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _si(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

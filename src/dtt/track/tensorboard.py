@@ -1,0 +1,41 @@
+"""TensorBoard event files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dtt.errors import EnvironmentUnfit
+from dtt.track.base import Record
+
+
+class TensorBoardTracker:
+    """Writes train, eval and perf records as scalars `kind/name`, samples as text."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        """Events after `resume_step` of an earlier attempt are hidden, as they will come again."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise EnvironmentUnfit(
+                "track asks for tensorboard, which is not installed",
+                next="pip install 'dtt[tensorboard]'",
+            ) from None
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def log(self, record: Record) -> None:
+        """Write one record."""
+        kind, step = record["kind"], record["step"]
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+        if kind == "sample":
+            self._writer.add_text("sample", record["text"], step)
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

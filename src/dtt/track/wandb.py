@@ -1,0 +1,80 @@
+"""Weights & Biases: one run over all attempts of a job; its failure never stops training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dtt.config.train import WandbConfig
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.log import log
+from dtt.track.base import Record
+
+
+class WandbTracker:
+    """Sends train, eval and perf records as `kind/name` metrics over their step."""
+
+    def __init__(
+        self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
+    ) -> None:
+        """`run_id` makes restarts one run; `settings` is the job's config; files go to `folder`."""
+        try:
+            import wandb
+        except ImportError:
+            raise EnvironmentUnfit(
+                "track asks for wandb, which is not installed", next="pip install 'dtt[wandb]'"
+            ) from None
+        self._alive = True
+        self._run: Any = None
+
+        def begin() -> None:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=name,
+                id=run_id,
+                resume="allow",
+                dir=folder,
+                config=settings,
+                mode=_mode(config),
+            )
+            for kind in ("train", "eval", "perf"):
+                self._run.define_metric(f"{kind}/*", step_metric="step")
+
+        self._guarded(begin)
+
+    def log(self, record: Record) -> None:
+        """Send one record; samples are left to metrics.jsonl."""
+        kind = record["kind"]
+        if kind != "sample":
+            values = {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, int | float)}
+            values["step"] = record["step"]
+            self._guarded(lambda: self._run.log(values))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._guarded(lambda: self._run.finish())
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if not self._alive:
+            return
+        try:
+            action()
+        except Exception as error:  # whatever the client raises, training goes on without it
+            self._alive = False
+            log.warning("wandb failed and is off for this attempt: %s", error)
+
+
+def _mode(config: WandbConfig) -> Any:
+    if config.mode != "auto":
+        return config.mode
+    if "WANDB_MODE" in os.environ:
+        return None  # the client reads it itself
+    import wandb
+
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"

@@ -1,0 +1,79 @@
+"""How fast training goes, and what share of the hardware that is."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity).
+# The first entry that the device's name contains is taken, so the longer names come first.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+
+
+class Meter:
+    """Clocks training steps; evaluation, samples and saves are taken out with `pause`."""
+
+    def __init__(self, device: torch.device, world_size: int, flops_per_token: int) -> None:
+        """`flops_per_token` as `dtt.model.count` has it."""
+        self._device = device
+        self._peak = peak_flops(device)
+        self._devices = world_size
+        self._flops_per_token = flops_per_token
+        self._start = time.perf_counter()
+        self._steps = self._tokens = 0
+
+    def add(self, tokens: int) -> None:
+        """One more step of so many tokens, over all devices, was begun."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def read(self) -> dict[str, float | None]:
+        """Speed since the last reading; call when the device has finished those steps."""
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        rate = self._tokens / seconds
+        mfu = None
+        if self._peak is not None:
+            mfu = round(rate * self._flops_per_token / (self._peak * self._devices), 4)
+        reading = {
+            "tokens_per_second": round(rate, 1),
+            "seconds_per_step": round(seconds / max(self._steps, 1), 6),
+            "mfu": mfu,
+            "memory_gb": round(self._memory() / 1e9, 3),
+        }
+        self.restart()
+        return reading
+
+    def restart(self) -> None:
+        """Forget the time since the last reading."""
+        self._start = time.perf_counter()
+        self._steps = self._tokens = 0
+
+    def _memory(self) -> int:
+        """Peak bytes allocated on the device; on a CPU, resident bytes of the process."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return int(psutil.Process().memory_info().rss)

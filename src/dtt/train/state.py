@@ -1,0 +1,113 @@
+"""What a checkpoint holds, and how it gets in and out of the running objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
+from dtt.data.order import EMPTY_LEDGER
+from dtt.errors import DamagedError
+
+
+@dataclass
+class Position:
+    """Where in the run we are: with the seed, this is all the data loader needs."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Target tokens trained on."""
+    ledger: bytes = EMPTY_LEDGER
+    """Rolling hash of the windows trained on."""
+    previous_ledger: bytes = EMPTY_LEDGER
+    """The same, one step earlier: lets a resume check that the order still is what it was."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As kept in a checkpoint."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "ledger": self.ledger.hex(),
+            "previous_ledger": self.previous_ledger.hex(),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Position:
+        """Back from a checkpoint."""
+        return cls(
+            step=record["step"],
+            tokens=record["tokens"],
+            ledger=bytes.fromhex(record["ledger"]),
+            previous_ledger=bytes.fromhex(record["previous_ledger"]),
+        )
+
+
+def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
+    """All optimizer state as `optimizer/parameter/key`; a copy on the CPU is not made."""
+    return {
+        f"{optimizer_name}/{name}/{key}": value
+        for optimizer_name, optimizer in optimizers.items()
+        for name, parameter in _named(optimizer)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
+    """Put the state back; DamagedError when it is that of other optimizers or parameters."""
+    by_parameter: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for path, value in tensors.items():
+        optimizer_name, name, key = path.split("/")
+        by_parameter.setdefault((optimizer_name, name), {})[key] = value
+    expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
+    if by_parameter.keys() != expected:
+        odd = sorted(by_parameter.keys() ^ expected)[0]
+        raise DamagedError(
+            "the checkpoint's optimizer state does not fit this run",
+            why=f"{odd[0]} state of {odd[1]} is on one side only",
+        )
+    for optimizer_name, optimizer in optimizers.items():
+        for name, parameter in _named(optimizer):
+            optimizer.state[parameter] = {
+                # AdamW keeps its step count on the CPU unless fused on a GPU, as it was saved.
+                key: value.to(parameter.device, copy=True)
+                for key, value in by_parameter[optimizer_name, name].items()
+            }
+
+
+def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["names"], group["params"], strict=True)
+    ]
+
+
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The state of this rank's random number generators."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def restore_rng(checkpoint: Checkpoint, rank: int, seed: int, device: torch.device) -> None:
+    """Go on with the generators this rank had; a rank that is new gets its own seed."""
+    if not (checkpoint.path / store.rank_file(rank)).exists():
+        seed_rank(seed + checkpoint.step, rank)
+        return
+    tensors = checkpoint.tensors(store.rank_file(rank))
+    torch.set_rng_state(tensors["cpu"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed the generators (they only serve dropout) differently on every rank."""
+    torch.manual_seed(seed * 1_000_003 + rank)

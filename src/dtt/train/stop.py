@@ -1,0 +1,56 @@
+"""Asking a job to save, or to save and stop: by a signal to any rank, or by touching a file."""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+from types import FrameType
+
+from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+
+class Request(IntEnum):
+    """What to do after the current step; the largest wish of any rank counts."""
+
+    NONE = 0
+    SAVE = 1
+    STOP = 2
+
+
+class Requests:
+    """Collects wishes on this rank; `agreed` makes them every rank's at the same step.
+
+    From construction on, SIGTERM, SIGINT and SIGUSR2 only set a flag: start-up, evaluation and
+    saving finish in peace. A second SIGINT ends the process at once.
+    """
+
+    def __init__(self, job: JobDir) -> None:
+        """`job` has the trigger files `control/stop` and `control/save`."""
+        self._job = job
+        self.reason = ""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    def agreed(self, world: World) -> Request:
+        """The wish that all ranks follow now. A trigger file is removed once it is followed."""
+        wish = Request.NONE
+        if world.first:
+            if self._job.stop.exists():
+                self.reason = self.reason or "control/stop"
+            elif self._job.save.exists():
+                wish = Request.SAVE
+        if self.reason:
+            wish = Request.STOP
+        agreed = Request(world.agree(wish))
+        if world.first and agreed != Request.NONE:
+            log.info("asked to %s", "save" if agreed == Request.SAVE else "save and stop")
+            trigger = self._job.save if agreed == Request.SAVE else self._job.stop
+            trigger.unlink(missing_ok=True)
+        return agreed

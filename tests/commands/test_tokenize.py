@@ -1,0 +1,44 @@
+"""`dtt tokenize` reports once, in words or as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def dtt(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dtt.main", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {i} of some"}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert dtt(tmp_path, "download", "-d", "a.jsonl").returncode == 0
+    command = ("tokenize", "-d", "a.jsonl", "tokenizer.vocab_size=260")
+    command += ("tokenize.validation_fraction=0.1",)
+    first = dtt(tmp_path, *command)
+    assert first.returncode == 0, first.stderr
+    assert "data/tokens/a-bpe260" in first.stdout
+    assert "train" in first.stdout and "validation" in first.stdout and "MB/s" in first.stdout
+    second = dtt(tmp_path, *command, "--json")
+    facts = json.loads(second.stdout)
+    assert facts["already_done"] and "already done" in second.stderr
+    assert sum(split["documents"] for split in facts["splits"].values()) == 200
+    refused = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2")
+    assert refused.returncode == 2 and "--overwrite" in refused.stderr
+    again = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2", "--overwrite", "--json")
+    assert not json.loads(again.stdout)["already_done"]
+
+
+def test_a_missing_corpus_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    run = dtt(tmp_path, "tokenize", "-d", "a.jsonl")
+    assert run.returncode == 66
+    assert "dtt download" in run.stderr and "Traceback" not in run.stderr and run.stdout == ""

@@ -1,0 +1,64 @@
+"""Small corpora of every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtt.artifacts import CorpusManifest
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus import Corpus
+from dtt.data.documents import BadDocuments, read_unit
+from dtt.data.download import download
+
+WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone walls".split()
+
+
+def prose(number: int, words: int = 60) -> str:
+    """Text that differs with `number`."""
+    return " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}."
+
+
+class Corpora:
+    """Makes corpora below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make(self, files: dict[str, bytes], **options: object) -> Corpus:
+        """Write `files` and download them."""
+        source = self.folder / "source"
+        for name, content in files.items():
+            path = source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        dataset = source / next(iter(files)) if len(files) == 1 else source
+        self.download(dataset=str(dataset), **options)
+        return Corpus(self.folder / "corpus")
+
+    def download(self, **options: object) -> CorpusManifest:
+        """Run a download into the folder `corpus`."""
+        return download(DownloadConfig(**options), self.folder / "corpus")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> Corpora:
+    """Makes corpora in a folder of this test."""
+    return Corpora(tmp_path)
+
+
+ReadAll = Callable[[Corpus, int], tuple[list[str], BadDocuments]]
+
+
+@pytest.fixture
+def read_all() -> ReadAll:
+    """Reads all documents, cut into units of a given size."""
+
+    def read(corpus: Corpus, unit_bytes: int) -> tuple[list[str], BadDocuments]:
+        bad = BadDocuments()
+        units = corpus.units(unit_bytes)
+        return [text for unit in units for text in read_unit(corpus, unit, bad)], bad
+
+    return read

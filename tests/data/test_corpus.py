@@ -1,0 +1,188 @@
+"""Units are cut by the data, hold every document once, and say where a bad one is."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dtt.data.corpus import Corpus
+from dtt.data.documents import BadDocuments, read_unit
+from dtt.errors import DamagedError, InputError
+
+TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": i, "text": t}).encode() + b"\n" for i, t in enumerate(texts))
+
+
+def parquet(texts: list[str], rows: int = 20) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), stream, row_group_size=rows)
+    return stream.getvalue()
+
+
+def comma_separated(texts: list[str]) -> bytes:
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerows([("id", "text"), *enumerate(texts)])
+    return stream.getvalue().encode()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "a.jsonl": jsonl,
+    "a.json": jsonl,
+    "a.jsonl.gz": lambda texts: gzip.compress(jsonl(texts)),
+    "a.jsonl.zst": lambda texts: zstandard.compress(jsonl(texts)),
+    "a.parquet": parquet,
+    "a.csv": comma_separated,
+    "a.csv.gz": lambda texts: gzip.compress(comma_separated(texts)),
+    "a.txt": lambda texts: "\n".join(texts).encode(),
+    "a.txt.zst": lambda texts: zstandard.compress("\r\n".join(texts).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unit_bytes", [100, 4096, 10**9])
+def test_every_document_is_read_once_whatever_the_cut(
+    corpora: Any, read_all: Any, name: str, unit_bytes: int
+) -> None:
+    corpus = corpora.make({name: FORMATS[name](TEXTS)}, txt_documents="line")
+    texts, bad = read_all(corpus, unit_bytes)
+    assert texts == TEXTS
+    assert bad.count == 0
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_small_units_are_many_and_many_small_files_are_few_units(corpora: Any, name: str) -> None:
+    content = FORMATS[name](TEXTS)
+    assert len(corpora.make({name: content}).units(4096)) > 3
+    corpora.folder = corpora.folder / "many"
+    corpus = corpora.make({f"{i}/{name}": content for i in range(20)})
+    assert len(corpus.units(10**9)) == 1
+
+
+def test_units_are_the_same_every_time(corpora: Any) -> None:
+    corpus = corpora.make({"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS[:50])})
+    assert corpus.units(2000) == Corpus(corpus.folder).units(2000)
+    assert [unit.index for unit in corpus.units(2000)] == list(range(len(corpus.units(2000))))
+
+
+def test_line_ends_at_every_place_of_a_cut_lose_nothing(corpora: Any, read_all: Any) -> None:
+    lines = ["a", "bb", "ccc", "d" * 40, "e"]
+    corpus = corpora.make({"a.txt": ("\n".join(lines) + "\n").encode()}, txt_documents="line")
+    for unit_bytes in range(1, 60):
+        assert read_all(corpus, unit_bytes)[0] == lines
+
+
+def test_sections_are_the_text_unchanged_and_of_some_kilobytes(
+    corpora: Any, read_all: Any
+) -> None:
+    text = "\n\n".join("A line of a paragraph.\n" * (i % 30 + 1) for i in range(200))
+    corpus = corpora.make({"a.txt": text.encode()})
+    assert corpus.manifest.txt_documents == "section"
+    sections, _ = read_all(corpus, 10**9)
+    assert "".join(sections) == text
+    assert all(4096 <= len(section) <= 8192 + 100 for section in sections[:-1])
+    assert all(section.endswith("\n\n") for section in sections[:-1])
+    assert "".join(read_all(corpus, 10_000)[0]) == text
+
+
+def test_a_folder_of_txt_is_a_document_per_file(corpora: Any, read_all: Any) -> None:
+    corpus = corpora.make({"b.txt": b"second\n\nfile", "a.txt": b"\xef\xbb\xbffirst\n"})
+    assert read_all(corpus, 10**6)[0] == ["first\n", "second\n\nfile"]
+
+
+def test_bad_lines_are_left_out_and_named(corpora: Any, read_all: Any) -> None:
+    good = b'{"text": "good %d"}\n'
+    bad_lines = {
+        4: b'{"text": "broken\n',
+        7: b'{"other": "key"}\n',
+        8: b'{"text": 17}\n',
+        9: b'{"text": null}\n',
+        10: b'["no object"]\n',
+        13: b'{"text": "\xff\xfe"}\n',
+        15: b'{"text": "\\ud800"}\n',
+    }
+    lines = [bad_lines.get(i, good % i) for i in range(1, 21)]
+    corpus = corpora.make({"a.jsonl": b"".join(lines)})
+    for unit_bytes in (50, 10**6):
+        texts, bad = read_all(corpus, unit_bytes)
+        assert texts == [f"good {i}" for i in range(1, 21) if i not in bad_lines]
+        assert bad.count == len(bad_lines)
+        named = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
+        assert [int(line) for line in named] == sorted(bad_lines)[:5]
+    assert bad.examples[1].endswith("a.jsonl:7: no key 'text'")
+
+
+def test_the_first_bad_document_stops_where_that_is_asked(corpora: Any) -> None:
+    corpus = corpora.make({"a.jsonl": b'{"text": "a"}\nbroken\n'})
+    with pytest.raises(DamagedError, match=r"a\.jsonl:2"):
+        list(read_unit(corpus, corpus.units(10**6)[0], BadDocuments(stop=True)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz"])
+def test_a_truncated_compressed_file_gives_what_is_whole_and_is_named(
+    corpora: Any, read_all: Any, name: str
+) -> None:
+    many = [f"{i * 7919 % 10007} {i * i % 10009}" for i in range(50_000)]
+    whole = FORMATS[name](many)
+    corpus = corpora.make({name: whole[: len(whole) // 2]})
+    texts, bad = read_all(corpus, 10**6)
+    assert 0 < len(texts) < len(many)
+    assert texts[:-1] == many[: len(texts) - 1]
+    assert bad.count == 1
+    assert name in bad.examples[0] and "rest of the file" in bad.examples[0]
+
+
+def test_damaged_parquet_is_named_and_the_other_files_are_read(
+    corpora: Any, read_all: Any
+) -> None:
+    half = bytearray(parquet(TEXTS))
+    half[100:400] = bytes(300)
+    corpus = corpora.make(
+        {"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS)[:-20], "c.parquet": bytes(half)}
+    )
+    texts, bad = read_all(corpus, 10**9)
+    assert texts[: len(TEXTS)] == TEXTS
+    assert bad.count >= 2
+    assert any("b.parquet" in example for example in bad.examples)
+    assert any("c.parquet" in example for example in bad.examples)
+
+
+def test_parquet_rows_without_text_are_named(corpora: Any, read_all: Any) -> None:
+    stream = io.BytesIO()
+    invalid = pa.array([b"good", b"\xff", None]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": invalid}), stream)
+    corpus = corpora.make({"a.parquet": stream.getvalue()})
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == ["good"]
+    assert [example.split(": ")[0].split(", ")[1] for example in bad.examples] == ["row 1", "row 2"]
+
+
+def test_csv_rows_that_are_short_or_no_utf8_are_named(corpora: Any, read_all: Any) -> None:
+    content = b'id,text\n1,"a\nb"\n2\n3,\xff\n4,d\n'
+    texts, bad = read_all(corpora.make({"a.csv": content}, text_column="text"), 10**6)
+    assert texts == ["a\nb", "d"]
+    lines = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
+    assert lines == ["4", "5"]
+
+
+def test_files_that_changed_or_went_are_noticed(corpora: Any) -> None:
+    corpus = corpora.make({"a.txt": b"some text"})
+    path = corpus.path(0)
+    path.write_bytes(b"some other text")
+    with pytest.raises(DamagedError, match="has changed"):
+        Corpus(corpus.folder)
+    path.unlink()
+    with pytest.raises(InputError, match="is missing"):
+        Corpus(corpus.folder)

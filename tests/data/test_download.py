@@ -1,0 +1,167 @@
+"""Local files and the standard library become corpora; nothing is read twice; mistakes are told."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dtt.artifacts import CorpusManifest
+from dtt.data import download as module
+from dtt.data.corpus import Corpus
+from dtt.data.local import local_files
+from dtt.errors import ConfigError, InputError
+
+LINE = b'{"id": "1", "text": "some text", "n": 3}\n'
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table(columns), stream)
+    return stream.getvalue()
+
+
+def test_local_files_stay_where_they_are_and_are_described(corpora: Any, tmp_path: Path) -> None:
+    manifest = corpora.make({"a.jsonl": LINE, "sub/b.jsonl": LINE + LINE}).manifest
+    assert [file.path for file in manifest.files] == [
+        str(tmp_path / "source/a.jsonl"),
+        str(tmp_path / "source/sub/b.jsonl"),
+    ]
+    assert [file.bytes for file in manifest.files] == [len(LINE), 2 * len(LINE)]
+    assert manifest.file_format == "jsonl" and manifest.text_column == "text"
+    assert {p.name for p in (tmp_path / "corpus").iterdir()} <= {"manifest.json", ".lock"}
+
+
+def test_only_changed_files_are_hashed_again(
+    corpora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    first = corpora.make({"a.txt": b"aaa", "b.txt": b"bbb"}).manifest
+    hashed: list[str] = []
+    real = module.sha256_file
+    monkeypatch.setattr(module, "sha256_file", lambda p: hashed.append(p.name) or real(p))
+    assert corpora.download(dataset=str(source)) == first
+    assert hashed == []
+    (source / "b.txt").write_bytes(b"ccc")
+    os.utime(source / "b.txt", ns=(1, 1))
+    second = corpora.download(dataset=str(source))
+    assert hashed == ["b.txt"]
+    assert second.files[0] == first.files[0] and second.files[1].sha256 != first.files[1].sha256
+    assert second.content_key() != first.content_key()
+
+
+def test_a_split_is_a_word_of_the_path(tmp_path: Path) -> None:
+    names = ["train-00000-of-2.txt", "val-0.txt", "dev/x.txt", "Test.txt", "constrained.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def chosen(split: str) -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in local_files(tmp_path, split)}
+
+    assert chosen("train") == {"train-00000-of-2.txt"}
+    assert chosen("validation") == chosen("valid") == {"val-0.txt", "dev/x.txt"}
+    assert chosen("test") == {"Test.txt"}
+    with pytest.raises(InputError, match="no file of .* is of split 'other'"):
+        local_files(tmp_path, "other")
+
+
+def test_hidden_and_foreign_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.txt", ".hidden.txt", ".git/b.txt", "README.md", "_SUCCESS"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [path.name for path in local_files(tmp_path, None)] == ["a.txt"]
+
+
+def test_max_files_takes_the_first_by_name(corpora: Any) -> None:
+    manifest = corpora.make({f"{i}.txt": b"x" for i in (2, 0, 1)}, max_files=2).manifest
+    assert [Path(file.path).name for file in manifest.files] == ["0.txt", "1.txt"]
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "message"),
+    [
+        ({"a.txt": b"x", "b.jsonl": LINE}, ConfigError, "mixes formats"),
+        ({"a.docx": b"x"}, InputError, "no file of .* has a format"),
+        ({"a.parquet.gz": b"x"}, InputError, "no file of .* has a format"),
+        ({"a.txt": b""}, InputError, "is empty"),
+        ({"a.json": b'[\n{"text": "x"}\n]'}, ConfigError, "array is not JSON lines"),
+        ({"a.jsonl": b"no json\n"}, InputError, "no JSON object"),
+        ({"a.jsonl": b'{"a": "x", "b": "y"}\n'}, ConfigError, "which column holds the text"),
+        ({"a.csv": b"x,y\n1,2\n"}, ConfigError, "columns: x, y"),
+        ({"a.parquet": b"no parquet at all"}, Exception, "cannot read a file"),
+    ],
+)
+def test_what_cannot_be_a_corpus_is_refused(
+    corpora: Any, files: dict[str, bytes], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        corpora.make(files)
+    assert not CorpusManifest.exists(corpora.folder / "corpus")
+
+
+def test_an_unknown_column_is_told_with_those_that_there_are(corpora: Any) -> None:
+    content = parquet(story=["a"], title=["b"], n=[1])
+    with pytest.raises(ConfigError, match=r"no column 'txt'[^$]*story, title, n"):
+        corpora.make({"a.parquet": content}, text_column="txt")
+    with pytest.raises(ConfigError, match="column 'n' does not hold text"):
+        corpora.make({"a.parquet": content}, text_column="n")
+    assert corpora.make({"a.parquet": content}, text_column="story").manifest.text_column == "story"
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"text": ["a"], "content": ["b"]}, "text"),
+        ({"title": ["a"], "content": ["b"]}, "content"),
+        ({"story": ["a"], "n": [1]}, "story"),
+    ],
+)
+def test_the_text_column_is_found(corpora: Any, columns: dict[str, list[Any]], found: str) -> None:
+    assert corpora.make({"a.parquet": parquet(**columns)}).manifest.text_column == found
+
+
+def test_a_name_that_is_nothing_is_refused(corpora: Any) -> None:
+    for dataset in ("tinystoriez", "./nowhere/at.jsonl", "/no/such/folder", "folder/file.txt"):
+        with pytest.raises(InputError, match="no dataset"):
+            corpora.download(dataset=dataset)
+
+
+def test_a_folder_of_another_corpus_is_not_overwritten(corpora: Any) -> None:
+    corpora.make({"a.txt": b"x"})
+    with pytest.raises(ConfigError, match="another corpus"):
+        corpora.download(dataset="python-stdlib")
+
+
+def test_the_standard_library_is_the_same_bytes_every_time(
+    tmp_path: Path, corpora: Any, read_all: Any
+) -> None:
+    from dtt.config.data import DownloadConfig
+
+    first = corpora.download(dataset="python-stdlib")
+    path = corpora.folder / "corpus" / first.files[0].path
+    written = path.stat().st_mtime_ns
+    assert corpora.download(dataset="python-stdlib") == first
+    assert path.stat().st_mtime_ns == written
+    second = module.download(DownloadConfig(dataset="python-stdlib"), tmp_path / "again")
+    assert second.files[0].sha256 == first.files[0].sha256
+    table = pq.read_table(path)
+    ids = table["id"].to_pylist()
+    assert ids == sorted(ids) and "json.decoder" in ids and "argparse" in ids
+    assert not any(name.startswith(("test.", "idlelib", "site-packages")) for name in ids)
+    texts, bad = read_all(Corpus(corpora.folder / "corpus"), 10**6)
+    assert bad.count == 0 and len(texts) == len(ids)
+    assert sum(map(len, texts)) > 5_000_000
+
+
+def test_a_stdlib_file_that_was_altered_is_written_anew(corpora: Any) -> None:
+    first = corpora.download(dataset="python-stdlib")
+    path = corpora.folder / "corpus" / first.files[0].path
+    path.write_bytes(b"broken")
+    again = corpora.download(dataset="python-stdlib")
+    assert again.files[0].sha256 == first.files[0].sha256

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from dtt.artifacts import ExportManifest
+from dtt.errors import ConfigError, DamagedError
+from dtt.export import hf, verify
+from dtt.export.read import Trained, read_hf_folder
+from dtt.model.decoder import Decoder
+from dtt.runtime.files import sha256_file
+
+ORIGIN = hf.Origin("job", 7, "c0ffee")
+
+
+def export(
+    trained: Trained, out: Path, dtype: hf.Dtype = "fp32", size: str = "5GB"
+) -> ExportManifest:
+    return hf.export(trained, ORIGIN, out, dtype=dtype, max_shard_size=size, card="# Card\n")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_transformers_loads_and_generates_from_an_export(
+    trained: Trained, tmp_path: Path, dtype: hf.Dtype
+) -> None:
+    out = tmp_path / "exports" / "run"
+    manifest = export(trained, out, dtype)
+    assert manifest.max_logit_difference < 1e-4
+    assert [path.name for path in out.parent.iterdir()] == ["run"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert model.dtype == hf.DTYPES[dtype]
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer.model_max_length == 64
+    inputs = tokenizer("def main", return_tensors="pt")
+    text = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(text[0]).startswith("def main")
+
+
+def test_the_manifest_names_every_file(trained: Trained, tmp_path: Path) -> None:
+    manifest = export(trained, tmp_path / "run")
+    assert ExportManifest.read(tmp_path / "run") == manifest
+    listed = {file.path: file.sha256 for file in manifest.files}
+    there = {p.name for p in (tmp_path / "run").iterdir()}
+    assert there == {*listed, "dtt_export.json"} >= {"config.json", "generation_config.json"}
+    assert all(sha256_file(tmp_path / "run" / name) == digest for name, digest in listed.items())
+    assert manifest.parameters == sum(tensor.numel() for tensor in trained.state.values())
+
+
+def test_weights_are_cut_into_shards_with_an_index(trained: Trained, tmp_path: Path) -> None:
+    export(trained, tmp_path / "run", size="20KB")
+    files = sorted((tmp_path / "run").glob("*.safetensors"))
+    index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
+    assert len(files) > 1 and {file.name for file in files} == set(index["weight_map"].values())
+    for file in files:
+        with safe_open(file, "pt") as shard:
+            assert shard.metadata() == {"format": "pt"}
+    assert read_hf_folder(tmp_path / "run").arch == trained.arch
+
+
+def test_an_export_is_read_back_bit_for_bit(trained: Trained, tmp_path: Path) -> None:
+    export(trained, tmp_path / "run")
+    back = read_hf_folder(tmp_path / "run")
+    assert (back.arch, back.end_of_document) == (trained.arch, trained.end_of_document)
+    assert all(torch.equal(back.state[name], value) for name, value in trained.state.items())
+
+
+def test_the_same_export_is_recognised_and_another_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert hf.already_done(out, ORIGIN, "fp32") is None
+    manifest = export(trained, out)
+    assert hf.already_done(out, ORIGIN, "fp32") == manifest
+    with pytest.raises(ConfigError, match=r"another export: job, step 7, fp32\n.*--out"):
+        hf.already_done(out, hf.Origin("job", 8, "beef"), "fp32")
+    with pytest.raises(ConfigError, match="another export"):
+        hf.already_done(out, ORIGIN, "bf16")
+    (out / "config.json").unlink()
+    with pytest.raises(DamagedError, match="no longer whole"):
+        hf.already_done(out, ORIGIN, "fp32")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"holds something else\n.*--out"):
+        hf.already_done(tmp_path, ORIGIN, "bf16")
+
+
+def test_weights_that_do_not_fit_the_architecture_publish_nothing(
+    trained: Trained, tmp_path: Path
+) -> None:
+    lie = dataclasses.replace(trained.arch, n_layers=3)
+    with pytest.raises(DamagedError, match="missing"):
+        export(dataclasses.replace(trained, arch=lie), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    export(trained, out)
+    state = {name: value.clone() for name, value in trained.state.items()}
+    verify.check(out, state, trained.arch, trained.tokenizer)
+    state["layers.1.mlp.down.weight"][3, 5] += 0.2
+    with pytest.raises(DamagedError, match="logits of random ids differ"):
+        verify.check(out, state, trained.arch, trained.tokenizer)
+
+
+def test_verification_finds_another_tokenizer(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    export(trained, out)
+    other = json.loads(trained.tokenizer.read_text())
+    other["model"]["merges"] = []
+    (out / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(DamagedError, match="AutoTokenizer gives other ids"):
+        verify.check(out, trained.state, trained.arch, trained.tokenizer)
+
+
+def test_verification_finds_a_wrong_config(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    export(trained, out)
+    config = json.loads((out / "config.json").read_text())
+    key = "layer_norm_epsilon" if trained.arch.family == "gpt2" else "rms_norm_eps"
+    (out / "config.json").write_text(json.dumps(config | {key: 0.1}))
+    with pytest.raises(DamagedError, match="logits of random ids differ"):
+        verify.check(out, trained.state, trained.arch, trained.tokenizer)
+
+
+def test_tied_models_are_saved_without_their_head(trained: Trained, tmp_path: Path) -> None:
+    export(trained, tmp_path / "run")
+    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != trained.arch.tie_embeddings
+    assert (Decoder(trained.arch).head is None) == trained.arch.tie_embeddings

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dtt.errors import InputError
+from dtt.export.read import read_hf_folder
+from dtt.model.decoder import Decoder
+
+
+def test_a_folder_that_transformers_wrote_is_read(tokenizer_json: Path, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=[0, 5],
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    found = read_hf_folder(tmp_path)
+    assert found.end_of_document == 0
+    model = Decoder(found.arch)
+    model.load_state_dict(dict(found.state))
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits)
+
+
+def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(InputError, match="'bert'; known: gpt2, llama"):
+        read_hf_folder(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InputError, match="safetensors is missing"):
+        read_hf_folder(tmp_path)

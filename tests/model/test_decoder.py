@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+
+
+def make(arch: Architecture) -> tuple[Decoder, torch.Tensor]:
+    model = Decoder(arch)
+    initialize(model, seed=1)
+    tokens = torch.randint(arch.vocab_size, (3, 16), generator=torch.Generator().manual_seed(0))
+    return model, tokens
+
+
+def test_with_targets_it_returns_the_sum_of_the_cross_entropies(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    targets[0, :5] = -100
+    loss = model(tokens, targets)
+    expected = F.cross_entropy(
+        model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_gradients_of_the_loss_are_those_of_plain_cross_entropy(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    model(tokens, tokens).backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum").backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_never_changes_what_comes_before_it(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % arch.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_parameter_names_are_the_contract(arch: Architecture) -> None:
+    contract = re.compile(
+        r"(embed|pos_embed|norm|head|layers\.\d+\."
+        r"(attn_norm|mlp_norm|attn\.[qkvo]|mlp\.(gate|up|down)))\.(weight|bias)"
+    )
+    for name in Decoder(arch).state_dict():
+        assert contract.fullmatch(name), name
+
+
+def test_every_parameter_has_one_role(arch: Architecture) -> None:
+    model, _ = make(arch)
+    found = roles(model)
+    assert list(found) == [name for name, _ in model.named_parameters()]
+    assert ("head" in found.values()) == (not arch.tie_embeddings)
+    assert {n for n, r in found.items() if r == "matrix"} == {
+        n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim == 2
+    }
+
+
+def test_it_can_be_built_on_the_meta_device_and_filled_later(arch: Architecture) -> None:
+    direct, tokens = make(arch)
+    with torch.device("meta"):
+        late = Decoder(arch)
+    late = late.to_empty(device="cpu")
+    initialize(late, seed=1)
+    assert torch.equal(direct(tokens), late(tokens))
+    assert not list(late.buffers())
+
+
+def test_dropout_acts_in_training_only(arch: Architecture) -> None:
+    model, tokens = make(dataclasses.replace(arch, dropout=0.5))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_bf16_autocast_is_close_to_fp32(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(model(tokens, tokens).item(), rel=5e-3)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_blocks_compile_without_a_graph_break(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    expected = model(tokens)
+    for layer in model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(model(tokens), expected)

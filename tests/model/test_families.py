@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from dtt.config.model import ModelConfig
+from dtt.errors import ConfigError, InputError
+from dtt.model import families
+from dtt.model.architecture import Architecture
+
+
+def test_facts_about_families_need_no_torch() -> None:
+    code = "import sys, dtt.model.families, dtt.model.count; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_architecture_survives_the_hugging_face_config(arch: Architecture) -> None:
+    family = families.get(arch.family)
+    assert family.from_hf_config(family.to_hf_config(arch, 0)) == arch
+
+
+def test_weight_rules_name_each_parameter_once(arch: Architecture) -> None:
+    from dtt.model.decoder import Decoder
+
+    named = [n for rule in families.get(arch.family).weight_rules(arch) for n in rule.ours]
+    assert sorted(named) == sorted(Decoder(arch).state_dict())
+
+
+def test_sizes_left_out_are_those_of_the_family() -> None:
+    gpt2 = families.get("gpt2").architecture(ModelConfig(family="gpt2", dim=96), 1000, 64)
+    llama = families.get("llama").architecture(ModelConfig(dim=96), 1000, 64)
+    assert (gpt2.ffn_dim, llama.ffn_dim) == (384, 256)
+    assert (gpt2.tie_embeddings, llama.tie_embeddings) == (True, False)
+    assert gpt2.vocab_size == llama.vocab_size == 1024
+    assert llama.n_kv_heads == llama.n_heads
+    assert llama.max_seq_len == 64
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size \(100\) .* vocabulary \(1000\)"):
+        families.get("llama").architecture(ModelConfig(vocab_size=100), 1000, 64)
+
+
+def test_sequences_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.seq_len \(64\) .* model\.max_seq_len \(32\)"):
+        families.get("gpt2").architecture(ModelConfig(family="gpt2", max_seq_len=32), 100, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "attention_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ],
+)
+def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: object) -> None:
+    cfg = ModelConfig(family=family)  # type: ignore[arg-type]
+    facts = families.get(family)
+    config = facts.to_hf_config(facts.architecture(cfg, 100, 64), 0)
+    with pytest.raises(InputError, match="is not supported"):
+        facts.from_hf_config(config | {key: value})
+
+
+def test_architectures_are_values() -> None:
+    arch = families.get("llama").architecture(ModelConfig(), 100, 64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        arch.dim = 3  # type: ignore[misc]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtt.model.architecture import Architecture
+from dtt.model.cache import KVCache
+from dtt.model.decoder import Decoder
+from dtt.model.generate import generate, sample
+from dtt.model.init import initialize
+
+PROMPT = [5, 17, 3, 88]
+
+
+@pytest.fixture
+def model(arch: Architecture) -> Decoder:
+    model = Decoder(arch)
+    initialize(model, seed=3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)  # so that the likeliest token depends on more than the last one
+    return model
+
+
+def test_greedy_with_cache_equals_the_likeliest_token_of_a_full_pass(model: Decoder) -> None:
+    ids = list(PROMPT)
+    for token in generate(model, PROMPT, max_new_tokens=12, temperature=0):
+        assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
+        ids.append(token)
+    assert len(ids) == len(PROMPT) + 12
+    assert len(set(ids)) > 3
+
+
+@torch.no_grad()
+def test_cached_logits_equal_uncached_ones_at_every_position(model: Decoder) -> None:
+    tokens = torch.randint(model.arch.vocab_size, (2, 20))
+    full = model(tokens)
+    cache = KVCache(model.arch, 2, 20, tokens.device, torch.float32)
+    steps = [model(tokens[:, :6], cache=cache)]
+    steps += [model(tokens[:, i : i + 1], cache=cache) for i in range(6, 20)]
+    torch.testing.assert_close(torch.cat(steps, 1), full[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_sampling_with_cache_equals_sampling_without(model: Decoder) -> None:
+    def draw(generator: torch.Generator) -> list[int]:
+        ids = list(PROMPT)
+        for _ in range(12):
+            ids.append(sample(model(torch.tensor([ids]))[0, -1], 0.9, 20, 0.95, generator))
+        return ids[len(PROMPT) :]
+
+    cached = generate(
+        model,
+        PROMPT,
+        max_new_tokens=12,
+        temperature=0.9,
+        top_k=20,
+        top_p=0.95,
+        generator=torch.Generator().manual_seed(1),
+    )
+    assert list(cached) == draw(torch.Generator().manual_seed(1))
+
+
+def test_it_stops_before_the_stop_token(model: Decoder) -> None:
+    tokens = list(generate(model, PROMPT, max_new_tokens=12, temperature=0))
+    stop = tokens[-1]
+    stopped = generate(model, PROMPT, max_new_tokens=12, temperature=0, stop_id=stop)
+    assert list(stopped) == tokens[: tokens.index(stop)]
+
+
+def test_it_stops_when_the_context_is_full(model: Decoder) -> None:
+    tokens = list(generate(model, PROMPT, max_new_tokens=1000, temperature=0))
+    assert len(PROMPT) + len(tokens) == model.arch.max_seq_len
+
+
+def test_it_leaves_the_model_in_the_mode_it_found(model: Decoder) -> None:
+    model.train()
+    next(generate(model, PROMPT, max_new_tokens=1))
+    assert list(generate(model, PROMPT, max_new_tokens=1)) and model.training
+
+
+@torch.no_grad()
+def test_a_second_prompt_in_one_cache_is_refused(model: Decoder) -> None:
+    cache = KVCache(model.arch, 1, 24, torch.device("cpu"), torch.float32)
+    model(torch.tensor([PROMPT]), cache=cache)
+    with pytest.raises(ValueError, match="one token at a time"):
+        model(torch.tensor([PROMPT]), cache=cache)
+
+
+def test_sampling_follows_temperature_top_k_and_top_p() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def seen(temperature: float, top_k: int | None, top_p: float) -> list[float]:
+        draws = [sample(logits, temperature, top_k, top_p, generator) for _ in range(2000)]
+        return [draws.count(token) / len(draws) for token in range(4)]
+
+    assert seen(1.0, None, 1.0) == pytest.approx([0.1, 0.5, 0.25, 0.15], abs=0.04)
+    assert seen(1.0, 2, 1.0) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
+    assert seen(1.0, None, 0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
+    assert seen(0.5, 2, 1.0) == pytest.approx([0, 0.8, 0.2, 0], abs=0.04)
+    assert seen(1.0, 1, 1.0) == seen(1.0, None, 0.0) == seen(0, None, 1.0) == [0, 1, 0, 0]
