@@ -2,7 +2,7 @@
 # Runs a command in dtt's own environment, which is made first and kept up to date.
 #
 #   ./env.sh dtt --help   make or update .venv beside this file, then run `dtt --help` in it
-#   ./env.sh pytest       the same with the developers' tools (also ruff, mypy, lint-imports, coverage)
+#   ./env.sh pytest       the same with the developers' tools; also ruff, mypy, coverage, lint-imports
 #   ./env.sh              only make or update
 #   source env.sh         make or update, then activate: in a shell (bash, zsh) or a job script
 #
@@ -17,14 +17,15 @@
 
 if [[ "${BASH_SOURCE[0]:-}" != "$0" ]]; then # sourced: a child does the work, so nothing leaks
     # shellcheck source=/dev/null
-    bash "${BASH_SOURCE[0]:-$0}" true && . "$(dirname -- "${BASH_SOURCE[0]:-$0}")/.venv/bin/activate"
+    bash "${BASH_SOURCE[0]:-$0}" true &&
+        . "$(dirname -- "${BASH_SOURCE[0]:-$0}")/.venv/bin/activate"
     return
 fi
 
 set -euo pipefail
 root=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 venv=$root/.venv
-stamp=$venv/.dtt # two lines: how .venv was made, what it holds; empty while an install is under way
+stamp=$venv/.dtt # two lines, how .venv was made and what it holds; empty during an install
 sources=$(cat "$root/pyproject.toml" "$root/env.sh" | cksum)
 command="${*} "
 
@@ -92,7 +93,8 @@ install() {
         --python "$venv/bin/python" -e ".[$extras]" && return
     say "trying pip instead"
     [[ $from != auto ]] || from='' # what pip takes by itself is a GPU build
-    "$venv/bin/python" -m pip install $quiet ${from:+--extra-index-url "$index/$from"} -e ".[$extras]"
+    "$venv/bin/python" -m pip install $quiet \
+        ${from:+--extra-index-url "$index/$from"} -e ".[$extras]"
 }
 
 update() {
@@ -123,7 +125,7 @@ if ! up_to_date; then
     up_to_date
 fi
 if [[ $backend == cpu && -e /dev/nvidia0 && -z ${UV_TORCH_BACKEND:-} ]]; then
-    say "there is a GPU here, but .venv holds torch for cpu: UV_TORCH_BACKEND=auto ./env.sh changes it"
+    say "a GPU is here, but .venv holds torch for cpu: UV_TORCH_BACKEND=auto ./env.sh changes it"
 fi
 
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH

@@ -203,7 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
         if (kind, name) in self.hub.repos:
             self._json(url | {"error": "You already created this repo"}, 409)
             return
-        self.hub.repos[kind, name] = Repo(private=bool(asked.get("private")))
+        self.hub.repos[kind, name] = Repo(
+            private=bool(asked.get("private")) or asked.get("visibility") == "private"
+        )
         self._json(url)
 
     def _validate_yaml(self) -> None:

@@ -41,7 +41,7 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of `folder`; InputError when absent, DamagedError when not as written."""
+        """Read the manifest of `folder`; InputError if absent, DamagedError if not as written."""
         path = folder / cls.filename
         try:
             return cls.model_validate_json(path.read_bytes())

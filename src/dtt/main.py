@@ -22,35 +22,48 @@ cli = typer.Typer(
     help="Distributed Transformer Training: raw text to a released checkpoint.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_cli = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
+config_cli = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Look at the configuration."
+)
 cli.add_typer(config_cli, name="config")
 
 Config = Annotated[
     str | None,
-    typer.Option(
-        "--config", "-c", help="Config file, or the name of a shipped one (`quickstart`)."
-    ),
+    typer.Option("--config", "-c", help="Config file, or the name of a shipped one (quickstart)."),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as `train.steps=500`."),
+    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as train.steps=500."),
 ]
 Dataset = Annotated[
     str | None,
     typer.Option(
         "--dataset",
         "-d",
-        help="A name in `configs/datasets/`, a Hugging Face id (`org/name`), a local file or "
-        "folder, or `python-stdlib`.",
+        help="A name in configs/datasets/, a Hugging Face id (org/name), a local file or "
+        "folder, or python-stdlib.",
     ),
 ]
+
+
+def _examples(*lines: str) -> str:
+    """An epilog that keeps its line breaks."""
+    return "\b\nExamples:\n  " + "\n  ".join(lines)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
-@cli.command()
+@cli.command(
+    epilog=_examples(
+        "dtt download -d python-stdlib",
+        "dtt download -d ~/books",
+        "dtt download -d HuggingFaceFW/fineweb-edu --name sample-10BT",
+    )
+)
 def download(
     overrides: Overrides = None,
     config: Config = None,
@@ -60,10 +73,9 @@ def download(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the corpus.")] = None,
 ) -> None:
-    """Get raw documents. Writes `data/corpus/<dataset>/manifest.json`.
+    """Get raw documents.
 
-    `dtt download -d python-stdlib` · `dtt download -d ~/books` ·
-    `dtt download -d HuggingFaceFW/fineweb-edu --name sample-10BT`
+    Writes data/corpus/<dataset>/; local files stay where they are. Fetches only what is missing.
     """
     with command():
         from dtt.commands import download
@@ -78,7 +90,7 @@ def download(
         download.run(_resolve(config, overrides, "download", options))
 
 
-@cli.command()
+@cli.command(epilog=_examples("dtt tokenize -c run.yaml", "mpirun -n 8 dtt tokenize -c run.yaml"))
 def tokenize(
     overrides: Overrides = None,
     config: Config = None,
@@ -86,9 +98,10 @@ def tokenize(
     overwrite: Annotated[bool, typer.Option(help="Replace token files made otherwise.")] = False,
     json: Json = False,
 ) -> None:
-    """Turn documents into token files. Reads a corpus, writes `data/tokens/<name>/`.
+    """Turn documents into token files, training a tokenizer first if the config says so.
 
-    `dtt tokenize -c run.yaml` · on every core: `mpirun -n 8 dtt tokenize -c run.yaml`
+    Reads data/corpus/<dataset>/, writes data/tokens/<dataset>-<tokenizer>/: the same bytes for any
+    number of processes. Interrupted, it goes on where it was.
     """
     with command():
         from dtt.commands import tokenize
@@ -97,7 +110,14 @@ def tokenize(
         tokenize.run(cfg, overwrite=overwrite, as_json=json)
 
 
-@cli.command()
+@cli.command(
+    epilog=_examples(
+        "dtt train -c run.yaml",
+        "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
+        "dtt train jobs/run              go on after a stop; so does the first line",
+        "touch jobs/run/control/stop     save and stop; control/save only saves",
+    )
+)
 def train(
     job_or_overrides: Annotated[
         list[str] | None,
@@ -111,10 +131,9 @@ def train(
         typer.Option(help="On resume, let this key change what is trained; repeatable."),
     ] = None,
 ) -> None:
-    """Train, or go on where the job stopped. Reads token files, writes `jobs/<name>/`.
+    """Train, or go on where the job stopped.
 
-    `dtt train -c run.yaml` · on 8 GPUs: `torchrun --standalone --nproc_per_node 8 -m dtt.main
-    train -c run.yaml` · resume: the same line, or `dtt train jobs/<name>`
+    Reads data/tokens/<name>/, writes jobs/<name>/. SIGTERM and Ctrl-C save, then exit with 75.
     """
     with command():
         from dtt.commands import train
@@ -122,9 +141,13 @@ def train(
         train.run(config, job_or_overrides or [], allow_change or [])
 
 
-@cli.command()
+@cli.command(
+    epilog=_examples(
+        "dtt export jobs/run", "dtt export jobs/run --step 500 --upload org/name --private"
+    )
+)
 def export(
-    job: Annotated[Path, typer.Argument(help="Job directory, as `jobs/quickstart`.")],
+    job: Annotated[Path, typer.Argument(help="Job directory, as jobs/quickstart.")],
     overrides: Overrides = None,
     step: Annotated[
         int | None, typer.Option(help="Checkpoint to export; the newest if absent.")
@@ -135,9 +158,9 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option(help="Make a new Hub repository private.")] = False,
 ) -> None:
-    """Write a verified Hugging Face folder. Reads a checkpoint, writes `exports/<name>/`.
+    """Write a Hugging Face folder, and check it with transformers before saying so.
 
-    `dtt export jobs/run` · `dtt export jobs/run --step 500 --upload org/name --private`
+    Reads jobs/<name>/checkpoints/, writes exports/<name>/.
     """
     with command():
         from dtt.commands import export
@@ -145,7 +168,11 @@ def export(
         export.run(job, overrides or [], step=step, out=out, upload=upload, private=private)
 
 
-@cli.command()
+@cli.command(
+    epilog=_examples(
+        "dtt generate jobs/run -p 'def main():'", "dtt generate exports/run -p - < prompt.txt"
+    )
+)
 def generate(
     source: Annotated[Path, typer.Argument(help="Job directory or exported folder.")],
     prompt: Annotated[
@@ -161,9 +188,9 @@ def generate(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
 ) -> None:
-    """Continue a prompt with a trained model. Text goes to stdout as it comes.
+    """Continue a prompt with a trained model; the text goes to stdout as it comes.
 
-    `dtt generate jobs/run -p "def main():"` · `dtt generate exports/run -p - < prompt.txt`
+    Reads the newest checkpoint of a job, or an exported folder.
     """
     with command():
         from dtt.commands import generate
@@ -179,16 +206,19 @@ def generate(
         )
 
 
-@cli.command()
+@cli.command(
+    epilog=_examples(
+        "dtt pipeline -c quickstart", "dtt pipeline -c quickstart -d ~/books name=books"
+    )
+)
 def pipeline(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
 ) -> None:
-    """Do it all: download, tokenize, train, export. Finished stages are skipped; run it again
-    after an interruption.
+    """Do it all: download, tokenize, train, export.
 
-    `dtt pipeline -c quickstart` · your own text: `dtt pipeline -c quickstart -d ~/books name=books`
+    Finished stages are skipped; after an interruption the same command goes on.
     """
     with command():
         from dtt.commands import pipeline

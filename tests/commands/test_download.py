@@ -21,10 +21,12 @@ def test_results_go_to_stdout_and_a_rerun_says_why_it_is_done(tmp_path: Path) ->
     (tmp_path / "book.txt").write_text("Once upon a time.\n" * 10)
     first = dtt(tmp_path, "-d", "book.txt")
     assert first.returncode == 0, first.stderr
-    assert "data/corpus/book" in first.stdout and "1 txt" in first.stdout
+    assert "data/corpus/book" in first.stdout
+    assert "1 txt" in first.stdout
     second = dtt(tmp_path, "-d", "book.txt")
     assert second.stdout == first.stdout
-    assert "already done" in second.stderr and "already done" not in first.stderr
+    assert "already done" in second.stderr
+    assert "already done" not in first.stderr
 
 
 def test_mistakes_are_one_message_and_an_exit_code(tmp_path: Path) -> None:
@@ -38,4 +40,6 @@ def test_mistakes_are_one_message_and_an_exit_code(tmp_path: Path) -> None:
     ):
         run = dtt(tmp_path, *arguments)
         assert run.returncode == code, run.stderr
-        assert word in run.stderr and "Traceback" not in run.stderr and run.stdout == ""
+        assert word in run.stderr
+        assert "Traceback" not in run.stderr
+        assert run.stdout == ""

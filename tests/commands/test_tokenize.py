@@ -27,13 +27,17 @@ def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
     first = dtt(tmp_path, *command)
     assert first.returncode == 0, first.stderr
     assert "data/tokens/a-bpe260" in first.stdout
-    assert "train" in first.stdout and "validation" in first.stdout and "MB/s" in first.stdout
+    assert "train" in first.stdout
+    assert "validation" in first.stdout
+    assert "MB/s" in first.stdout
     second = dtt(tmp_path, *command, "--json")
     facts = json.loads(second.stdout)
-    assert facts["already_done"] and "already done" in second.stderr
+    assert facts["already_done"]
+    assert "already done" in second.stderr
     assert sum(split["documents"] for split in facts["splits"].values()) == 200
     refused = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2")
-    assert refused.returncode == 2 and "--overwrite" in refused.stderr
+    assert refused.returncode == 2
+    assert "--overwrite" in refused.stderr
     again = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2", "--overwrite", "--json")
     assert not json.loads(again.stdout)["already_done"]
 
@@ -41,4 +45,6 @@ def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
 def test_a_missing_corpus_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     run = dtt(tmp_path, "tokenize", "-d", "a.jsonl")
     assert run.returncode == 66
-    assert "dtt download" in run.stderr and "Traceback" not in run.stderr and run.stdout == ""
+    assert "dtt download" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""

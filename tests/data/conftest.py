@@ -13,13 +13,6 @@ from dtt.data.corpus import Corpus
 from dtt.data.documents import BadDocuments, read_unit
 from dtt.data.download import download
 
-WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone walls".split()
-
-
-def prose(number: int, words: int = 60) -> str:
-    """Text that differs with `number`."""
-    return " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}."
-
 
 class Corpora:
     """Makes corpora below one folder."""

@@ -84,9 +84,7 @@ def test_line_ends_at_every_place_of_a_cut_lose_nothing(corpora: Any, read_all: 
         assert read_all(corpus, unit_bytes)[0] == lines
 
 
-def test_sections_are_the_text_unchanged_and_of_some_kilobytes(
-    corpora: Any, read_all: Any
-) -> None:
+def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any, read_all: Any) -> None:
     text = "\n\n".join("A line of a paragraph.\n" * (i % 30 + 1) for i in range(200))
     corpus = corpora.make({"a.txt": text.encode()})
     assert corpus.manifest.txt_documents == "section"
@@ -141,12 +139,11 @@ def test_a_truncated_compressed_file_gives_what_is_whole_and_is_named(
     assert 0 < len(texts) < len(many)
     assert texts[:-1] == many[: len(texts) - 1]
     assert bad.count == 1
-    assert name in bad.examples[0] and "rest of the file" in bad.examples[0]
+    assert name in bad.examples[0]
+    assert "rest of the file" in bad.examples[0]
 
 
-def test_damaged_parquet_is_named_and_the_other_files_are_read(
-    corpora: Any, read_all: Any
-) -> None:
+def test_damaged_parquet_is_named_and_the_other_files_are_read(corpora: Any, read_all: Any) -> None:
     half = bytearray(parquet(TEXTS))
     half[100:400] = bytes(300)
     corpus = corpora.make(

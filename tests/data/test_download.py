@@ -33,7 +33,8 @@ def test_local_files_stay_where_they_are_and_are_described(corpora: Any, tmp_pat
         str(tmp_path / "source/sub/b.jsonl"),
     ]
     assert [file.bytes for file in manifest.files] == [len(LINE), 2 * len(LINE)]
-    assert manifest.file_format == "jsonl" and manifest.text_column == "text"
+    assert manifest.file_format == "jsonl"
+    assert manifest.text_column == "text"
     assert {p.name for p in (tmp_path / "corpus").iterdir()} <= {"manifest.json", ".lock"}
 
 
@@ -51,7 +52,8 @@ def test_only_changed_files_are_hashed_again(
     os.utime(source / "b.txt", ns=(1, 1))
     second = corpora.download(dataset=str(source))
     assert hashed == ["b.txt"]
-    assert second.files[0] == first.files[0] and second.files[1].sha256 != first.files[1].sha256
+    assert second.files[0] == first.files[0]
+    assert second.files[1].sha256 != first.files[1].sha256
     assert second.content_key() != first.content_key()
 
 
@@ -67,7 +69,7 @@ def test_a_split_is_a_word_of_the_path(tmp_path: Path) -> None:
     assert chosen("train") == {"train-00000-of-2.txt"}
     assert chosen("validation") == chosen("valid") == {"val-0.txt", "dev/x.txt"}
     assert chosen("test") == {"Test.txt"}
-    with pytest.raises(InputError, match="no file of .* is of split 'other'"):
+    with pytest.raises(InputError, match=r"no file of .* is of split 'other'"):
         local_files(tmp_path, "other")
 
 
@@ -152,10 +154,13 @@ def test_the_standard_library_is_the_same_bytes_every_time(
     assert second.files[0].sha256 == first.files[0].sha256
     table = pq.read_table(path)
     ids = table["id"].to_pylist()
-    assert ids == sorted(ids) and "json.decoder" in ids and "argparse" in ids
+    assert ids == sorted(ids)
+    assert "json.decoder" in ids
+    assert "argparse" in ids
     assert not any(name.startswith(("test.", "idlelib", "site-packages")) for name in ids)
     texts, bad = read_all(Corpus(corpora.folder / "corpus"), 10**6)
-    assert bad.count == 0 and len(texts) == len(ids)
+    assert bad.count == 0
+    assert len(texts) == len(ids)
     assert sum(map(len, texts)) > 5_000_000
 
 

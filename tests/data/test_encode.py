@@ -49,7 +49,12 @@ TEXTS = [f"{i} {text(i)}" for i in range(2000)]
 
 
 def run(
-    corpus: Corpus, out: Path, tokenizer: TokenizerConfig = BPE, *, overwrite: bool = False, **cfg: Any
+    corpus: Corpus,
+    out: Path,
+    tokenizer: TokenizerConfig = BPE,
+    *,
+    overwrite: bool = False,
+    **cfg: Any,
 ) -> Tokenized:
     options = TokenizeConfig(**({"validation_fraction": 0.1, "unit_bytes": 20_000} | cfg))
     result = tokenize(options, tokenizer, corpus.folder, out, Serial(), overwrite=overwrite)
@@ -133,7 +138,8 @@ def test_a_rerun_does_nothing_and_is_quick(corpus: Corpus, tmp_path: Path) -> No
     start = time.monotonic()
     second = run(corpus, tmp_path / "out")
     assert time.monotonic() - start < 1
-    assert second.units == 0 and first.units > 0
+    assert second.units == 0
+    assert first.units > 0
     assert second.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
@@ -205,8 +211,10 @@ def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None
     with pytest.raises(DamagedError, match=r"a\.jsonl:101"):
         run(corpus, tmp_path / "out", on_bad_document="stop")
     result = run(corpus, tmp_path / "out")
-    assert result.manifest.skipped_documents == 2 and result.manifest.empty_documents == 1
-    assert "a.jsonl:101" in result.problems[0] and "a.jsonl:103" in result.problems[1]
+    assert result.manifest.skipped_documents == 2
+    assert result.manifest.empty_documents == 1
+    assert "a.jsonl:101" in result.problems[0]
+    assert "a.jsonl:103" in result.problems[1]
     assert result.manifest.counts("train").documents > 150
 
 
@@ -325,4 +333,5 @@ def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path
     job = start(3, corpus, tmp_path / "out", "tokenize.on_bad_document=stop")
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 65, errors
-    assert "a.jsonl:2001" in errors and "Traceback" not in errors
+    assert "a.jsonl:2001" in errors
+    assert "Traceback" not in errors

@@ -21,7 +21,8 @@ import pytest
 def loopback_hub() -> ModuleType:
     path = Path(__file__).parents[1] / "loopback_hub.py"
     spec = importlib.util.spec_from_file_location("loopback_hub", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["loopback_hub"] = module
     spec.loader.exec_module(module)
@@ -73,7 +74,8 @@ class Downloads:
         )
 
     def __call__(self, out: str, **options: Any) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(json.dumps([str(self.folder / out), options]) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -149,7 +151,8 @@ def test_a_broken_connection_is_gone_on_with(downloads: Downloads) -> None:
     downloads.hub.cut_next_read_at = 100
     answer = downloads("cut", dataset="org/plain", split="test")
     if "error" in answer:
-        assert answer["code"] == 78 and "kept" in answer["error"]
+        assert answer["code"] == 78
+        assert "kept" in answer["error"]
         answer = downloads("cut", dataset="org/plain", split="test")
     name = answer["files"][0]["path"]
     assert (downloads.folder / "cut" / name).read_bytes() == FILES[name]
@@ -197,4 +200,5 @@ def test_without_the_hub_a_complete_corpus_is_still_done_and_others_are_told(
         assert cut_off("offline", dataset="org/plain") == first
         answer = cut_off("nothing", dataset="org/plain")
         cut_off.close()
-        assert answer["code"] == 78 and word in answer["error"]
+        assert answer["code"] == 78
+        assert word in answer["error"]

@@ -68,7 +68,8 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "a", 300) as writer:
         writer.append(np.arange(10), np.array([4, 6]))
         written = writer.close()
-    assert written.sequences == 2 and written.tokens == 10
+    assert written.sequences == 2
+    assert written.tokens == 10
     for path, digest in (
         (bin_path(tmp_path / "a"), written.bin_sha256),
         (idx_path(tmp_path / "a"), written.idx_sha256),

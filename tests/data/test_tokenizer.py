@@ -18,7 +18,16 @@ from dtt.data.tokenizer import PATTERNS, Encoder, given_tokenizer, train_tokeniz
 from dtt.errors import ConfigError, DamagedError, InputError
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
-STRANGE = ["", " ", "\x00", "naïve café", "日本語 टेक्स्ट 🤗🤗", "a\r\n\tb   c", "\ufeffx", "123456789"]
+STRANGE = [
+    "",
+    " ",
+    "\x00",
+    "naïve café",
+    "日本語 टेक्स्ट 🤗🤗",
+    "a\r\n\tb   c",
+    "\ufeffx",
+    "123456789",
+]
 
 
 def train(**options: Any) -> bytes:
@@ -45,7 +54,8 @@ def test_any_text_comes_back(content: bytes) -> None:
 def test_special_tokens_come_first_then_bytes_then_merges() -> None:
     content = train(special_tokens=("<eos>", "<pad>"))
     vocabulary = Tokenizer.from_buffer(content).get_vocab()
-    assert vocabulary["<eos>"] == 0 and vocabulary["<pad>"] == 1
+    assert vocabulary["<eos>"] == 0
+    assert vocabulary["<pad>"] == 1
     assert len(vocabulary) == 400 == max(vocabulary.values()) + 1
     assert all(len(token) == 1 for token, i in vocabulary.items() if 2 <= i < 258)
 
@@ -145,7 +155,7 @@ def test_a_missing_end_of_document_is_told_with_what_there_is(content: bytes) ->
 
 @pytest.mark.parametrize("broken", [b"", b"{}", b"not json", b'{"model": 1}', b"\xff\xfe"])
 def test_what_is_no_tokenizer_is_refused(broken: bytes) -> None:
-    with pytest.raises(DamagedError, match="not a tokenizer.json"):
+    with pytest.raises(DamagedError, match=r"not a tokenizer\.json"):
         Encoder(broken, None, "here")
 
 

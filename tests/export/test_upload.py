@@ -58,21 +58,24 @@ def test_without_a_token_it_says_how_to_get_one(folder: Path) -> None:
     with LoopbackHub() as hub:
         code, text = upload(folder, "org/model", hub.endpoint, None)
     assert (code, hub.requests) == (78, [])
-    assert "no Hugging Face token" in text and "hf auth login" in text
+    assert "no Hugging Face token" in text
+    assert "hf auth login" in text
 
 
 def test_a_wrong_token_is_named(folder: Path) -> None:
     with LoopbackHub() as hub:
         code, text = upload(folder, "org/model", hub.endpoint, "hf_wrong")
     assert code == 78
-    assert "HTTP 401" in text and "the token is not valid" in text
+    assert "HTTP 401" in text
+    assert "the token is not valid" in text
 
 
 def test_a_token_without_the_right_is_named(folder: Path) -> None:
     with LoopbackHub(read_only_for_all=True) as hub:
         code, text = upload(folder, "org/model", hub.endpoint, hub.token)
     assert code == 78
-    assert "HTTP 403" in text and "may not write to org" in text
+    assert "HTTP 403" in text
+    assert "may not write to org" in text
 
 
 def test_a_hub_out_of_reach_is_named(folder: Path) -> None:
@@ -80,7 +83,8 @@ def test_a_hub_out_of_reach_is_named(folder: Path) -> None:
         endpoint, token = hub.endpoint, hub.token
     code, text = upload(folder, "org/model", endpoint, token)
     assert code == 78
-    assert f"cannot reach {endpoint}" in text and f"complete in {folder}" in text
+    assert f"cannot reach {endpoint}" in text
+    assert f"complete in {folder}" in text
 
 
 def test_a_name_that_is_none_is_refused(folder: Path) -> None:

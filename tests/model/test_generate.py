@@ -76,7 +76,8 @@ def test_it_stops_when_the_context_is_full(model: Decoder) -> None:
 def test_it_leaves_the_model_in_the_mode_it_found(model: Decoder) -> None:
     model.train()
     next(generate(model, PROMPT, max_new_tokens=1))
-    assert list(generate(model, PROMPT, max_new_tokens=1)) and model.training
+    assert list(generate(model, PROMPT, max_new_tokens=1))
+    assert model.training
 
 
 @torch.no_grad()

@@ -46,7 +46,9 @@ def test_bf16_autocast_is_as_close_to_fp32_as_plain_cross_entropy_is() -> None:
         assert loss.dtype == torch.float32
         grads = torch.autograd.grad(loss, (hidden, weight))
         assert all(grad.dtype == torch.float32 for grad in grads)
-        return max((a - b).norm().item() / b.norm().item() for a, b in zip(grads, exact))
+        return max(
+            (a - b).norm().item() / b.norm().item() for a, b in zip(grads, exact, strict=True)
+        )
 
     assert error(lambda *a: linear_cross_entropy(*a, chunk=8)) < 1.5 * error(plain) < 0.05
 
@@ -75,8 +77,10 @@ def test_ignored_targets_alone_give_zero() -> None:
     loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100))
     loss.backward()
     assert loss.item() == 0.0
-    assert hidden.grad is not None and not hidden.grad.any()
-    assert weight.grad is not None and not weight.grad.any()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 class LargestTensor(TorchDispatchMode):

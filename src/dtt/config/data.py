@@ -22,7 +22,7 @@ class DownloadConfig(Section):
     split: str | None = None
     """Split to take; null: `train` from the Hub, every file of a local folder."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub dataset; the commit it resolves to is pinned in the manifest."""
+    """Branch, tag or commit of a Hub dataset; its commit is pinned in the manifest."""
     text_column: str | None = None
     """Column or JSON key that holds the text; null: found (`text`, `content`, `document`, `body`,
     or the only string column)."""

@@ -31,7 +31,7 @@ class Resolved:
     layer: Layer
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted `key` was said: `file:line`, `argument`, `default`, …"""
+        """Where the value of a dotted `key` was said: `file:line`, `argument`, `default`."""
         return _origin(self.layer, tuple(key.split(".")))
 
 

@@ -59,20 +59,14 @@ class RunConfig(Section):
         """What no single section can see."""
         train, model = self.train, self.model
         if train.global_batch_tokens % train.seq_len:
-            yield (
-                "train.global_batch_tokens",
-                f"{train.global_batch_tokens} is not a whole number of sequences of "
-                f"train.seq_len = {train.seq_len} tokens",
+            why = (
+                f"{train.global_batch_tokens} is not a multiple of train.seq_len = {train.seq_len}"
             )
+            yield "train.global_batch_tokens", why
         if model.max_seq_len is not None and model.max_seq_len < train.seq_len:
             yield (
                 "train.seq_len",
                 f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
-            )
-        if self.schedule.warmup_steps > train.steps:
-            yield (
-                "schedule.warmup_steps",
-                f"{self.schedule.warmup_steps} is more than train.steps = {train.steps}",
             )
 
     @property

@@ -35,7 +35,7 @@ class Share:
     device: torch.device
 
     def to_device(self, source: Windows, windows: UInt64Array) -> list[tuple[Tensor, Tensor]]:
-        """Read this rank's rows of `windows` (every size-th) in micro-batches; the last may be smaller."""
+        """Read this rank's rows (every size-th) of `windows`, cut into micro-batches."""
         mine = windows[self.rank :: self.size]
         return [
             self._pair(source, mine[start : start + self.micro_batch])

@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 
 
 def permutation(index: UInt64Array, size: int, key: bytes) -> UInt64Array:
-    """Image of each of `index` (all below `size`) under the permutation of range(size) that `key` names.
+    """Images of `index` (all below `size`) under the permutation of range(size) `key` names.
 
     A balanced Feistel network (Luby & Rackoff 1988) over the smallest even number of bits that
     holds `size`, with cycle walking (Black & Rogaway 2002): images outside the range go round

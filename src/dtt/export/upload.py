@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, errors, get_token
 
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit
+
+# The base of what the client's HTTP library raises: httpx or httpx2, by its version.
+HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
 def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
@@ -26,11 +27,11 @@ def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ConfigError(f"{repo!r} is no name of a Hub repository", why=str(error)) from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise _refused(error.response.status_code, repo, str(error)) from None
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (errors.OfflineModeIsEnabled, HTTPError) as error:
         raise EnvironmentUnfit(
             f"cannot reach {api.endpoint}",
             why=str(error).splitlines()[0] if str(error) else type(error).__name__,

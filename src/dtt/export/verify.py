@@ -76,7 +76,9 @@ def _load(folder: Path, arch: Architecture) -> Any:
 def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
     """Ids of a text, equal in `tokenizers` and in what AutoTokenizer makes of the folder."""
     expected: list[int] = Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids
-    got = transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    loaded.model_max_length = len(expected)  # a shorter context would be warned of
+    got = loaded(TEXT)["input_ids"]
     if got != expected:
         raise _refused(folder, f"AutoTokenizer gives other ids: {got[:8]}…, not {expected[:8]}…")
     return expected

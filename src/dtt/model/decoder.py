@@ -39,9 +39,7 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(Block(arch) for _ in range(arch.n_layers))
         self.norm = make_norm(arch)
-        self.head = (
-            None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
-        )
+        self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
 
     def forward(
         self,

@@ -1,4 +1,5 @@
-"""Muon: momentum whose update is orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
+"""Muon: momentum whose update is orthogonalised (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon)."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """For two-dimensional hidden weights [out, in]; matrices of one shape are updated in one batch.
 
-    Each step: m = momentum * m + (1 - momentum) * g; u = orthogonalize(g + momentum * (m - g)) with
-    Nesterov, of m without; w = (1 - lr * weight_decay) * w - lr * 0.2 * sqrt(max(out, in)) * u,
-    which gives u the root mean square of an AdamW update (arXiv 2502.16982, section 2.2).
+    Each step: m = momentum * m + (1 - momentum) * g; u = orthogonalize(g + momentum * (m - g)),
+    or of m without Nesterov; w = (1 - lr * weight_decay) * w - lr * 0.2 * sqrt(max(out, in)) * u,
+    which gives the step the root mean square of AdamW's (arXiv 2502.16982, section 2.2).
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         ns_dtype: torch.dtype,
     ) -> None:
-        """`params` are parameters or groups of them; `ns_dtype` is what Newton-Schulz computes in."""
+        """`params` are parameters or groups; `ns_dtype` is what Newton-Schulz computes in."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._momentum, self._nesterov = momentum, nesterov
         self._ns_steps, self._ns_dtype = ns_steps, ns_dtype
@@ -82,5 +83,5 @@ class Muon(torch.optim.Optimizer):
             momenta.append(state["momentum"])
         torch._foreach_lerp_(momenta, gradients, 1 - self._momentum)
         if self._nesterov:
-            return torch.stack(torch._foreach_lerp(gradients, momenta, self._momentum))
+            return torch.stack(gradients).lerp_(torch.stack(momenta), self._momentum)
         return torch.stack(momenta)

@@ -108,4 +108,5 @@ def native_bf16(device: torch.device) -> bool:
     """Whether `device` multiplies bf16 in hardware; elsewhere it is emulated and slow."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    # torch has no public name for these two.
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # noqa: SLF001

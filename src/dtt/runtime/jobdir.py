@@ -87,7 +87,7 @@ class JobDir:
         write_atomically(path, json.dumps(record, indent=1) + "\n")
 
     def newest_checkpoint_name(self) -> str | None:
-        """Name of the newest checkpoint folder, for a person to read; loading scans and verifies."""
+        """Name of the newest checkpoint folder, for people; loading scans and verifies."""
         names = [p.name for p in self.checkpoints.glob("step-*")]
         return max(names, key=lambda name: int(name.removeprefix("step-")), default=None)
 

@@ -35,7 +35,7 @@ def command() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         abort_peers(ExitCode.INTERRUPTED)
         sys.exit(ExitCode.INTERRUPTED)
-    except Exception:  # a bug: say so with everything a report needs, and free the other ranks
+    except Exception:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
         traceback.print_exc()
         print("dtt: this is a bug; please report the lines above", file=sys.stderr)
         abort_peers(ExitCode.BUG)

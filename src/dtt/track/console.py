@@ -10,7 +10,7 @@ from dtt.track.base import Record
 
 
 class ConsoleTracker:
-    """Shows progress on stderr, at each `perf` record; validation losses and samples as they come."""
+    """Shows progress on stderr at each `perf` record, validation and samples as they come."""
 
     def __init__(self, steps: int) -> None:
         """`steps` is the length of the run."""

@@ -58,14 +58,14 @@ class WandbTracker:
 
     def close(self) -> None:
         """Finish the run."""
-        self._guarded(lambda: self._run.finish())
+        self._guarded(lambda: self._run.finish())  # noqa: PLW0108  _run may be None
 
     def _guarded(self, action: Callable[[], None]) -> None:
         if not self._alive:
             return
         try:
             action()
-        except Exception as error:  # whatever the client raises, training goes on without it
+        except Exception as error:  # noqa: BLE001  whatever the client raises, training goes on without it
             self._alive = False
             log.warning("wandb failed and is off for this attempt: %s", error)
 

@@ -1,4 +1,4 @@
-"""What a run comes to, worked out from the config, the token files and the ranks before it starts."""
+"""What a run comes to, worked out from config, token files and ranks before it starts."""
 
 from __future__ import annotations
 

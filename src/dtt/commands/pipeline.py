@@ -1,0 +1,120 @@
+"""`dtt pipeline`: every stage in order, each as the command a person would type."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dtt.artifacts import CorpusManifest, TokensManifest
+from dtt.config.load import resolve
+from dtt.config.run import RunConfig
+from dtt.errors import ConfigError, ExitCode
+from dtt.launch import local
+from dtt.runtime.jobdir import JobDir
+from dtt.track.summary import Summary, summarize
+
+MOST_TOKENIZE_PROCESSES = 8
+
+
+def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> None:
+    """Run download, tokenize, train and export; each skips what is done. Prints a summary.
+
+    Ends with the exit code of the stage that failed.
+    """
+    arguments = [f"download.dataset={dataset}"] if dataset else []
+    arguments += overrides
+    cfg = resolve(config, arguments).config
+    if cfg.download.dataset is None and not CorpusManifest.exists(cfg.corpus_dir):
+        raise ConfigError(
+            "no dataset is named",
+            next="-d python-stdlib, -d FOLDER or -d org/name; or -c quickstart",
+        )
+    options = (["-c", config] if config else []) + arguments
+    start = time.monotonic()
+    for number, (stage, argv) in enumerate(stages(cfg, options), start=1):
+        shown = ["dtt" if word == sys.executable else word for word in argv]
+        command = shlex.join(shown).replace("dtt -m dtt.main", "dtt")
+        print(f"\n[{number}/4] {stage}: {command}", file=sys.stderr, flush=True)
+        code = local.run(argv)
+        if code != 0:
+            code = true_code(code, stage, JobDir(cfg.job_dir))
+            print(f"\nthe pipeline stopped in {stage}; the same command goes on", file=sys.stderr)
+            sys.exit(code)
+    print(closing(cfg, summarize(JobDir(cfg.job_dir).metrics), time.monotonic() - start, config))
+
+
+def stages(cfg: RunConfig, options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Name and command line of each stage, made when its turn has come."""
+    if cfg.download.dataset is not None:
+        yield "download", local.dtt_argv("download", *options)
+    yield "tokenize", tokenize_argv(cfg, options)
+    yield "train", train_argv(cfg, options)
+    yield "export", local.dtt_argv("export", str(cfg.job_dir))
+
+
+def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
+    """Under mpirun where that is possible and there is more than one process to start."""
+    argv = local.dtt_argv("tokenize", *options)
+    processes = cfg.pipeline.tokenize_processes or min(local.cores(), MOST_TOKENIZE_PROCESSES)
+    if processes == 1 or TokensManifest.exists(cfg.tokenize_dir):
+        return argv
+    return local.mpi_argv(processes, argv) or argv
+
+
+def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
+    """Under torchrun for more than one process."""
+    processes = cfg.pipeline.train_processes
+    if processes == 0:
+        import torch
+
+        processes = max(1, torch.cuda.device_count()) if cfg.train.device != "cpu" else 1
+    arguments = ["train", *options]
+    if processes == 1:
+        return local.dtt_argv(*arguments)
+    return local.torchrun_argv(processes, arguments)
+
+
+def true_code(code: int, stage: str, job: JobDir) -> int:
+    """What a stage really ended with: torchrun says 1 for everything, `exit.json` knows."""
+    path = job.root / "attempts" / str(job.attempt()) / "exit.json"
+    if stage == "train" and code == ExitCode.BUG and path.exists():
+        return int(json.loads(path.read_text())["code"])
+    return code
+
+
+def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None) -> str:
+    """The closing summary: what was reached, where it lies, how to go on."""
+    export = cfg.export.out or Path("exports") / cfg.name
+    lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
+    if summary.first_eval and summary.last_eval:
+        first, last = summary.first_eval, summary.last_eval
+        lines += [
+            f"  validation loss  {first['loss']:.3f} -> {last['loss']:.3f}",
+            f"  bits per byte    {first['bits_per_byte']:.3f} -> {last['bits_per_byte']:.3f}",
+        ]
+    lines.append(f"  trained          {summary.steps} steps, {summary.tokens / 1e6:.2f}M tokens")
+    if summary.tokens_per_second is not None:
+        lines.append(f"  speed            {summary.tokens_per_second:,.0f} tokens/s")
+    for title, text in (("before", summary.first_sample), ("after", summary.last_sample)):
+        if text:
+            lines += ["", f"  a sample {title} training:"]
+            lines += [f"    | {line}" for line in text.splitlines()]
+    lines += [
+        "",
+        f"  corpus       {cfg.corpus_dir}",
+        f"  tokens       {cfg.tokens_dir}",
+        f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
+        f"  model        {export}  (Hugging Face format, verified with transformers)",
+        "",
+        "Go on with",
+        f"  dtt generate {export} -p {shlex.quote(cfg.train.sample_prompt or 'Once')}",
+        f"  dtt train {cfg.job_dir} train.steps={2 * summary.steps} --allow-change train.steps",
+        f"  dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine            # your own text",
+        "  torchrun --standalone --nproc_per_node 8 -m dtt.main train -c CONFIG   # eight GPUs",
+        "  source env.sh                            # in a cluster's job script, before torchrun",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Start a dtt command on this machine, as one process or several, and be its good parent."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+
+
+def dtt_argv(*arguments: str) -> list[str]:
+    """The command line of `dtt ARGUMENTS` with this very Python."""
+    return [sys.executable, "-m", "dtt.main", *arguments]
+
+
+def mpi_argv(processes: int, argv: Sequence[str]) -> list[str] | None:
+    """`argv` under mpirun; None when this Python cannot speak MPI or there is no mpirun.
+
+    The mpirun beside this Python comes first: it belongs to the library mpi4py finds there.
+    """
+    beside = shutil.which("mpirun", path=Path(sys.executable).parent)
+    mpirun = beside or shutil.which("mpirun")
+    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+        return None
+    return [mpirun, "-n", str(processes), *argv]
+
+
+def torchrun_argv(processes: int, arguments: Sequence[str]) -> list[str]:
+    """`dtt ARGUMENTS` as so many processes of one torchrun on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc_per_node", str(processes), "-m", "dtt.main", *arguments]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run to the end; returns the exit code, 128 + n after signal n.
+
+    The child has its own process group and gets each SIGINT and SIGTERM that we get, once: so it
+    can save and stop. If we are killed, it is told to stop (Linux).
+    """
+    child = subprocess.Popen(
+        argv,
+        start_new_session=True,
+        preexec_fn=_stop_with_parent,  # noqa: PLW1509  safe: this process has one thread
+    )
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _stop_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

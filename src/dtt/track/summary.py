@@ -1,0 +1,42 @@
+"""What metrics.jsonl says about a run, in a few numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from dtt.track import jsonl
+from dtt.track.base import Record
+
+
+@dataclass(frozen=True)
+class Summary:
+    """First and last of what was measured; None where nothing was."""
+
+    steps: int
+    tokens: int
+    tokens_per_second: float | None
+    """Median over the run, all devices together."""
+    first_eval: Record | None
+    last_eval: Record | None
+    first_sample: str | None
+    last_sample: str | None
+
+
+def summarize(metrics: Path) -> Summary:
+    """Read a job's metrics."""
+    by_kind: dict[str, list[Record]] = {"train": [], "eval": [], "sample": [], "perf": []}
+    for record in jsonl.read(metrics):
+        by_kind[record["kind"]].append(record)
+    train, evals, samples = by_kind["train"], by_kind["eval"], by_kind["sample"]
+    rates = [record["tokens_per_second"] for record in by_kind["perf"]]
+    return Summary(
+        steps=train[-1]["step"] if train else 0,
+        tokens=train[-1]["tokens"] if train else 0,
+        tokens_per_second=median(rates) if rates else None,
+        first_eval=evals[0] if evals else None,
+        last_eval=evals[-1] if evals else None,
+        first_sample=samples[0]["text"] if samples else None,
+        last_sample=samples[-1]["text"] if samples else None,
+    )

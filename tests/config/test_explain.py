@@ -1,0 +1,45 @@
+"""`dtt config show | explain | schema`, and the page made from the same facts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+from running import ROOT, Dtt
+
+from dtt.config import explain
+from dtt.config.load import resolve
+
+
+def test_every_key_is_documented() -> None:
+    bare = [
+        ".".join(key)
+        for key, cls, name in explain.all_fields()
+        if name != "type" and not cls.model_fields[name].description
+    ]
+    assert bare == []
+
+
+def test_show_is_a_config_that_resolves_to_itself(dtt: Dtt) -> None:
+    shown = dtt("config", "show", "-c", "quickstart", "train.steps=7").stdout
+    assert all(origin in shown for origin in ("quickstart.yaml:", "# argument", "# default"))
+    (dtt.folder / "shown.yaml").write_text(shown)
+    again = resolve(dtt.folder / "shown.yaml", env={}).config
+    assert again == resolve("quickstart", ["train.steps=7"], env={}).config
+
+
+def test_explain_tells_type_default_value_and_origin(dtt: Dtt) -> None:
+    said = dtt("config", "explain", "train.steps", "-c", "quickstart").stdout
+    assert "Optimizer steps of the whole run" in said
+    assert "default  1000" in said
+    assert "quickstart.yaml:" in said
+    assert "optim.momentum" in dtt("config", "explain", "optim").stdout
+    wrong = dtt("config", "explain", "train.stps", expect=2)
+    assert "dtt config explain train.steps" in wrong.stderr
+
+
+def test_the_schema_accepts_the_shipped_keys(dtt: Dtt) -> None:
+    schema: dict[str, Any] = json.loads(dtt("config", "schema").stdout)
+    keys = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    assert keys.keys() <= schema["properties"].keys()

@@ -1,0 +1,152 @@
+"""Layers, origins, and every mistake told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtt.config.load import changes_on_resume, resolve, shipped_configs
+from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.errors import ConfigError, InputError
+
+SHIPPED = sorted(shipped_configs().rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(shipped_configs())))
+def test_every_shipped_config_loads(path: Path) -> None:
+    assert resolve(path, env={}).config
+
+
+def test_layers_go_from_defaults_to_options(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("seed: 1\nname: base\ntrain: {steps: 10, seq_len: 64}\n")
+    (tmp_path / "over.yaml").write_text("train: {steps: 20}\n")
+    run = tmp_path / "run.yaml"
+    run.write_text("extends: [base.yaml, over.yaml]\nname: run\nmodel:\n  dim: 64\n")
+    resolved = resolve(
+        run,
+        ["checkpoint.every=7", "seed=3"],
+        {"seed": 4},
+        env={"DTT_TRAIN__LOG_EVERY": "5", "DTT_SEED": "2", "DTT_DEBUG": "1"},
+    )
+    cfg = resolved.config
+    assert (cfg.name, cfg.model.dim, cfg.train.steps, cfg.train.seq_len) == ("run", 64, 20, 64)
+    assert (cfg.train.log_every, cfg.checkpoint.every, cfg.seed) == (5, 7, 4)
+    assert resolved.origin("model.dim") == f"{run}:4"
+    assert resolved.origin("train.steps") == f"{tmp_path / 'over.yaml'}:1"
+    assert resolved.origin("train.log_every") == "environment DTT_TRAIN__LOG_EVERY"
+    assert resolved.origin("checkpoint.every") == "argument"
+    assert resolved.origin("seed") == "option"
+    assert resolved.origin("train.clip_norm") == "default"
+
+
+def test_explicit_zero_false_and_null_win() -> None:
+    cfg = resolve(
+        None, ["train.eval_every=0", "train.compile=false", "train.clip_norm=null"], env={}
+    ).config
+    assert cfg.train.eval_every == 0
+    assert cfg.train.compile is False
+    assert cfg.train.clip_norm is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3e-4", 3e-4), ("1E-3", 1e-3), ("1.5e2", 150.0), (".5", 0.5), ("1", 1.0)]
+)
+def test_numbers_are_numbers(text: str, value: float) -> None:
+    assert resolve(None, [f"optim.lr={text}"], env={}).config.optim.lr == value
+
+
+def test_json_and_toml_are_read_as_yaml_is(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"train": {"steps": 3}, "optim": {"type": "adamw"}}')
+    (tmp_path / "a.toml").write_text('[train]\nsteps = 3\n[optim]\ntype = "adamw"\n')
+    (tmp_path / "a.yaml").write_text("train: {steps: 3}\noptim: {type: adamw}\n")
+    configs = [resolve(tmp_path / f"a.{kind}", env={}).config for kind in ("json", "toml", "yaml")]
+    assert configs[0] == configs[1] == configs[2]
+    assert isinstance(configs[0].optim, AdamWConfig)
+
+
+def test_a_new_type_drops_what_was_said_about_the_old_one(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("optim: {type: muon, momentum: 0.9, lr: 0.1}\n")
+    assert resolve(run, ["optim.type=adamw"], env={}).config.optim == AdamWConfig()
+    assert resolve(run, ["optim.type=muon"], env={}).config.optim == MuonConfig(
+        momentum=0.9, lr=0.1
+    )
+
+
+def test_a_section_with_every_line_commented_out_says_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("train:\n#  steps: 3\n")
+    assert resolve(run, env={}).config == resolve(None, env={}).config
+
+
+def test_all_mistakes_are_told_at_once_with_place_and_nearest_key(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "modle: {dim: 3}\ntrain:\n  stesp: 5\n  seq_len: long\n"
+        "optim: {type: adamw, momentum: 0.9}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(run, ["schedule.decay=1.5"], env={})
+    message = str(caught.value)
+    assert message.startswith("5 mistakes in the configuration")
+    assert f"{run}:1  modle: unknown key; did you mean model?" in message
+    assert f"{run}:3  train.stesp: unknown key; did you mean train.steps?" in message
+    assert f"{run}:4  train.seq_len: input should be a valid integer" in message
+    assert f"{run}:5  optim.momentum: is for another optim.type than adamw" in message
+    assert "argument  schedule.decay: input should be less than or equal to 1" in message
+
+
+def test_combinations_that_cannot_work_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, ["model.n_heads=3", "train.global_batch_tokens=1000"], env={})
+    message = str(caught.value)
+    assert "model.n_heads: n_heads (3) does not divide dim (256)" in message
+    assert "train.global_batch_tokens: 1000 is not a multiple of train.seq_len = 1024" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- 1\n", "does not hold `key: value` lines"),
+        ("seed: 1\nseed: 2\n", "seed stands twice"),
+        ("extends: run.yaml\n", "extends itself"),
+    ],
+)
+def test_files_that_are_no_config_are_told_with_their_line(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        resolve(run, env={})
+
+
+def test_an_unknown_config_name_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean quickstart"):
+        resolve("quikstart", env={})
+
+
+def test_a_shipped_dataset_name_brings_its_facts_and_what_was_said_wins() -> None:
+    cfg = resolve(None, ["download.dataset=fineweb-edu", "download.split=test"], env={}).config
+    assert cfg.download.dataset == "HuggingFaceFW/fineweb-edu"
+    assert cfg.download.split == "test"
+
+
+def test_a_job_config_is_the_base_of_a_resume(tmp_path: Path) -> None:
+    job = tmp_path / "config.yaml"
+    job.write_text("train: {steps: 77}\noptim: {type: adamw, lr: 0.5}\n")
+    run = tmp_path / "run.yaml"
+    run.write_text("optim: {type: adamw, lr: 0.25}\n")
+    cfg = resolve(run, job_config=job, env={}).config
+    assert cfg.train.steps == 77
+    assert cfg.optim.lr == 0.25
+
+
+def test_only_keys_that_decide_what_is_trained_count_as_changes() -> None:
+    old = resolve(None, env={}).config
+    free = resolve(None, ["train.log_every=1", "checkpoint.keep_last=9"], env={}).config
+    other = resolve(None, ["optim.lr=1", "train.steps=5", "schedule.type=constant"], env={}).config
+    assert changes_on_resume(old, free) == []
+    assert {"optim.lr", "train.steps", "schedule.type"} <= set(changes_on_resume(old, other))

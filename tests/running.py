@@ -1,0 +1,46 @@
+"""Running dtt as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Done = subprocess.CompletedProcess[str]
+
+
+@dataclass(frozen=True)
+class Dtt:
+    """Runs `dtt …` as a user would, in one folder."""
+
+    folder: Path
+
+    def __call__(self, *arguments: object, expect: int = 0, **env: str) -> Done:
+        """Run to the end; fails unless it exits with `expect`, and on any traceback."""
+        done = self.wait(self.start(*arguments, **env))
+        said = f"dtt {' '.join(map(str, arguments))}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == expect, said
+        assert "Traceback" not in done.stderr, said
+        return done
+
+    def start(self, *arguments: object, **env: str) -> subprocess.Popen[str]:
+        """Start `dtt ARGUMENTS`."""
+        return self.start_python("-m", "dtt.main", *arguments, **env)
+
+    def start_python(self, *arguments: object, **env: str) -> subprocess.Popen[str]:
+        """Start `python ARGUMENTS`."""
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=self.folder, env=os.environ | env, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    @staticmethod
+    def wait(process: subprocess.Popen[str]) -> Done:
+        """Wait for the end."""
+        out, err = process.communicate(timeout=150)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,0 +1,93 @@
+"""A job directory as `dtt train` leaves it, made in no time: a config, tokens, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dtt.artifacts import CorpusSource, TokensManifest
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+
+END_OF_DOCUMENT = 256
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token for each of the 256 bytes, and <|endoftext|>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def write_tokens(folder: Path) -> None:
+    """A token folder without shards."""
+    tokenizer = make_tokenizer()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    manifest = TokensManifest(
+        key="0" * 64,
+        key_parts={},
+        corpus=CorpusSource(kind="stdlib", id="python-stdlib"),
+        tokenizer_sha256="0" * 64,
+        vocab_size=tokenizer.get_vocab_size(),
+        dtype="uint16",
+        end_of_document=END_OF_DOCUMENT,
+        shards=(),
+        empty_documents=0,
+        skipped_documents=0,
+    )
+    (folder / manifest.filename).write_text(manifest.dump())
+
+
+def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -> None:
+    """A checkpoint with seeded weights; or of a model that `says` which token follows which."""
+    cfg = load_job(job)
+    arch = families.get(cfg.model.family).architecture(cfg.model, 257, cfg.train.seq_len)
+    model = Decoder(arch)
+    initialize(model, seed=step)
+    if says is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(1.0 if name == "norm.weight" else 0.0)
+            assert model.head is not None
+            for axis, (token, follower) in enumerate(says.items()):
+                model.embed.weight[token, axis] = 1.0
+                model.head.weight[follower, axis] = 1.0
+    staging = job / "checkpoints" / store.staging_name(step, 1)
+    staging.mkdir(parents=True)
+    store.write_tensors(staging / store.MODEL, model.state_dict())
+    store.commit(
+        staging,
+        step=step,
+        attempt=1,
+        world_size=1,
+        config_sha256="0" * 64,
+        data_key="0" * 64,
+        versions={},
+    )
+
+
+def write_job(folder: Path) -> Path:
+    """The job: a tiny Llama with checkpoints of steps 5 and 10."""
+    job = folder / "jobs" / "tiny"
+    job.mkdir(parents=True)
+    write_tokens(folder / "tokens")
+    config = {
+        "name": "tiny",
+        "data": {"tokens": str(folder / "tokens")},
+        "model": {"family": "llama", "dim": 32, "n_layers": 2, "n_heads": 2},
+        "train": {"seq_len": 64},
+    }
+    (job / "config.yaml").write_text(yaml.safe_dump(config))
+    for step in (5, 10):
+        write_checkpoint(job, step)
+    return job
