@@ -113,7 +113,7 @@ def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None
         "Go on with",
         f"  dtt generate {export} -p {shlex.quote(cfg.train.sample_prompt or 'Once')}",
         f"  dtt train {cfg.job_dir} train.steps={2 * summary.steps} --allow-change train.steps",
-        f"  dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine            # your own text",
+        f"  dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine           # your own text",
         "  torchrun --standalone --nproc_per_node 8 -m dtt.main train -c CONFIG   # eight GPUs",
         "  source env.sh                            # in a cluster's job script, before torchrun",
     ]
