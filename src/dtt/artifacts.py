@@ -188,6 +188,17 @@ class CheckpointManifest(Manifest):
     data_key: str
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
+    """All that belongs to the checkpoint: a file that is not named here is never read."""
+    seal: str = ""
+    """Fingerprint of all other fields, so that damage to the manifest itself shows."""
+
+    def content_key(self) -> str:
+        """What `seal` must be."""
+        return fingerprint(self.model_dump(mode="json", exclude={"seal"}))
+
+    def sealed(self) -> Self:
+        """The manifest as it is written."""
+        return self.model_copy(update={"seal": self.content_key()})
 
 
 class ExportManifest(Manifest):

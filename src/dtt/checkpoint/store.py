@@ -54,6 +54,10 @@ class Checkpoint:
         """The weights, by the model's parameter names."""
         return self.tensors(MODEL)
 
+    def holds(self, name: str) -> bool:
+        """Whether one of its files has this name; others in the folder are not part of it."""
+        return any(file.path == name for file in self.manifest.files)
+
     def state(self) -> dict[str, Any]:
         """What is not a tensor: position, ledger, optimizer scalars."""
         state: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
@@ -86,19 +90,30 @@ def commit(staging: Path, **facts: Any) -> Checkpoint:
         FileRecord(path=path.name, bytes=path.stat().st_size, sha256=sha256_file(path))
         for path in sorted(staging.iterdir())
     )
-    manifest = CheckpointManifest(files=files, **facts)
+    manifest = CheckpointManifest(files=files, **facts).sealed()
     write_atomically(staging / manifest.filename, manifest.dump())
-    final = staging.parent / f"{PREFIX}{manifest.step:06d}"
-    if final.exists():  # an earlier, rejected checkpoint of this step: its place is needed
-        final.rename(staging.parent / f"{STAGING_PREFIX}{manifest.step:06d}-rejected")
+    folder = staging.parent
+    final = folder / f"{PREFIX}{manifest.step:06d}"
+    # Training reached this step from an older one, so those from here on were rejected. Set aside,
+    # they neither take this one's place nor count as newer than it.
+    for step in steps(folder):
+        if step >= manifest.step:
+            rejected = folder / f"{PREFIX}{step:06d}"
+            rejected.rename(folder / f"{STAGING_PREFIX}{step:06d}-rejected")
     staging.rename(final)
-    fsync_folder(final.parent)
+    fsync_folder(folder)
     return Checkpoint(final, manifest)
 
 
 def verify(path: Path) -> Checkpoint:
-    """Check a folder against its manifest; DamagedError names the first file that differs."""
+    """Check a folder against its manifest; DamagedError names the first file that differs.
+
+    Files that the manifest does not name (notes, leftovers of NFS) are ignored, and never read.
+    """
     manifest = CheckpointManifest.read(path)
+    if manifest.seal != manifest.content_key():
+        why = f"the content of {manifest.filename} has changed: its seal differs"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why)
     if path.name != f"{PREFIX}{manifest.step:06d}":
         raise DamagedError(
             f"checkpoint {path} is not what it is called", why=f"it holds step {manifest.step}"

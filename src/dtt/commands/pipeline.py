@@ -40,10 +40,8 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
         command = shlex.join(shown).replace("dtt -m dtt.main", "dtt")
         print(f"\n[{number}/4] {stage}: {command}", file=sys.stderr, flush=True)
         code = local.run(argv)
-        if code != 0:
-            code = true_code(code, stage, JobDir(cfg.job_dir))
-            print(f"\nthe pipeline stopped in {stage}; the same command goes on", file=sys.stderr)
-            sys.exit(code)
+        if code != ExitCode.DONE:
+            sys.exit(report_stop(stage, code, JobDir(cfg.job_dir)))
     print(closing(cfg, summarize(JobDir(cfg.job_dir).metrics), time.monotonic() - start, config))
 
 
@@ -78,11 +76,18 @@ def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
     return local.torchrun_argv(processes, arguments)
 
 
-def true_code(code: int, stage: str, job: JobDir) -> int:
-    """What a stage really ended with: torchrun says 1 for everything, `exit.json` knows."""
+def report_stop(stage: str, code: int, job: JobDir) -> int:
+    """Say where the pipeline stopped; returns the exit code the stage meant.
+
+    torchrun says 1 for everything, below many lines of its own: `exit.json` has the truth.
+    """
+    reason = ""
     path = job.root / "attempts" / str(job.attempt()) / "exit.json"
     if stage == "train" and code == ExitCode.BUG and path.exists():
-        return int(json.loads(path.read_text())["code"])
+        record = json.loads(path.read_text())
+        code, reason = record["code"], f"\n{record['reason']}"
+    print(f"\nthe pipeline stopped in {stage}, exit code {code}{reason}", file=sys.stderr)
+    print("what is finished is kept; the same command goes on from there", file=sys.stderr)
     return code
 
 

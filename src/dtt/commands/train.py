@@ -43,7 +43,7 @@ def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str
             f"no token files in {tokens_dir}",
             next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
         )
-    holding = exclusive(job.root, "dtt train") if ranks.first else nullcontext()
+    holding = exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
     with holding, attempt(job, ranks):
         from dtt.train.stop import Requests
 
@@ -67,9 +67,10 @@ def find_job(
     """
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    if (config is None) == (not folders) or len(folders) > 1:
+    named = len(folders) + (config is not None)
+    if named > 1 or not (named or overrides):
         raise ConfigError(
-            "train needs a config (-c FILE) or one job directory to resume, not both",
+            "train needs a config (-c FILE) or one job directory to resume",
             next="dtt train -c quickstart, or dtt train jobs/quickstart",
         )
     if folders:

@@ -1,9 +1,9 @@
 """A split of a token folder as fixed-length windows over one long stream of documents.
 
 Window i is tokens i*T … i*T + T of the stream (T + 1 tokens: T inputs and their targets), so
-neighbours share one token and every token but the first is a target exactly once. Windows cross
-documents and shards. The manifest alone tells where each shard starts: no file is opened before
-it is read.
+neighbours share one token and every token but the first is a target exactly once, up to the end of
+the last whole window. Windows cross documents and shards. The manifest alone tells where each shard
+starts: no file is opened before it is read.
 """
 
 from __future__ import annotations

@@ -68,12 +68,15 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold `folder` for this process; EnvironmentUnfit when another one already does."""
+def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
+    """Hold `folder` for this process; EnvironmentUnfit when another one already does.
+
+    Waits up to `patience` seconds for a predecessor that is just stopping.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience)
     except filelock.Timeout:
         raise EnvironmentUnfit(
             f"{folder} is in use",

@@ -18,7 +18,7 @@ from dtt.runtime.files import write_atomically
 
 # Environment variables worth keeping with a job; never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
-SECRET_WORDS = ("KEY", "PASS", "SECRET", "TOKEN", "JWT", "CREDENTIAL")
+SECRET_WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN", "JWT", "CREDENTIAL")
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
@@ -88,8 +88,9 @@ class JobDir:
 
     def newest_checkpoint_name(self) -> str | None:
         """Name of the newest checkpoint folder, for people; loading scans and verifies."""
-        names = [p.name for p in self.checkpoints.glob("step-*")]
-        return max(names, key=lambda name: int(name.removeprefix("step-")), default=None)
+        steps = [p.name.removeprefix("step-") for p in self.checkpoints.glob("step-*")]
+        newest = max((step for step in steps if step.isdigit()), key=int, default=None)
+        return newest and f"step-{newest}"
 
     def last_step(self) -> int | None:
         """Step of the newest record in metrics.jsonl."""
@@ -119,7 +120,7 @@ class JobDir:
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
-                if name.startswith(ENVIRONMENT) and not any(w in name for w in SECRET_WORDS)
+                if name.startswith(ENVIRONMENT) and not any(w in name.upper() for w in SECRET_WORDS)
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")

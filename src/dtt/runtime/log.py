@@ -12,12 +12,15 @@ from dtt.runtime.ranks import Ranks
 
 log = logging.getLogger("dtt")
 
+ERASE_LINE = "\r\x1b[K"
+
 
 def setup_logging(ranks: Ranks) -> None:
     """Send dtt's log lines to stderr; ranks after the first only warn, and say who they are."""
     who = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
+    erase = ERASE_LINE if sys.stderr.isatty() else ""  # a live line may stand there
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s {who}%(message)s", "%H:%M:%S"))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if ranks.first else logging.WARNING)

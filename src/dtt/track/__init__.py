@@ -1,2 +1,2 @@
-"""Where metrics go.
-May touch:  metrics.jsonl first, then the console, W&B, TensorBoard:config, runtime."""
+"""Where metrics go: metrics.jsonl first, then the console, W&B, TensorBoard.
+May touch: config, runtime."""

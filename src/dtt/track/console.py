@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 
-from dtt.runtime.log import log
+from dtt.runtime.log import ERASE_LINE, log
 from dtt.track.base import Record
 
 
@@ -26,10 +25,14 @@ class ConsoleTracker:
             case "perf":
                 self._progress(self._line(record))
             case "eval":
-                bits = f", {record['bits_per_byte']:.4f} bits per byte"
-                self._say(f"step {record['step']}: validation loss {record['loss']:.4f}{bits}")
+                log.info(
+                    "step %d: validation loss %.4f, %.4f bits per byte",
+                    record["step"],
+                    record["loss"],
+                    record["bits_per_byte"],
+                )
             case "sample":
-                self._say(f"step {record['step']}: sample\n{_indented(record['text'])}")
+                log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -51,17 +54,10 @@ class ConsoleTracker:
 
     def _progress(self, line: str) -> None:
         if self._live:
-            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.write(f"{ERASE_LINE}{line}")
             sys.stderr.flush()
         else:
             log.info("%s", line)
-
-    def _say(self, text: str) -> None:
-        if self._live:
-            sys.stderr.write(f"\r\x1b[K{time.strftime('%H:%M:%S')} {text}\n")
-            sys.stderr.flush()
-        else:
-            log.info("%s", text)
 
 
 def _indented(text: str) -> str:

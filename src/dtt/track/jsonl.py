@@ -18,7 +18,7 @@ class JsonlTracker:
         """Open `path`; drop records after `resume_step` (None: all), which will be made again."""
         kept = [r for r in read(path) if resume_step is not None and r["step"] <= resume_step]
         write_atomically(path, "".join(_line(record) for record in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, record: Record) -> None:
         """Append one line."""
@@ -43,7 +43,7 @@ def read(path: Path) -> Iterator[Record]:
     """The records of a file; none if it is absent; a torn last line (a crash) is left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # bytes: a line may be torn within a character
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield json.loads(line)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ class WandbTracker:
                 dir=folder,
                 config=settings,
                 mode=_mode(config),
+                settings=wandb.Settings(init_timeout=20, finish_timeout=60),
             )
             for kind in ("train", "eval", "perf"):
                 self._run.define_metric(f"{kind}/*", step_metric="step")
@@ -71,10 +74,25 @@ class WandbTracker:
 
 
 def _mode(config: WandbConfig) -> Any:
-    if config.mode != "auto":
-        return config.mode
-    if "WANDB_MODE" in os.environ:
-        return None  # the client reads it itself
+    """Online with a key and a server that answers; what is kept offline can be sent later."""
     import wandb
 
-    return "online" if wandb.login(prompt=False, verify=False) else "offline"
+    mode = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    server = wandb.setup().settings.base_url
+    if mode == "online" and not _answers(server):
+        log.warning("%s does not answer: wandb stays offline; send it later: wandb sync", server)
+        mode = "offline"
+    return mode
+
+
+def _answers(server: str) -> bool:
+    """Whether there is anything at that address; the client would try for a minute and more."""
+    try:
+        urllib.request.urlopen(server, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

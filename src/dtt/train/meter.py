@@ -12,10 +12,12 @@ import torch
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "GH200": 989e12,
     "H200": 989e12,
     "H100": 989e12,
     "H800": 989e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
     "A100": 312e12,
     "A800": 312e12,
@@ -28,9 +30,11 @@ PEAK_FLOPS = {
 
 def peak_flops(device: torch.device) -> float | None:
     """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """`peak_flops` of the device that its driver calls `name`."""
     return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
 
 

@@ -61,6 +61,8 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Put the state back; DamagedError when it is that of other optimizers or parameters."""
+    if not tensors:  # saved before the first step: optimizers make their state in it
+        return
     by_parameter: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, value in tensors.items():
         optimizer_name, name, key = path.split("/")
@@ -99,7 +101,7 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 
 def restore_rng(checkpoint: Checkpoint, rank: int, seed: int, device: torch.device) -> None:
     """Go on with the generators this rank had; a rank that is new gets its own seed."""
-    if not (checkpoint.path / store.rank_file(rank)).exists():
+    if not checkpoint.holds(store.rank_file(rank)):
         seed_rank(seed + checkpoint.step, rank)
         return
     tensors = checkpoint.tensors(store.rank_file(rank))

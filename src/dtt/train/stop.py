@@ -51,6 +51,7 @@ class Requests:
         agreed = Request(world.agree(wish))
         if world.first and agreed != Request.NONE:
             log.info("asked to %s", "save" if agreed == Request.SAVE else "save and stop")
-            trigger = self._job.save if agreed == Request.SAVE else self._job.stop
-            trigger.unlink(missing_ok=True)
+            self._job.save.unlink(missing_ok=True)  # stopping saves too
+            if agreed == Request.STOP:
+                self._job.stop.unlink(missing_ok=True)
         return agreed

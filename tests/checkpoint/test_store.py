@@ -1,0 +1,313 @@
+"""Checkpoints are whole or not there: killed at any moment, damaged in any way."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtt
+from dtt.artifacts import CheckpointManifest
+from dtt.checkpoint import retain, store
+from dtt.checkpoint.store import Checkpoint
+from dtt.errors import DamagedError, InputError
+
+fork = multiprocessing.get_context("fork")
+
+FACTS = {
+    "attempt": 1, "world_size": 1, "config_sha256": "c" * 64, "data_key": "d" * 64,
+    "versions": {"dtt": "1.0.0", "torch": "2.13.0"},
+}  # fmt: skip
+
+
+def save(folder: Path, step: int, numbers: int = 100) -> Checkpoint:
+    """Write the checkpoint of a step, as the trainer does."""
+    staging = folder / store.staging_name(step, 1)
+    staging.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(step)
+    for name in (store.MODEL, store.OPTIMIZER, store.rank_file(0)):
+        store.write_tensors(staging / name, {"w": torch.randn(numbers, generator=generator)})
+    store.write_state(staging / store.STATE, {"step": step, "ledger": "00"})
+    return store.commit(staging, step=step, **FACTS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 5 and 10."""
+    save(tmp_path / "checkpoints", 5)
+    save(tmp_path / "checkpoints", 10)
+    return tmp_path / "checkpoints"
+
+
+FILES = [
+    store.MODEL, store.OPTIMIZER, store.STATE, store.rank_file(0), CheckpointManifest.filename,
+]  # fmt: skip
+
+
+def falls_back(folder: Path, culprit: str, caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether step 10 is refused, for `culprit`, and step 5 taken in its place."""
+    caplog.clear()
+    with pytest.raises((DamagedError, InputError), match=culprit):
+        store.verify(folder / "step-000010")
+    found = store.newest(folder)
+    return found is not None and found.step == 5 and culprit in caplog.text
+
+
+def test_what_was_written_is_read_back(folder: Path) -> None:
+    found = store.newest(folder)
+    assert found is not None
+    assert (found.step, found.path) == (10, folder / "step-000010")
+    generator = torch.Generator().manual_seed(10)
+    assert torch.equal(found.model_tensors()["w"], torch.randn(100, generator=generator))
+    assert found.state() == {"step": 10, "ledger": "00"}
+    assert [f.path for f in found.manifest.files] == sorted(set(FILES) - {"MANIFEST.json"})
+    assert store.at_step(folder, 5).step == 5
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000005", "step-000010"]
+
+
+def test_there_is_nothing_where_nothing_was_saved(tmp_path: Path) -> None:
+    assert store.newest(tmp_path / "absent") is None
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-000005-old").mkdir()
+    assert store.newest(tmp_path) is None
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"step 7 [\s\S]*there are: 5, 10"):
+        store.at_step(folder, 7)
+
+
+def save_for_ever(folder: Path, done: Connection) -> None:
+    """Resume and save as the trainer does; says each step that `commit` promised."""
+    retain.sweep_staging(folder)
+    newest = store.newest(folder)
+    for step in count(1 if newest is None else newest.step + 1):
+        store.verify(save(folder, step, numbers=300_000).path)
+        done.send(step)
+        retain.prune(folder, keep_last=2)
+
+
+def test_killed_at_any_moment_what_was_promised_is_there_and_whole(tmp_path: Path) -> None:
+    """Processes that save 3.6 MB in a loop are killed -9 at 40 random moments."""
+    folder, rng = tmp_path / "checkpoints", random.Random(0)
+    promised = torn = 0
+    for _ in range(40):
+        here, there = fork.Pipe()
+        process = fork.Process(target=save_for_ever, args=(folder, there))
+        process.start()
+        there.close()
+        promised = here.recv()
+        process.join(timeout=rng.uniform(0, 0.06))  # it never ends by itself
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                promised = here.recv()
+        for step in store.steps(folder):
+            store.verify(folder / f"step-{step:06d}")
+        found = store.newest(folder)
+        assert found is not None
+        assert found.step >= promised
+        torn += any(folder.glob(".tmp-*"))
+        retain.sweep_staging(folder)
+        assert [p.name for p in folder.glob("*") if not p.name.startswith("step-")] == []
+    assert torn > 10  # the moments were well chosen
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 0.5, 0.99, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found(
+    folder: Path, name: str, cut: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / "step-000010" / name
+    size = path.stat().st_size
+    length = size - 1 if cut == -1 else int(cut * size) if isinstance(cut, float) else int(cut)
+    os.truncate(path, length)
+    assert falls_back(folder, name, caplog)
+
+
+def test_a_file_that_has_grown_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in FILES[:-1]:
+        shutil.rmtree(folder / "step-000010")
+        save(folder, 10)
+        with (folder / "step-000010" / name).open("ab") as file:
+            file.write(b"\0")
+        assert falls_back(folder, name, caplog)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "step-000010" / name).unlink()
+    assert falls_back(folder, name, caplog)
+
+
+def test_any_flipped_bit_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """200 anywhere in the folder, and each eighth bit of the manifest."""
+    files = sorted((folder / "step-000010").iterdir())
+    ends = [sum(f.stat().st_size for f in files[: i + 1]) for i in range(len(files))]
+    rng = random.Random(0)
+    flips = []
+    for _ in range(200):
+        position = rng.randrange(ends[-1])
+        index = next(i for i, end in enumerate(ends) if position < end)
+        flips.append((files[index], position - ends[index], 1 << rng.randrange(8)))
+    manifest = folder / "step-000010" / CheckpointManifest.filename
+    flips += [(manifest, i, 1 << rng.randrange(8)) for i in range(manifest.stat().st_size)]
+    for path, offset, bit in flips:
+        original = path.read_bytes()
+        damaged = bytearray(original)
+        damaged[offset] ^= bit
+        path.write_bytes(damaged)
+        assert falls_back(folder, path.name, caplog), f"{path.name}: bit {bit} of byte {offset}"
+        path.write_bytes(original)
+    assert store.verify(folder / "step-000010").step == 10
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_another_checkpoint_are_found(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(folder / "step-000005" / name, folder / "step-000010" / name)
+    culprit = "it holds step 5" if name == "MANIFEST.json" else name
+    assert falls_back(folder, culprit, caplog)
+
+
+def test_a_folder_renamed_to_another_step_is_found(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "step-000010").rename(folder / "step-000020")
+    found = store.newest(folder)
+    assert found is not None
+    assert found.step == 5
+    assert "it holds step 10" in caplog.text
+
+
+def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        edit(lambda m: m.update(note="extra")),
+        edit(lambda m: m.update(world_size=2)),
+        edit(lambda m: m.update(format="dtt-checkpoint-9")),
+        edit(lambda m: m.update(files=[])),
+        edit(lambda m: m.pop("seal")),
+        edit(lambda m: m.pop("versions")),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 100),
+        lambda path: path.write_bytes(pickle.dumps({"step": 10})),
+    ],
+    ids=["extra key", "value", "format", "no files", "no seal", "no versions", "empty", "binary",
+         "pickle"],
+)  # fmt: skip
+def test_a_manifest_that_is_not_as_written_is_found(
+    folder: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(folder / "step-000010" / "MANIFEST.json")
+    assert falls_back(folder, "MANIFEST.json", caplog)
+
+
+def test_when_all_are_damaged_nothing_starts_over_by_itself(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in ("step-000005", "step-000010"):
+        (folder / step / store.MODEL).write_bytes(b"")
+    with pytest.raises(DamagedError, match="none of the 2 checkpoints"):
+        store.newest(folder)
+    assert "step-000005" in caplog.text
+    assert "step-000010" in caplog.text
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.touch, (self._target,))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_planted_pickle_is_refused_and_never_executed(
+    folder: Path, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    went_off = tmp_path / "went off"
+    (folder / "step-000010" / name).write_bytes(pickle.dumps(Bomb(went_off)))
+    assert falls_back(folder, name, caplog)
+    assert not went_off.exists()
+
+
+def test_a_pickle_that_the_manifest_vouches_for_is_not_executed_either(tmp_path: Path) -> None:
+    went_off = tmp_path / "went off"
+    staging = tmp_path / "checkpoints" / store.staging_name(1, 1)
+    staging.mkdir(parents=True)
+    for name in (store.MODEL, store.STATE):
+        torch.save({"w": Bomb(went_off)}, staging / name)
+    checkpoint = store.commit(staging, step=1, **FACTS)
+    with pytest.raises(Exception, match=r"(?i)header"):
+        checkpoint.model_tensors()
+    with pytest.raises(ValueError, match=r"codec|JSON|Expecting"):
+        checkpoint.state()
+    assert not went_off.exists()
+
+
+def test_no_line_of_dtt_loads_pickles() -> None:
+    forbidden = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    for path in Path(dtt.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    assert not {n.name.split(".")[0] for n in names} & forbidden, path
+                case ast.ImportFrom(module=str(module)):
+                    assert module.split(".")[0] not in forbidden, path
+                case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                    raise AssertionError(path)
+
+
+def test_files_that_the_manifest_does_not_name_are_no_part_of_a_checkpoint(folder: Path) -> None:
+    for name in ("notes.txt", ".nfs0000000000c0ffee", store.rank_file(1)):
+        (folder / "step-000010" / name).write_text("something")
+    found = store.newest(folder)
+    assert found is not None
+    assert found.step == 10
+    assert found.holds(store.rank_file(0))
+    assert not found.holds(store.rank_file(1))
+
+
+def test_saving_a_step_again_takes_the_place_of_the_rejected_one(folder: Path) -> None:
+    (folder / "step-000010" / store.MODEL).write_bytes(b"")
+    save(folder, 10)
+    assert store.verify(folder / "step-000010").step == 10
+
+
+def test_rejected_checkpoints_do_not_outlive_newer_whole_ones(folder: Path) -> None:
+    """Step 10 is damaged, training goes on from 5 and is stopped at 7: 7 is the newest."""
+    (folder / "step-000010" / store.MODEL).write_bytes(b"")
+    save(folder, 7)
+    retain.prune(folder, keep_last=1)
+    assert store.steps(folder) == [7]
+    found = store.newest(folder)
+    assert found is not None
+    assert found.step == 7

@@ -1,0 +1,133 @@
+"""The order of training: a keyed permutation that looks random and needs no state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtt.data.order import EMPTY_LEDGER, Order, UInt64Array, extend_ledger, permutation
+
+GOLDEN = [957, 650, 879, 913, 302, 40, 982, 211, 940, 199]
+GOLDEN_LEDGER = "f7faa37b7e2f63a5e5d21b0d2409ffa8"
+
+
+def positions(count: int) -> UInt64Array:
+    return np.arange(count, dtype=np.uint64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 5000), key=st.binary(max_size=12))
+def test_every_index_has_exactly_one_place(size: int, key: bytes) -> None:
+    image = permutation(positions(size), size, key)
+    assert np.array_equal(np.sort(image), positions(size))
+
+
+@pytest.mark.parametrize("size", [2**20, 2**31 + 11, 10**12, 2**40 - 1, 2**63, 2**64 - 1])
+def test_sizes_beyond_any_index_file_work_too(size: int) -> None:
+    rng = np.random.default_rng(0)
+    index = np.unique(rng.integers(0, size, 20_000, dtype=np.uint64))
+    image = permutation(index, size, b"key")
+    assert len(np.unique(image)) == len(index)
+    assert int(image.max()) < size
+    assert int(image.max()) > 0.99 * size  # and they reach all over the range
+
+
+def test_the_index_given_is_left_alone() -> None:
+    index = positions(1000)
+    permutation(index, 1000, b"key")
+    assert np.array_equal(index, positions(1000))
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 4097, 60_000])
+def test_sorted_data_comes_out_as_after_a_random_shuffle(size: int) -> None:
+    """Four statistics over 20 keys; each must lie within 5 standard errors of its expectation."""
+    index = positions(size).astype(float)
+    figures = []
+    for key in range(20):
+        image = permutation(positions(size), size, str(key).encode()).astype(float)
+        neighbours = np.corrcoef(image[:-1], image[1:])[0, 1]
+        place = np.corrcoef(index, image)[0, 1]
+        displacement = np.abs(image - index).mean() / size
+        fixed = (image == index).sum()
+        figures.append((neighbours, place, displacement, fixed))
+    means = np.mean(figures, axis=0)
+    # Of a random permutation: correlations 0 ± 1/sqrt(n), |i - j| uniform: 1/3 ± ~0.3/sqrt(n),
+    # one fixed point ± 1.
+    spread = np.array([1 / size**0.5, 1 / size**0.5, 0.3 / size**0.5, 1]) / 20**0.5
+    assert np.all(np.abs(means - [0, 0, 1 / 3, 1]) < 5 * spread)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6])
+def test_even_the_smallest_sizes_are_permuted_in_every_way(size: int) -> None:
+    seen = {permutation(positions(size), size, b"%d" % key).tobytes() for key in range(3000)}
+    assert len(seen) >= 0.98 * np.prod(np.arange(1, size + 1))
+
+
+def test_seed_and_epoch_each_give_another_order() -> None:
+    windows = 500
+    first = Order(0, windows).windows_at(0, windows)
+    again = Order(0, windows).windows_at(windows, windows)
+    other = Order(1, windows).windows_at(0, windows)
+    for a, b in ((first, again), (first, other), (again, other)):
+        assert (a == b).mean() < 0.02
+
+
+def test_each_window_comes_once_an_epoch() -> None:
+    order = Order(seed=3, windows=77)
+    for epoch in range(5):
+        assert sorted(order.windows_at(77 * epoch, 77).tolist()) == list(range(77))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    windows=st.integers(1, 60),
+    seed=st.integers(0, 2**63),
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    first=st.integers(0, 500),
+)
+def test_the_order_does_not_depend_on_how_the_run_is_cut(
+    windows: int, seed: int, cuts: list[int], first: int
+) -> None:
+    order = Order(seed, windows)
+    whole = order.windows_at(0, first + sum(cuts))
+    parts, start = [], first
+    for count in cuts:
+        parts.append(order.windows_at(start, count))
+        start += count
+    assert np.array_equal(np.concatenate(parts), whole[first:])
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """A golden value: to change it is to change what every resumed job is trained on."""
+    assert Order(0, 1000).windows_at(995, 10).tolist() == GOLDEN
+    ledger = extend_ledger(EMPTY_LEDGER, Order(0, 1000).windows_at(0, 8))
+    assert ledger.hex() == GOLDEN_LEDGER
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True),
+    place=st.integers(0, 10**6),
+    bit=st.integers(0, 63),
+)
+def test_the_ledger_notices_any_other_window_and_any_other_order(
+    ids: list[int], place: int, bit: int
+) -> None:
+    place %= len(ids)
+    windows = np.array(ids, dtype=np.uint64)
+    ledger = extend_ledger(EMPTY_LEDGER, windows)
+    changed, swapped = windows.copy(), np.roll(windows, 1)
+    changed[place] ^= np.uint64(1 << bit)
+    for other in (changed, swapped, windows[:-1]):
+        assert extend_ledger(EMPTY_LEDGER, other) != ledger
+    assert extend_ledger(ledger, windows) != ledger
+    assert extend_ledger(EMPTY_LEDGER, windows.copy()) == ledger
+
+
+def test_the_ledger_remembers_all_steps_before() -> None:
+    a, b = positions(4), positions(5)
+    ab = extend_ledger(extend_ledger(EMPTY_LEDGER, a), b)
+    assert ab != extend_ledger(extend_ledger(EMPTY_LEDGER, b), a)
+    assert ab != extend_ledger(EMPTY_LEDGER, b)

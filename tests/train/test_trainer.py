@@ -1,0 +1,241 @@
+"""Training in real processes: it learns, stops, resumes bit for bit, agrees on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Dtt
+from safetensors.torch import load_file
+
+from dtt.track import jsonl
+
+Settings = Any
+
+
+def metrics(job: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Records of a job but for the speeds, which differ between two runs."""
+    wanted = kinds or ("train", "eval", "sample")
+    return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in wanted]
+
+
+def weights(job: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(job / f"checkpoints/step-{step:06d}/model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    """Weights, optimizer state and metrics of two jobs are equal bit for bit."""
+    for name in ("model", "optimizer"):
+        file = f"checkpoints/step-{step:06d}/{name}.safetensors"
+        assert (one / file).read_bytes() == (other / file).read_bytes(), name
+    assert metrics(one) == metrics(other)
+
+
+def exit_record(job: Path, attempt: int) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((job / f"attempts/{attempt}/exit.json").read_text())
+    return record
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 40 steps that nothing disturbed; `long` names its settings."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    Dtt(folder)("train", *long(tokens), OMP_NUM_THREADS="1")
+    return folder / "jobs/t"
+
+
+def long(tokens: Path) -> list[str]:
+    """A run with accumulation, Muon, dropout, evaluation, samples and many checkpoints."""
+    return [
+        f"data.tokens={tokens}", "name=t", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
+        "model.dropout=0.1", "train.steps=40", "train.seq_len=32", "train.micro_batch=3",
+        "train.global_batch_tokens=256", "train.eval_every=7", "train.log_every=3",
+        "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=4",
+        "schedule.warmup_steps=2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_loss_falls_and_everything_is_recorded(
+    dtt: Dtt, tiny: Settings, optimizer: str
+) -> None:
+    run = dtt("train", *tiny(optim__type=optimizer, train__steps=60, optim__lr=1e-2))
+    job = dtt.folder / "jobs/t"
+    train = metrics(job, "train")
+    assert [r["step"] for r in train] == list(range(1, 61))
+    assert [r["tokens"] for r in train] == list(range(256, 61 * 256, 256))
+    evals = metrics(job, "eval")
+    assert evals[-1]["loss"] < evals[0]["loss"] - 0.5
+    assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
+    assert "step 60/60" in run.stderr
+    assert exit_record(job, 1)["code"] == 0
+    assert (job / "config.yaml").exists()
+    assert (job / "env.json").exists()
+    assert sorted(p.name for p in (job / "checkpoints").iterdir()) == ["step-000056", "step-000060"]
+
+
+def test_a_finished_job_says_so_and_changes_nothing(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny())
+    before = (dtt.folder / "jobs/t/metrics.jsonl").read_bytes()
+    again = dtt("train", *tiny())
+    assert "is done" in again.stderr
+    assert (dtt.folder / "jobs/t/metrics.jsonl").read_bytes() == before
+
+
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
+    dtt: Dtt, tokens: Path, undisturbed: Path
+) -> None:
+    job = dtt.folder / "jobs/t"
+    generator = random.Random(0)
+    kills = 0
+    for _ in range(30):
+        process = dtt.start("train", *long(tokens), OMP_NUM_THREADS="1")
+        target = reached(job) + generator.randrange(1, 9)
+        wait_until(lambda: process.poll() is not None or reached(job) >= target)  # noqa: B023
+        time.sleep(generator.random() * 0.05)  # somewhere inside a step, a save, an evaluation
+        process.kill()
+        kills += Dtt.wait(process).returncode == -signal.SIGKILL
+        if kills == 5:
+            break
+    dtt("train", *long(tokens))
+    assert kills == 5
+    assert_same_run(undisturbed, job, 40)
+
+
+def reached(job: Path) -> int:
+    """Newest step in the job's metrics."""
+    return max((r["step"] for r in metrics(job, "train")), default=0)
+
+
+def wait_until(true: Any, limit: float = 60.0) -> None:
+    """Poll for something another process does."""
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR2", "control/stop"])
+def test_asked_to_stop_it_saves_exits_75_and_goes_on_bit_for_bit(
+    dtt: Dtt, tokens: Path, undisturbed: Path, how: str
+) -> None:
+    job = dtt.folder / "jobs/t"
+    process = dtt.start("train", *long(tokens), "checkpoint.every=1000", OMP_NUM_THREADS="1")
+    wait_until(lambda: reached(job) >= 3)
+    if how == "control/stop":
+        (job / how).touch()
+    else:
+        process.send_signal(signal.Signals[how])
+    stopped = Dtt.wait(process)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "dtt train jobs/t" in stopped.stderr
+    assert how in stopped.stderr
+    record = exit_record(job, 1)
+    assert record["code"] == 75
+    assert record["checkpoint"] == f"step-{record['step']:06d}"
+    assert not (job / "control/stop").exists()
+    dtt("train", job, "checkpoint.every=4")
+    assert_same_run(undisturbed, job, 40)
+
+
+def test_a_signal_before_the_first_step_saves_too(dtt: Dtt, tiny: Settings) -> None:
+    process = dtt.start("train", *tiny(train__steps=100_000))
+    wait_until((dtt.folder / "jobs/t/attempts/1").exists)
+    wait_until(lambda: handles(process.pid, signal.SIGTERM))
+    process.terminate()
+    assert Dtt.wait(process).returncode == 75
+    assert (dtt.folder / "jobs/t/checkpoints").exists()
+
+
+def caught_signals(pid: int) -> str:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal (Linux)."""
+    return bool(int(caught_signals(pid), 16) >> (number - 1) & 1)
+
+
+def test_control_save_saves_and_goes_on(dtt: Dtt, tiny: Settings) -> None:
+    job = dtt.folder / "jobs/t"
+    process = dtt.start("train", *tiny(train__steps=100_000, checkpoint__every=1_000_000))
+    wait_until(lambda: reached(job) >= 1)
+    (job / "control/save").touch()
+    wait_until(lambda: list((job / "checkpoints").glob("step-*")))
+    assert process.poll() is None
+    assert not (job / "control/save").exists()
+    process.terminate()
+    assert Dtt.wait(process).returncode == 75
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny())
+    job = dtt.folder / "jobs/t"
+    final = (job / "checkpoints/step-000012/model.safetensors").read_bytes()
+    damaged = job / "checkpoints/step-000012/optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    again = dtt("train", *tiny())
+    assert "optimizer.safetensors" in again.stderr
+    assert "resumed from jobs/t/checkpoints/step-000008" in again.stderr
+    assert (job / "checkpoints/step-000012/model.safetensors").read_bytes() == final
+
+
+def test_other_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny())
+    refused = dtt("train", *tiny(train__steps=16, optim__lr=0.5), expect=2)
+    assert "optim.lr, train.steps" in refused.stderr
+    assert "--allow-change train.steps" in refused.stderr
+    dtt("train", *tiny(train__steps=16), "--allow-change", "train.steps")
+    assert reached(dtt.folder / "jobs/t") == 16
+    dtt("train", "jobs/t", "checkpoint.keep_last=1")  # free to change
+
+
+def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(optim__type="adamw", optim__lr=1e30, train__clip_norm="null", train__steps=40)
+    run = dtt("train", *settings, "train.precision=fp32", expect=76)
+    assert "diverged" in run.stderr
+    assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
+    for path in (dtt.folder / "jobs/t/checkpoints").glob("step-*"):
+        assert all(t.isfinite().all() for t in load_file(path / "model.safetensors").values())
+
+
+def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
+    return dtt.start_python(*launcher, "-m", "dtt.main", *arguments)
+
+
+def test_two_ranks_train_what_one_does_and_resume_each_other(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(train__precision="fp32", train__steps=12)
+    dtt("train", *settings)
+    assert dtt.wait(torchrun(dtt, 2, "train", *settings, "name=two")).returncode == 0
+    one, two = dtt.folder / "jobs/t", dtt.folder / "jobs/two"
+    for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
+        assert a["ledger"] == b["ledger"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    for name, value in weights(one, 12).items():
+        torch.testing.assert_close(value, weights(two, 12)[name], rtol=1e-3, atol=1e-4)
+
+    resumed = dtt("train", "jobs/two", "train.steps=16", "--allow-change", "train.steps")
+    assert "resumed from jobs/two/checkpoints/step-000012" in resumed.stderr
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Settings) -> None:
+    job = dtt.folder / "jobs/t"
+    process = torchrun(dtt, 2, "train", *tiny(train__steps=100_000))
+    wait_until(lambda: reached(job) >= 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    last = max(int(pid) for pid in children)
+    os.kill(last, signal.SIGTERM)
+    stopped = Dtt.wait(process)
+    record = exit_record(job, 1)
+    assert record["code"] == 75, stopped.stderr
+    assert record["checkpoint"] == f"step-{record['step']:06d}"
