@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
 from dtt.errors import DamagedError, InputError
 
@@ -62,7 +62,11 @@ class Manifest(Record):
 
     def dump(self) -> str:
         """The text of the file."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+        return _text(self.model_dump(mode="json"))
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 class FileRecord(Record):
@@ -189,16 +193,20 @@ class CheckpointManifest(Manifest):
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
     """All that belongs to the checkpoint: a file that is not named here is never read."""
-    seal: str = ""
-    """Fingerprint of all other fields, so that damage to the manifest itself shows."""
 
-    def content_key(self) -> str:
-        """What `seal` must be."""
-        return fingerprint(self.model_dump(mode="json", exclude={"seal"}))
+    def dump(self) -> str:
+        """The text of the file, with a seal: damage to the manifest itself shows, too."""
+        content = self.model_dump(mode="json")
+        return _text(content | {"seal": fingerprint(content)})
 
-    def sealed(self) -> Self:
-        """The manifest as it is written."""
-        return self.model_copy(update={"seal": self.content_key()})
+    @model_validator(mode="before")
+    @classmethod
+    def _break_seal(cls, content: Any, info: ValidationInfo) -> Any:
+        if info.mode == "json" and isinstance(content, dict):
+            seal = content.pop("seal", None)
+            if seal != fingerprint(content):
+                raise ValueError("its content has changed, the seal differs")
+        return content
 
 
 class ExportManifest(Manifest):

@@ -59,9 +59,9 @@ def test_sorted_data_comes_out_as_after_a_random_shuffle(size: int) -> None:
     assert np.all(np.abs(means - [0, 0, 1 / 3, 1]) < 5 * spread)
 
 
-@pytest.mark.parametrize("size", [3, 5, 6])
+@pytest.mark.parametrize("size", [3, 4, 5])
 def test_even_the_smallest_sizes_are_permuted_in_every_way(size: int) -> None:
-    seen = {permutation(positions(size), size, b"%d" % key).tobytes() for key in range(3000)}
+    seen = {permutation(positions(size), size, b"%d" % key).tobytes() for key in range(1500)}
     assert len(seen) >= 0.98 * np.prod(np.arange(1, size + 1))
 
 
@@ -80,7 +80,7 @@ def test_each_window_comes_once_an_epoch() -> None:
         assert sorted(order.windows_at(77 * epoch, 77).tolist()) == list(range(77))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     windows=st.integers(1, 60),
     seed=st.integers(0, 2**63),

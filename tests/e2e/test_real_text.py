@@ -84,7 +84,8 @@ def test_ids_are_those_of_the_hugging_face_library_over_the_whole_corpus(
     dtt("download", "-d", corpus, "download.out=corpus")
     path = shared / GPT2
     mpirun(dtt, 2, "tokenize", "tokenize.corpus=corpus", "tokenize.out=tokens",
-           "tokenizer.type=file", f"tokenizer.path={path}")  # fmt: skip
+           "tokenizer.type=file", f"tokenizer.path={path}",
+           "tokenize.validation_fraction=0.05")  # fmt: skip
     manifest = TokensManifest.read(dtt.folder / "tokens")
     ours = sorted(
         document.tolist()

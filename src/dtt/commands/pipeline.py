@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,9 +37,7 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     options = (["-c", config] if config else []) + arguments
     start = time.monotonic()
     for number, (stage, argv) in enumerate(stages(cfg, options), start=1):
-        shown = ["dtt" if word == sys.executable else word for word in argv]
-        command = shlex.join(shown).replace("dtt -m dtt.main", "dtt")
-        print(f"\n[{number}/4] {stage}: {command}", file=sys.stderr, flush=True)
+        print(f"\n[{number}/4] {stage}: {as_typed(argv)}", file=sys.stderr, flush=True)
         code = local.run(argv)
         if code != ExitCode.DONE:
             sys.exit(report_stop(stage, code, JobDir(cfg.job_dir)))
@@ -76,6 +75,14 @@ def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
     return local.torchrun_argv(processes, arguments)
 
 
+def as_typed(argv: Sequence[str]) -> str:
+    """A command line as a person would type it."""
+    python = shlex.quote(sys.executable)
+    text = shlex.join(argv).replace(f"{python} -m torch.distributed.run", "torchrun")
+    text = text.replace(f"{python} -m dtt.main", "dtt")
+    return text.replace(f"{Path(sys.executable).parent}/", "")
+
+
 def report_stop(stage: str, code: int, job: JobDir) -> int:
     """Say where the pipeline stopped; returns the exit code the stage meant.
 
@@ -107,7 +114,8 @@ def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None
     for title, text in (("before", summary.first_sample), ("after", summary.last_sample)):
         if text:
             lines += ["", f"  a sample {title} training:"]
-            lines += [f"    | {line}" for line in text.splitlines()]
+            for line in text.splitlines():
+                lines += [f"    | {part}" for part in textwrap.wrap(line, 90) or [""]]
     lines += [
         "",
         f"  corpus       {cfg.corpus_dir}",

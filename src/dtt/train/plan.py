@@ -54,10 +54,11 @@ def make_plan(cfg: RunConfig, tokens: TokensManifest, windows: int, world: World
         )
     if windows == 0:
         total = tokens.counts("train").tokens
+        fits = 2 ** max(0, (total // 2).bit_length() - 1)  # divides the usual batch sizes
         raise ConfigError(
             "the training data is shorter than one sequence",
             why=f"{total} tokens in all, train.seq_len = {train.seq_len}",
-            next=f"train.seq_len={max(1, total // 2)}, or more text",
+            next=f"train.seq_len={fits}, or more text",
         )
     arch = families.get(cfg.model.family).architecture(
         cfg.model,

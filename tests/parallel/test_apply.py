@@ -1,0 +1,114 @@
+"""Gradients on two ranks, and of accumulated micro-batches, are those of the one big batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtt.config.model import ModelConfig
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.parallel.apply import apply, autocast, gradient_sync
+from dtt.runtime.dist import World, start
+from dtt.runtime.ranks import Ranks
+
+ROWS, SEQ_LEN = 8, 16
+
+
+def make_model() -> Decoder:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
+    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
+    initialize(model, seed=0)
+    return model
+
+
+def batch() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(64, (ROWS, SEQ_LEN + 1), generator=generator)
+
+
+def gradients(world: World, micro_batch: int, compile_blocks: bool = False) -> dict[str, list]:  # type: ignore[type-arg]
+    """Accumulated as the trainer does: sums scaled so that DDP's mean is the mean over tokens."""
+    model = make_model()
+    module = apply(model, world, compile_blocks)
+    mine = batch()[world.rank :: world.size].split(micro_batch)
+    for i, ids in enumerate(mine):
+        with gradient_sync(module, wanted=i == len(mine) - 1):
+            loss = module(ids[:, :-1], ids[:, 1:]) * world.size / (ROWS * SEQ_LEN)
+            loss.backward()
+    return {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}
+
+
+def unsynchronised(world: World) -> tuple[bool, bool]:
+    """Whether two ranks' gradients are equal: of a backward without, then one with exchange."""
+    module = apply(make_model(), world, compile_blocks=False)
+    ids = batch()[world.rank :: world.size]
+    equal = []
+    for wanted in (False, True):
+        with gradient_sync(module, wanted):
+            module(ids[:, :-1], ids[:, 1:]).backward()
+        grad = next(module.parameters()).grad
+        assert grad is not None
+        theirs = world.sum_(grad.clone()) - grad
+        equal.append(torch.equal(theirs, grad))
+    return equal[0], equal[1]
+
+
+def assert_equal(actual: dict[str, list], expected: dict[str, list]) -> None:  # type: ignore[type-arg]
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        reference = torch.tensor(values)
+        assert reference.abs().max() > 0
+        torch.testing.assert_close(torch.tensor(actual[name]), reference, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def one_big_batch() -> dict[str, list]:  # type: ignore[type-arg]
+    return gradients(start(Ranks(), "cpu"), ROWS)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+def test_accumulated_micro_batches_give_the_gradient_of_the_big_batch(
+    micro_batch: int,
+    one_big_batch: dict[str, list],  # type: ignore[type-arg]
+) -> None:
+    assert_equal(gradients(start(Ranks(), "cpu"), micro_batch), one_big_batch)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_two_ranks_give_the_gradient_of_one_process(
+    micro_batch: int,
+    one_big_batch: dict[str, list],  # type: ignore[type-arg]
+) -> None:
+    first, second = on_ranks(2, gradients, micro_batch)
+    assert first == second
+    assert_equal(first, one_big_batch)
+
+
+def test_while_accumulating_ranks_exchange_nothing() -> None:
+    assert on_ranks(2, unsynchronised) == [(False, True)] * 2
+
+
+def names(world: World) -> tuple[list[str], bool]:
+    model = make_model()
+    module = apply(model, world, compile_blocks=False)
+    return [n for n, _ in model.named_parameters()], isinstance(module, DistributedDataParallel)
+
+
+def test_the_model_keeps_its_parameter_names_under_ddp() -> None:
+    model = make_model()
+    assert apply(model, start(Ranks(), "cpu"), compile_blocks=False) is model
+    plain = [name for name, _ in model.named_parameters()]
+    assert on_ranks(2, names) == [(plain, True)] * 2
+
+
+def test_autocast_multiplies_in_bf16_only_when_asked() -> None:
+    linear = nn.Linear(4, 4)
+    cpu = torch.device("cpu")
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with autocast(cpu, precision):
+            assert linear(torch.ones(1, 4)).dtype == dtype

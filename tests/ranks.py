@@ -1,0 +1,66 @@
+"""Running a function of a test on several real ranks, in one gloo process group."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dtt.runtime.dist import World, start, stop
+from dtt.runtime.ranks import Ranks
+
+# Ranks are forked from a clean process that has imported torch and run nothing.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "dtt.model.decoder", "dtt.runtime.dist"])
+
+
+def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`work(world, *arguments)` on each of `size` CPU ranks; what they return, by rank.
+
+    `work` is a function at the top of a test module.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    source = (work.__code__.co_filename, work.__name__)
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(there, rank, size, port, source, arguments))
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return [pipe.recv() for pipe in pipes]  # EOFError: that rank failed, see its traceback
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            process.kill()
+
+
+def _rank(
+    result: Connection,
+    rank: int,
+    size: int,
+    port: str,
+    source: tuple[str, str],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(size)
+    )
+    file, name = source
+    spec = importlib.util.spec_from_file_location("test_on_ranks", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    world: World = start(Ranks(rank, size, rank, size, "torchrun"), "cpu")
+    result.send(getattr(module, name)(world, *arguments))
+    world.barrier()
+    stop()

@@ -1,0 +1,77 @@
+"""What a person sees while training: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+SCRIPT = """
+from dtt.runtime.log import log, setup_logging
+from dtt.runtime.ranks import Ranks
+from dtt.track.console import ConsoleTracker
+setup_logging(Ranks())
+console = ConsoleTracker(steps=2000)
+console.log({"kind": "eval", "step": 0, "loss": 5.5, "bits_per_byte": 2.25})
+for step, mfu, rate in ((10, None, 12_345.0), (20, 0.4567, 1_234_567.0)):
+    console.log({"kind": "train", "step": step, "loss": 4.0 - step / 100, "lr": 3e-4,
+                 "grad_norm": 1.25, "tokens": 64 * step, "ledger": "ab"})
+    console.log({"kind": "perf", "step": step, "tokens_per_second": rate, "mfu": mfu,
+                 "memory_gb": 1.5, "seconds_per_step": 2.0})
+log.info("saved step-000020")
+console.log({"kind": "sample", "step": 20, "text": "def f():\\n    pass"})
+console.close()
+"""
+FIRST = (
+    "step 10/2000  loss 3.9000  lr 3.00e-04  grad 1.25  12.3ktok/s  mfu n/a  mem 1.5GB  eta 1h06m"
+)
+SECOND = (
+    "step 20/2000  loss 3.8000  lr 3.00e-04  grad 1.25  1.23Mtok/s  mfu 45.7%  mem 1.5GB  eta 1h06m"
+)
+SAID = [
+    "step 0: validation loss 5.5000, 2.2500 bits per byte",
+    "saved step-000020",
+    "step 20: sample",
+]
+
+
+def test_without_a_terminal_each_report_is_a_plain_line_on_stderr() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert run.stdout == ""
+    assert "\r" not in run.stderr
+    assert "\x1b" not in run.stderr
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.stderr.splitlines()]
+    expected = [SAID[0], FIRST, SECOND, *SAID[1:], "    def f():", "        pass"]
+    assert lines == expected
+
+
+def on_screen(output: str) -> list[str]:
+    """The lines a terminal would show: `\\r` goes to the start, `ESC[K` erases to the end."""
+    lines = []
+    for line in output.replace("\r\n", "\n").split("\n"):
+        shown = ""
+        for part in re.split(r"(\r|\x1b\[K)", line):
+            if part in ("\r", "\x1b[K"):
+                shown = "" if part == "\x1b[K" else shown
+            else:
+                shown += part
+        lines.append(re.sub(r"^\d\d:\d\d:\d\d ", "", shown))
+    return lines
+
+
+def test_on_a_terminal_the_progress_line_is_rewritten_and_reports_stay() -> None:
+    here, there = pty.openpty()
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=there, text=True, check=True
+    )
+    os.close(there)
+    seen = os.read(here, 100_000).decode()
+    os.close(here)
+    assert run.stdout == ""
+    assert FIRST in seen  # it stood there …
+    screen = on_screen(seen)
+    assert screen[:3] == SAID[:1] + SAID[1:]  # … and gave way
+    assert screen[3:5] == ["    def f():", "        pass"]
+    assert not any(FIRST in line or SECOND in line for line in screen[:3])

@@ -1,0 +1,80 @@
+"""metrics.jsonl after a crash and a resume is what an undisturbed run would have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtt.track import jsonl
+from dtt.track.base import Record
+from dtt.track.jsonl import JsonlTracker
+
+RECORDS: list[Record] = [
+    {"kind": "eval", "step": 0, "loss": 5.6},
+    {"kind": "train", "step": 1, "loss": 5.5, "lr": 1e-3},
+    {"kind": "sample", "step": 1, "text": 'def f():\n    return "é ∑ 日本 \u2028 😀"'},
+    {"kind": "train", "step": 2, "loss": 5.4, "lr": 1e-3},
+    {"kind": "perf", "step": 2, "mfu": None},
+    {"kind": "train", "step": 3, "loss": 0.1 + 0.2, "lr": 1e-3},
+]
+
+
+def write(path: Path, resume_step: int | None, records: list[Record]) -> None:
+    tracker = JsonlTracker(path, resume_step)
+    for record in records:
+        tracker.log(record)
+    tracker.close()
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    write(path, None, RECORDS)
+    return path
+
+
+def test_records_come_back_as_they_were_one_a_line(metrics: Path) -> None:
+    assert list(jsonl.read(metrics)) == RECORDS
+    assert metrics.read_bytes().count(b"\n") == len(RECORDS)
+
+
+def test_no_file_has_no_records(tmp_path: Path) -> None:
+    assert list(jsonl.read(tmp_path / "absent")) == []
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
+def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: int) -> None:
+    write(metrics, step, [])
+    assert list(jsonl.read(metrics)) == [r for r in RECORDS if r["step"] <= step]
+
+
+def test_crashed_and_resumed_equals_undisturbed(metrics: Path) -> None:
+    undisturbed = metrics.read_bytes()
+    write(metrics, 1, [r for r in RECORDS if r["step"] > 1])
+    assert metrics.read_bytes() == undisturbed
+
+
+def test_a_fresh_start_drops_what_was_there(metrics: Path) -> None:
+    write(metrics, None, RECORDS[:1])
+    assert list(jsonl.read(metrics)) == RECORDS[:1]
+
+
+def test_a_line_torn_at_any_byte_is_dropped_and_the_rest_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, None, RECORDS[:3])
+    whole = path.read_bytes()
+    start = whole[:-1].rindex(b"\n") + 1
+    for length in range(start, len(whole)):
+        path.write_bytes(whole[:length])
+        assert list(jsonl.read(path)) == RECORDS[:2]
+    write(path, 3, RECORDS[3:])
+    assert list(jsonl.read(path)) == RECORDS[:2] + RECORDS[3:]
+
+
+def test_flush_puts_the_records_on_the_disk(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", None)
+    tracker.log(RECORDS[0])
+    tracker.flush()
+    assert list(jsonl.read(tmp_path / "metrics.jsonl")) == RECORDS[:1]
+    tracker.close()

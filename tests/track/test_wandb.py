@@ -1,0 +1,109 @@
+"""W&B with its real client: one run over all attempts, and never in the way of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loopback_wandb import KEY, LoopbackWandb
+
+from dtt.config.train import WandbConfig
+from dtt.errors import EnvironmentUnfit
+from dtt.track.wandb import WandbTracker
+
+pytest.importorskip("wandb")
+
+ATTEMPT = """
+import sys, time
+from pathlib import Path
+from dtt.config.train import WandbConfig
+from dtt.runtime.log import setup_logging
+from dtt.runtime.ranks import Ranks
+from dtt.track.wandb import WandbTracker
+mode, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+setup_logging(Ranks())
+config = WandbConfig(project="p", mode=mode)
+tracker = WandbTracker(config, "small", "abc123", folder, {"seed": 7})
+for step in range(first, last + 1):
+    tracker.log({"kind": "train", "step": step, "loss": 9.0 - step, "ledger": "ab"})
+    tracker.log({"kind": "perf", "step": step, "tokens_per_second": 5.0, "mfu": None})
+tracker.log({"kind": "sample", "step": last, "text": "import sys"})
+tracker.flush()
+tracker.close()
+print("went on")
+"""
+
+
+def attempt(
+    mode: str, folder: Path, first: int, last: int, **env: str
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """One attempt's trackers in a process of its own; also the seconds it took."""
+    start = time.monotonic()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    run = subprocess.run(
+        [sys.executable, "-c", ATTEMPT, mode, str(folder), str(first), str(last)],
+        env=clean | {"HOME": str(folder), "WANDB_SILENT": "true"} | env,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    return run, time.monotonic() - start
+
+
+def went_on(run: subprocess.CompletedProcess[str]) -> bool:
+    return run.returncode == 0 and "went on" in run.stdout and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_without_a_key_each_attempt_is_kept_offline_under_the_same_id(
+    tmp_path: Path, mode: str
+) -> None:
+    for first, last in ((1, 3), (4, 5)):
+        run, _ = attempt(mode, tmp_path, first, last)
+        assert went_on(run), run.stderr
+    kept = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert [folder.name.split("-")[-1] for folder in kept] == ["abc123"] * len(kept)
+    files = [path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))]
+    assert [b"train/loss" in content for content in files] == [True, True]
+
+
+def test_online_the_second_attempt_resumes_the_run_of_the_first(tmp_path: Path) -> None:
+    with LoopbackWandb() as server:
+        for first, last in ((1, 3), (4, 5)):
+            env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+            run, _ = attempt("auto", tmp_path, first, last, **env)
+            assert went_on(run), run.stderr
+    assert list(server.runs) == ["abc123"]
+    arrived = server.runs["abc123"]
+    assert (arrived.name, arrived.finished) == ("small", 2)
+    assert arrived.config["seed"]["value"] == 7
+    losses = [(h["step"], h["train/loss"]) for h in arrived.history if "train/loss" in h]
+    assert losses == [(step, 9.0 - step) for step in range(1, 6)]
+    assert [h["_step"] for h in arrived.history] == list(range(10))
+    assert "import sys" not in json.dumps(arrived.history)
+
+
+def test_a_server_that_does_not_answer_costs_seconds_and_the_run_is_kept(tmp_path: Path) -> None:
+    env = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": KEY}
+    run, seconds = attempt("online", tmp_path, 1, 3, **env)
+    assert went_on(run), run.stderr
+    assert "http://127.0.0.1:9 does not answer" in run.stderr
+    assert seconds < 15
+    assert list(tmp_path.glob("wandb/offline-run-*-abc123"))
+
+
+def test_whatever_the_client_raises_training_goes_on(tmp_path: Path) -> None:
+    run, _ = attempt("offline", tmp_path, 1, 3, WANDB_RUN_ID="kept", WANDB_DISABLE_CODE="neither")
+    assert went_on(run), run.stderr
+    assert run.stderr.count("wandb failed and is off for this attempt") == 1
+
+
+def test_without_wandb_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(EnvironmentUnfit, match=r"dtt\[wandb\]"):
+        WandbTracker(WandbConfig(), "small", "abc123", tmp_path, {})

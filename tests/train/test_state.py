@@ -1,0 +1,162 @@
+"""What a checkpoint holds goes back bit for bit, into the objects it came from only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
+from dtt.config.model import ModelConfig
+from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.data.order import EMPTY_LEDGER
+from dtt.errors import DamagedError
+from dtt.model import families
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.train.state import (
+    Position,
+    load_optimizers,
+    optimizer_tensors,
+    restore_rng,
+    rng_tensors,
+    seed_rank,
+)
+
+CPU = torch.device("cpu")
+CONFIGS: list[OptimConfig] = [MuonConfig(), AdamWConfig()]
+
+
+def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Optimizer]]:
+    sizes = ModelConfig(dim=16, n_layers=n_layers, n_heads=2)
+    model = Decoder(families.get(sizes.family).architecture(sizes, 64, 16))
+    initialize(model, seed=0)
+    parameters = dict(model.named_parameters())
+    return model, groups.build(config, parameters, roles(model), torch.float32)
+
+
+def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> None:
+    for step in steps:
+        ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
+        (model(ids[:, :-1], ids[:, 1:]) / 64).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def through_a_file(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    folder.mkdir(exist_ok=True)
+    store.write_tensors(folder / "x.safetensors", tensors)
+    return Checkpoint(folder, None).tensors("x.safetensors")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.type)
+def test_training_goes_on_bit_for_bit_with_restored_optimizers(
+    config: OptimConfig, tmp_path: Path
+) -> None:
+    model, optimizers = make(config)
+    train(model, optimizers, range(3))
+    weights = through_a_file(tmp_path / "model", model.state_dict())
+    state = through_a_file(tmp_path / "optimizer", optimizer_tensors(optimizers))
+    train(model, optimizers, range(3, 6))
+
+    resumed, restored = make(config)
+    resumed.load_state_dict(weights)
+    load_optimizers(restored, state)
+    train(resumed, restored, range(3, 6))
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    ours, theirs = optimizer_tensors(restored), optimizer_tensors(optimizers)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_every_parameter_has_its_state_under_its_name() -> None:
+    model, optimizers = make(MuonConfig())
+    train(model, optimizers, range(1))
+    state = optimizer_tensors(optimizers)
+    named = {path.split("/")[1] for path in state}
+    assert named == {name for name, _ in model.named_parameters()}
+    assert state["muon/layers.0.attn.o.weight/momentum"].shape == (16, 16)
+    assert state["adamw/norm.weight/exp_avg"].shape == (16,)
+
+
+def test_what_was_loaded_is_no_longer_tied_to_the_checkpoint() -> None:
+    model, optimizers = make(AdamWConfig())
+    train(model, optimizers, range(1))
+    state = {key: value.clone() for key, value in optimizer_tensors(optimizers).items()}
+    before = {key: value.clone() for key, value in state.items()}
+    load_optimizers(optimizers, state)
+    train(model, optimizers, range(1, 2))
+    assert all(torch.equal(state[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.type)
+def test_the_state_of_other_optimizers_or_parameters_is_refused(config: OptimConfig) -> None:
+    other = AdamWConfig() if isinstance(config, MuonConfig) else MuonConfig()
+    for theirs, n_layers in ((other, 2), (config, 3), (config, 1)):
+        model, optimizers = make(theirs, n_layers)
+        train(model, optimizers, range(1))
+        with pytest.raises(DamagedError, match="on one side only"):
+            load_optimizers(make(config)[1], optimizer_tensors(optimizers))
+
+
+def test_optimizers_that_have_not_stepped_can_be_saved_and_restored(tmp_path: Path) -> None:
+    _, optimizers = make(MuonConfig())
+    state = through_a_file(tmp_path, optimizer_tensors(optimizers))
+    assert state == {}
+    model, restored = make(MuonConfig())
+    load_optimizers(restored, state)
+    train(model, restored, range(1))
+
+
+def test_the_position_survives_json() -> None:
+    position = Position(step=7, tokens=7 * 256, ledger=b"\x01" * 16, previous_ledger=b"\xfe" * 16)
+    assert Position.from_json(position.to_json()) == position
+    assert Position().ledger == Position().previous_ledger == EMPTY_LEDGER
+
+
+def checkpoint_of_generators(folder: Path) -> Checkpoint:
+    """A checkpoint of step 4 that holds the generators of rank 0 as they now are."""
+    staging = folder / store.staging_name(4, 1)
+    staging.mkdir(parents=True)
+    store.write_tensors(staging / store.rank_file(0), rng_tensors(CPU))
+    return store.commit(
+        staging, step=4, attempt=1, world_size=1, config_sha256="", data_key="", versions={}
+    )
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    seed_rank(3, 0)
+    torch.rand(5)
+    checkpoint = checkpoint_of_generators(tmp_path)
+    expected = torch.rand(5)
+    seed_rank(99, 0)
+    restore_rng(checkpoint, rank=0, seed=3, device=CPU)
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_a_rank_that_is_new_gets_numbers_of_its_own(tmp_path: Path) -> None:
+    seed_rank(3, 0)
+    checkpoint = checkpoint_of_generators(tmp_path)
+    drawn = []
+    for rank in (0, 1, 2, 1):
+        restore_rng(checkpoint, rank, seed=3, device=CPU)
+        drawn.append(torch.rand(4))
+    assert torch.equal(drawn[1], drawn[3])
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.equal(drawn[a], drawn[b])
+
+
+def test_ranks_and_seeds_draw_different_numbers() -> None:
+    drawn = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        seed_rank(seed, rank)
+        drawn.append(tuple(torch.rand(4).tolist()))
+    assert len(set(drawn)) == 3

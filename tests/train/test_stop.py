@@ -1,0 +1,110 @@
+"""Stopping on request: signals only leave a wish, and all ranks follow the largest."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks
+
+from dtt.runtime.dist import World, start
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+from dtt.train.stop import Request, Requests
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    job = JobDir(tmp_path / "job")
+    job.begin_attempt()
+    return job
+
+
+@pytest.fixture
+def alone() -> World:
+    return start(Ranks(), "cpu")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_does_nothing_but_leave_a_wish_that_lasts(
+    job: JobDir, alone: World, number: signal.Signals
+) -> None:
+    requests = Requests(job)
+    assert requests.agreed(alone) is Request.NONE
+    os.kill(os.getpid(), number)
+    assert requests.reason == number.name
+    assert requests.agreed(alone) is Request.STOP
+    assert requests.agreed(alone) is Request.STOP
+
+
+def test_a_second_interrupt_ends_at_once(job: JobDir) -> None:
+    Requests(job)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_sigterm_is_no_haste(job: JobDir, alone: World) -> None:
+    requests = Requests(job)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.agreed(alone) is Request.STOP
+
+
+def test_a_touched_save_is_followed_once_and_removed(job: JobDir, alone: World) -> None:
+    requests = Requests(job)
+    job.save.touch()
+    assert requests.agreed(alone) is Request.SAVE
+    assert not job.save.exists()
+    assert requests.agreed(alone) is Request.NONE
+
+
+def test_a_touched_stop_is_followed_and_removed_and_a_save_with_it(
+    job: JobDir, alone: World
+) -> None:
+    requests = Requests(job)
+    job.stop.touch()
+    job.save.touch()
+    assert requests.agreed(alone) is Request.STOP
+    assert requests.reason == "control/stop"
+    assert not job.stop.exists()
+    assert not job.save.exists()
+
+
+def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple[int, str]:
+    job = JobDir(folder)
+    requests = Requests(job)
+    if save and world.first:
+        job.save.touch()
+    if world.rank == signalled:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return int(requests.agreed(world)), requests.reason
+
+
+@pytest.mark.parametrize(
+    ("save", "signalled", "expected"),
+    [
+        (False, None, [(0, ""), (0, "")]),
+        (True, None, [(1, ""), (1, "")]),
+        (True, 1, [(2, ""), (2, "SIGTERM")]),
+        (False, 0, [(2, "SIGTERM"), (2, "")]),
+    ],
+)
+def test_the_largest_wish_of_two_ranks_is_everyones(
+    job: JobDir, save: bool, signalled: int | None, expected: list[tuple[int, str]]
+) -> None:
+    assert on_ranks(2, wish, job.root, save, signalled) == expected
+    assert not job.save.exists()
