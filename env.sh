@@ -79,6 +79,7 @@ choose() {
 }
 
 # Where PyTorch's own index is out of reach, torch comes from find-links or the usual index.
+# Bytecode is compiled once here: else every process may do it anew, at seconds a start.
 install() {
     local index=https://download.pytorch.org/whl from='' quiet=--quiet uv
     if "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$index/cpu/', timeout=5)" \
@@ -89,7 +90,7 @@ install() {
     cd -- "$root" || return
     [[ -x $uv ]] || "$venv/bin/python" -m pip install -qq uv || say "uv is not to be had"
     env -u UV_TORCH_BACKEND UV_NO_SOURCES=1 UV_FIND_LINKS="${PIP_FIND_LINKS:-}" \
-        "$uv" pip install $quiet ${from:+--torch-backend "$from"} \
+        "$uv" pip install $quiet --compile-bytecode ${from:+--torch-backend "$from"} \
         --python "$venv/bin/python" -e ".[$extras]" && return
     say "trying pip instead"
     [[ $from != auto ]] || from='' # what pip takes by itself is a GPU build

@@ -63,7 +63,7 @@ class LoopbackWandb:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_PUT = do_POST  # noqa: N815  uploaded files are taken and dropped
+            do_GET = do_PUT = do_POST  # files that are uploaded are dropped
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""

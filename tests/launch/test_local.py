@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,20 +39,25 @@ print("parent saw", code, flush=True)
 """
 
 
+Family = tuple[subprocess.Popen[str], psutil.Process]
+
+
 @pytest.fixture
-def parent() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A parent whose child is ready, and the child's pid."""
+def parent() -> Iterator[Family]:
+    """A parent whose child is ready, and the child."""
     process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    child = int(process.stdout.readline().split()[1])
+    child = psutil.Process(int(process.stdout.readline().split()[1]))
     yield process, child
-    process.kill()
+    for one in (process, child):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_handed_on_once_and_the_childs_code_returned(
-    parent: tuple[subprocess.Popen[str], int], number: signal.Signals
+    parent: Family, number: signal.Signals
 ) -> None:
     process, _ = parent
     process.send_signal(number)
@@ -59,17 +65,14 @@ def test_a_signal_is_handed_on_once_and_the_childs_code_returned(
     assert out.splitlines() == [f"child got {number.name}", "parent saw 75"]
 
 
-def test_a_child_is_told_to_stop_when_its_parent_is_killed(
-    parent: tuple[subprocess.Popen[str], int],
-) -> None:
+def test_a_child_is_told_to_stop_when_its_parent_is_killed(parent: Family) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux tells a child that its parent has died")
     process, child = parent
-    watched = psutil.Process(child)
     process.kill()
     out, _ = process.communicate(timeout=30)  # ends with the child, which holds the pipe too
     assert out.splitlines() == ["child got SIGTERM"]
-    psutil.wait_procs([watched], timeout=30)
+    assert psutil.wait_procs([child], timeout=30)[1] == []
 
 
 @pytest.mark.parametrize("code", [0, 1, 76])

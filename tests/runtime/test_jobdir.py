@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_ranks_that_end_together_leave_one_whole_record(job: JobDir) -> None:
         rank.communicate(b"go\n")
         assert rank.returncode == 0
     folder = job.root / "attempts" / "1"
-    assert os.listdir(folder) == ["exit.json"]
+    assert [path.name for path in folder.iterdir()] == ["exit.json"]
     assert json.loads((folder / "exit.json").read_text())["reason"] == "disk full"
 
 

@@ -192,9 +192,8 @@ def build(
     from dtt.train.meter import Meter
     from dtt.train.trainer import Trainer
 
-    with torch.device("meta"):
+    with world.device:
         model = Decoder(plan.arch)
-    model.to_empty(device=world.device)
     initialize(model, cfg.seed)
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     share = Share(world.rank, world.size, cfg.train.micro_batch, world.device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -17,7 +19,8 @@ from dtt.config.base import FREE_MARK, Section
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer
 
-BAR = "\\|"  # a bar inside a cell of a Markdown table
+WIDTH = 100
+WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true | false"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,14 @@ class Knob:
 def variants(field: FieldInfo) -> list[type[Section]]:
     """The Section classes a field can hold: none for a plain knob, several for a tagged union."""
     return [c for c in _classes(field.annotation) if issubclass(c, Section)]
+
+
+def items(field: FieldInfo) -> list[type[Section]]:
+    """The Section classes that the entries of a list can be; none for any other field."""
+    if typing.get_origin(field.annotation) is not tuple:
+        return []
+    inner = [c for argument in typing.get_args(field.annotation) for c in _classes(argument)]
+    return [c for c in inner if issubclass(c, Section)]
 
 
 def _classes(annotation: Any) -> list[type]:
@@ -54,8 +65,7 @@ def _type_in_words(annotation: Any) -> str:
         return " | ".join("null" if a is type(None) else _type_in_words(a) for a in arguments)
     if origin is tuple:
         return "list"
-    names = {"str": "text", "Path": "path", "int": "integer", "float": "number"}
-    return str(names.get(annotation.__name__, annotation.__name__))
+    return str(WORDS.get(annotation, annotation.__name__))
 
 
 def describe(cls: type[Section], name: str, value: Any) -> Knob:
@@ -157,67 +167,71 @@ def show(config: Section, layer: Layer) -> str:
 
 
 def explain(key: str, config: Section, layer: Layer) -> str | None:
-    """What `dtt config explain KEY` prints; None when there is no such key."""
-    path = tuple(key.split(".")) if key else ()
-    found = [(cls, name) for k, cls, name in all_fields() if k == path]
-    if path and not found:
+    """What `dtt config explain KEY` prints; None when there is no such key.
+
+    No key: every section. A section: its keys, for each type it can have. `x.type` is section `x`.
+    """
+    path = tuple(key.removesuffix(".type").split(".")) if key else ()
+    if not path:
+        return "\n".join(_rows(RunConfig, ()))
+    holders = [(cls, name) for k, cls, name in all_fields() if k == path]
+    if not holders:
         return None
-    below = [(k, cls, name) for k, cls, name in all_fields() if k[:-1] == path]
-    lines = []
-    for cls, name in found[:1]:
-        knob = describe(cls, name, value_at(config, path))
-        lines.append(key)
-        lines.append(f"  {knob.doc}")
-        if not below:
-            origin = layer[path].origin if path in layer else "default"
-            lines.append(f"  type     {knob.type}")
-            lines.append(f"  default  {scalar(_default(cls, name))}")
-            lines.append(f"  now      {scalar(_plain(knob.value))}  ({origin})")
-            lines.append(f"  resume   {'may change' if knob.free else 'is fixed'}")
-    for k, cls, name in below:
-        variant = f"[{cls.model_fields['type'].default}] " if "type" in cls.model_fields else ""
-        doc = " ".join((cls.model_fields[name].description or "").split())
-        lines.append(f"  {'.'.join(k):<32} {variant}{doc}")
+    holder = value_at(config, path[:-1])
+    cls, name = next((h for h in holders if isinstance(holder, h[0])), holders[0])
+    field, knob = cls.model_fields[name], describe(cls, name, value_at(config, path))
+    lines = [".".join(path), *_wrapped("  ", knob.doc)]
+    if not variants(field):
+        used = isinstance(holder, cls)
+        origin = layer[path].origin if path in layer else "default"
+        now = f"{scalar(plain(knob.value))}  ({origin})" if used else "not in use with this type"
+        lines += [
+            f"  type     {knob.type}",
+            f"  default  {scalar(plain(getattr(defaults(cls, path[:-1]), name)))}",
+            f"  now      {now}",
+            f"  resume   {'may change' if knob.free else 'must stay'}",
+        ]
+    held = variants(field) or items(field)
+    for variant in held:
+        if len(held) > 1:
+            chosen = "  (now)" if isinstance(knob.value, variant) else ""
+            lines += ["", f"  type: {tag(variant)}{chosen}", *_wrapped("  ", variant.__doc__)]
+        lines += _rows(variant, path if variants(field) else ())
     return "\n".join(lines)
 
 
-def _default(cls: type[Section], name: str) -> Any:
-    return _plain(cls.model_fields[name].get_default(call_default_factory=True))
+def _rows(cls: type[Section], key: Key) -> list[str]:
+    """A line for each key of a section, its tag excepted: the key and what it means."""
+    keys = {name: ".".join((*key, name)) for name in cls.model_fields if name != "type"}
+    width = max(map(len, keys.values()), default=0)
+    return [
+        line
+        for name, dotted in keys.items()
+        for line in _wrapped(f"  {dotted:<{width}}  ", cls.model_fields[name].description)
+    ]
 
 
-def _plain(value: Any) -> Any:
+def _wrapped(start: str, text: str | None) -> list[str]:
+    """`text` in lines of up to WIDTH; the first begins with `start`, the others below its end."""
+    words, indent = " ".join((text or "").split()), " " * len(start)
+    return textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=indent)
+
+
+def tag(cls: type[Section]) -> str:
+    """The `type` that picks this class of a tagged union."""
+    return str(cls.model_fields["type"].default)
+
+
+def defaults(cls: type[Section], key: Key) -> Section:
+    """The section `cls` at `key` with its defaults; what surrounds it may give it its own."""
+    section = value_at(RunConfig(), key)
+    return section if isinstance(section, cls) else cls()
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML can say it."""
     if isinstance(value, tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, Section):
         return value.model_dump(mode="json")
     return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-
-def reference() -> str:
-    """The page docs/config.md: every key, with type, default and meaning."""
-    out = ["# Configuration", "", "Made from the code by `python docs/generate.py`.", ""]
-    out += _reference_section(RunConfig, (), "")
-    return "\n".join(out) + "\n"
-
-
-def _reference_section(cls: type[Section], key: Key, tag: str) -> list[str]:
-    title = f"`{'.'.join(key)}`{tag}" if key else "Top level"
-    out = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
-    out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    deeper: list[tuple[Key, type[Section], str]] = []
-    for name, field in cls.model_fields.items():
-        held = variants(field)
-        if held and not isinstance(field.default, tuple):
-            deeper += [((*key, name), v, _tag(v, len(held))) for v in held]
-            continue
-        knob = describe(cls, name, None)
-        cells = (f"`{name}`", knob.type, f"`{scalar(_default(cls, name))}`", knob.doc)
-        out.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
-    out.append("")
-    for inner_key, variant, inner_tag in deeper:
-        out += _reference_section(variant, inner_key, inner_tag)
-    return out
-
-
-def _tag(cls: type[Section], count: int) -> str:
-    return f" with `type: {cls.model_fields['type'].default}`" if count > 1 else ""

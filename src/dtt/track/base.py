@@ -1,10 +1,10 @@
 """What a tracker is: something that is told every record and closed once.
 
 A record is a flat dict with `kind` and `step`:
-    train   loss (nats per target token), lr (share of the peak), grad_norm, tokens, ledger
+    train   loss (nats per target token), lr, grad_norm, tokens, ledger
     eval    loss, bits_per_byte
     sample  text
-    perf    tokens_per_second, mfu, memory_gb, seconds: the only kind that differs between two runs
+    perf    tokens_per_second, seconds_per_step, mfu, memory_gb: the only kind that differs between two runs
 """
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""Write the pages that are made from the code: docs/cli.md and docs/config.md.
+
+python docs/generate.py            rewrite them
+python docs/generate.py --check    exit with 1 and name those that are no longer up to date
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dtt.config.reference import page as config_page
+from dtt.main import cli
+
+DOCS = Path(__file__).resolve().parent
+HEAD = """\
+# Command line
+
+Made from the code by `python docs/generate.py`: what `--help` says, for every command.
+
+`-h` and `--help` work everywhere, `dtt --version` prints the version. Options go before or after
+the other arguments. `KEY=VALUE` sets any key of the [configuration](config.md). Results go to
+stdout, logs and progress to stderr. The [exit codes](architecture.md#exit-codes) are the same for
+all commands.
+"""
+
+
+def cli_page() -> str:
+    """The page docs/cli.md."""
+    return "\n".join([HEAD, *_commands(typer.main.get_command(cli), "dtt")])
+
+
+def _commands(group: Any, path: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        else:
+            yield from _command(command, f"{path} {name}")
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    """One command: what it does, how it is called, its examples."""
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    usage = [path, *map(_argument, arguments), "[OPTION]…" if options else ""]
+    yield f"## {path}\n"
+    yield _text(command.help) + "\n"
+    yield f"```\n{' '.join(filter(None, usage))}\n```\n"
+    if command.params:
+        yield "| | |\n| --- | --- |"
+        yield from (f"| `{_argument(p)}` | {_text(p.help)} |" for p in arguments)
+        yield from (f"| {_option(p)} | {_text(p.help)}{_default(p)} |" for p in options)
+        yield ""
+    if command.epilog:
+        lines = command.epilog.removeprefix("\b\nExamples:\n").splitlines()
+        yield "\n".join(["```sh", *(line.removeprefix("  ") for line in lines), "```\n"])
+
+
+def _argument(parameter: Any) -> str:
+    name = parameter.metavar or parameter.name.upper()
+    return name if parameter.required or parameter.metavar else f"[{name}]"
+
+
+def _option(parameter: Any) -> str:
+    """`-c`, `--config CONFIG`."""
+    *shorter, longest = sorted(parameter.opts, key=len)
+    if not parameter.is_flag:
+        longest += f" {parameter.metavar or parameter.name.upper()}"
+    return ", ".join(f"`{name}`" for name in (*shorter, longest))
+
+
+def _default(parameter: Any) -> str:
+    if parameter.default in (None, False, ""):
+        return ""
+    return f" Default: {parameter.default}."
+
+
+def _text(text: str) -> str:
+    """Plain text as Markdown: `<name>` is no tag."""
+    return text.replace("<", "\\<").replace("|", "\\|")
+
+
+PAGES = {"cli.md": cli_page, "config.md": config_page}
+
+
+def stale() -> list[str]:
+    """Names of the pages that differ from what would be written now."""
+    made = {name: make() for name, make in PAGES.items()}
+    return [
+        name
+        for name, text in made.items()
+        if not (DOCS / name).is_file() or (DOCS / name).read_text(encoding="utf-8") != text
+    ]
+
+
+def main() -> int:
+    """Returns the exit code."""
+    found = stale()
+    if "--check" in sys.argv[1:]:
+        for name in found:
+            print(f"docs/{name} is not up to date: python docs/generate.py", file=sys.stderr)
+        return 1 if found else 0
+    for name in found:
+        (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
+        print(f"wrote docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

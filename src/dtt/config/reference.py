@@ -1,0 +1,64 @@
+"""The page docs/config.md: every knob there is."""
+
+from __future__ import annotations
+
+from dtt.config.base import Section
+from dtt.config.explain import defaults, describe, items, plain, scalar, tag, variants
+from dtt.config.run import RunConfig
+from dtt.config.source import Key
+
+BAR = "\\|"  # a bar inside a cell of a table
+HEAD = """\
+# Configuration
+
+Made from the code by `python docs/generate.py`.
+
+One file (YAML, JSON or TOML) serves every command; each reads its own sections. Values come, low to
+high, from the defaults, the files under `extends` from left to right, the file itself (`-c`), the
+environment (`DTT_TRAIN__STEPS=500`), arguments (`train.steps=500`) and named options (`-d`). When a
+job is resumed, its own `config.yaml` lies above the defaults, and another value for a key that
+*must stay* is refused unless `--allow-change` names the key. Where `null` is the default, the last
+column says what it stands for.
+
+`dtt config explain KEY` says the same of one key or section; `dtt config show` prints what a run
+would take, each value with where it was said.
+"""
+
+
+def page() -> str:
+    """The page docs/config.md: every key, with type, default, whether it may change, meaning."""
+    out = [HEAD, *_section(RunConfig, (), "Top level")]
+    return "\n".join(out)
+
+
+def _section(cls: type[Section], key: Key, title: str) -> list[str]:
+    """A section with the table of its keys, then the sections below it."""
+    rows: list[str] = []
+    deeper: list[str] = []
+    holder = defaults(cls, key)
+    for name, field in cls.model_fields.items():
+        default = getattr(holder, name)
+        held = variants(field) or items(field)
+        for variant in held:
+            inner = (*key, name)
+            deeper += _section(variant, inner, _title(inner, variant, len(held), default))
+        if not variants(field) and name != "type":
+            knob = describe(cls, name, default)
+            resume = "may change" if knob.free else "must stay"
+            cells = (f"`{name}`", knob.type, f"`{scalar(plain(default))}`", resume, knob.doc)
+            rows.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+    out = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
+    if rows:
+        header = "| key | type | default | on resume | meaning |"
+        out += [header, "| --- | --- | --- | --- | --- |", *rows, ""]
+    return out + deeper
+
+
+def _title(key: Key, variant: type[Section], count: int, default: object) -> str:
+    title = f"`{'.'.join(key)}`"
+    if isinstance(default, tuple):
+        return f"An entry of {title} with `type: {tag(variant)}`"
+    if count == 1:
+        return title
+    note = ", the default" if isinstance(default, variant) else ""
+    return f"{title} with `type: {tag(variant)}`{note}"
