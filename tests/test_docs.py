@@ -1,4 +1,4 @@
-"""The pages tell the truth: commands, keys, paths, links and the tree are checked against the code."""
+"""The pages tell the truth: commands, keys, paths, links and the tree are those of the code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -19,151 +19,151 @@ from dtt.config.run import RunConfig
 from dtt.main import cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+README = TEXT[PAGES[0]]
+OPENING = """\
+```
+./env.sh dtt pipeline -c configs/quickstart.yaml     # install, then raw text → tokens → model → verified HF export
+./env.sh pytest                                      # install, then pass the tests
+```
+"""  # noqa: E501  as a reader sees them
 OWN_CONFIG = "run.yaml"
 """The config that a reader writes; the README shows one."""
-NAMES_OF_FILES = (".py", ".md", ".json", ".jsonl", ".yaml", ".safetensors", ".idx", ".bin")
-
-Page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
-def blocks(page: Path, *languages: str) -> Iterator[str]:
-    """The fenced blocks of a page in these languages."""
-    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
-        if language in languages:
-            yield text
+def blocks(language: str) -> list[str]:
+    """The fenced blocks in a language, of all pages."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.M | re.S)
+    return [block for text in TEXT.values() for block in fence.findall(text)]
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `dtt …` in the shell blocks of a page, however it is launched."""
-    for block in blocks(page, "sh", "console"):
-        for line in block.splitlines():
-            words = shlex.split(line.partition(" < ")[0], comments=True)
-            for name in ("dtt", "dtt.main"):
-                if name in words:
-                    yield words[words.index(name) + 1 :]
+def commands() -> list[str]:
+    """The arguments of each `dtt …` in a shell block, however it is launched."""
+    found = []
+    for line in "".join(blocks("sh")).splitlines():
+        words = shlex.split(line.partition(" < ")[0], comments=True)
+        for name in {"dtt", "dtt.main"} & set(words):
+            found.append(shlex.join(words[words.index(name) + 1 :]))
+    return sorted(set(found))
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
-    block = re.search(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert block is not None
-    assert block[1].splitlines() == [
-        "./env.sh dtt pipeline -c configs/quickstart.yaml"
-        "     # install, then raw text → tokens → model → verified HF export",
-        "./env.sh pytest                                      # install, then pass the tests",
-    ]
+    before, opening, _ = README.partition(OPENING)
+    assert opening
+    title, sentence = before.strip().split("\n\n")
+    assert title == "# dtt"
+    assert sentence.count(".") == 1
     assert (ROOT / "configs/quickstart.yaml").is_file()
 
 
-def test_generated_pages_are_up_to_date() -> None:
-    check = [sys.executable, ROOT / "docs/generate.py", "--check"]
-    run = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+def generate(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_generate_writes_what_check_then_accepts(tmp_path: Path) -> None:
+def test_the_generated_pages_are_up_to_date() -> None:
+    check = generate(ROOT / "docs/generate.py", "--check")
+    assert check.returncode == 0, check.stderr
+
+
+def test_stale_pages_are_named_and_rewritten(tmp_path: Path) -> None:
     script = tmp_path / "generate.py"
     script.write_text((ROOT / "docs/generate.py").read_text())
     (tmp_path / "cli.md").write_text("of long ago")
-
-    def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    stale = generate("--check")
+    stale = generate(script, "--check")
     assert stale.returncode == 1
-    assert "docs/cli.md" in stale.stderr
-    assert "docs/config.md" in stale.stderr
-    assert generate().returncode == 0
-    assert generate("--check").returncode == 0
+    assert "docs/cli.md is not" in stale.stderr
+    assert "docs/config.md is not" in stale.stderr
+    assert (tmp_path / "cli.md").read_text() == "of long ago"
+    assert generate(script).returncode == 0
     for name in ("cli.md", "config.md"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 
-@Page
-def test_every_dtt_command_parses(page: Path) -> None:
-    group = typer.main.get_command(cli)
-    for arguments in commands(page):
-        if "--help" in arguments:
-            continue
-        command, rest = group, arguments
-        while hasattr(command, "commands"):
-            assert rest[0] in command.commands, f"dtt {shlex.join(arguments)}"
-            command, rest = command.commands[rest[0]], rest[1:]
-        context = command.make_context(rest[0] if rest else "", list(rest))
-        config = context.params.get("config")
-        if config is not None and config != OWN_CONFIG:
-            find(config)  # InputError if there is none
-        values = context.params.get("overrides") or context.params.get("job_or_overrides") or []
-        settings = [value for value in values if "=" in value]
-        resolve(None if config == OWN_CONFIG else config, settings, env={})
+def find_command(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that `dtt WORDS` runs, and what is left for it."""
+    command: Any = typer.main.get_command(cli)
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no dtt {' '.join(words)}"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
 
 
-@Page
-def test_every_config_shown_is_one(page: Path, tmp_path: Path) -> None:
-    for block in blocks(page, "yaml"):
-        path = tmp_path / OWN_CONFIG
-        path.write_text(block)
-        resolve(path, env={})
+@pytest.mark.parametrize("arguments", [c for c in commands() if "--help" not in c])
+def test_every_dtt_command_shown_is_understood(arguments: str) -> None:
+    command, words = find_command(shlex.split(arguments))
+    values = command.make_context("dtt", words).params  # a usage error if an option is none
+    config = values.get("config")
+    overrides = values.get("overrides") or values.get("job_or_overrides") or []
+    if config == OWN_CONFIG:
+        config = None
+    elif config is not None:
+        find(config)
+    resolve(config, [value for value in overrides if "=" in value], env={})
 
 
-@Page
-def test_every_key_named_exists(page: Path) -> None:
+def test_every_command_named_in_a_sentence_exists() -> None:
+    named = {name for text in TEXT.values() for name in re.findall(r"`dtt ([^`]+)`", text)}
+    assert len(named) > 5
+    for name in named:
+        find_command(shlex.split(name))
+
+
+def test_every_config_shown_is_valid(tmp_path: Path) -> None:
+    shown = blocks("yaml")
+    assert shown
+    for text in shown:
+        (tmp_path / OWN_CONFIG).write_text(text)
+        resolve(tmp_path / OWN_CONFIG, env={})
+
+
+def test_every_key_named_exists() -> None:
     known = {".".join(key) for key, _, _ in explain.all_fields()}
+    dotted = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`")
+    files = (".json", ".jsonl", ".safetensors", ".py", ".yaml")
     named = {
         key
-        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text())
-        if key.split(".")[0] in RunConfig.model_fields and not key.endswith(NAMES_OF_FILES)
+        for text in TEXT.values()
+        for key in dotted.findall(text)
+        if key.split(".")[0] in RunConfig.model_fields and not key.endswith(files)
     }
-    assert named <= known
+    assert len(named) > 5
+    assert named - known == set()
 
 
-@Page
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_and_path_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXT[page]):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), target
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-            slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor in slugs, target
-
-
-@Page
-def test_every_path_named_exists(page: Path) -> None:
-    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
-    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
-        if name.split("/")[0] not in ("data", "jobs", "exports"):
-            assert (ROOT / name).exists(), name
+        titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor else []
+        slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not anchor or anchor in slugs, target
+    for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|yaml|sh))`", TEXT[page]):
+        assert (ROOT / name).exists() or (ROOT / "src/dtt" / name).exists(), name
 
 
 def tree() -> dict[str, str]:
-    """Each path of the README's tree, with what is said of it."""
-    block = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
+    """Each path in the README's tree, with what is said of it."""
     said: dict[str, str] = {}
     parents: list[str] = []
-    for line in filter(None, block.splitlines()):
+    for line in README.split("## The tree")[1].split("```")[1].strip().splitlines():
         name, _, clause = line.strip().partition(" ")
-        depth = (len(line) - len(line.lstrip())) // 2
-        parents[depth:] = [name]
+        parents[(len(line) - len(line.lstrip())) // 2 :] = [name]
         said["".join(parents)] = clause.strip()
     return said
 
 
-def test_the_tree_names_every_file_and_nothing_else() -> None:
+def test_the_tree_names_every_file_and_no_other() -> None:
     said = tree()
-    assert [name for name in said if not (ROOT / name).exists()] == []
-    assert [n for n, clause in said.items() if not clause and n != "src/dtt/"] == []
-    source = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "src/dtt").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    packages = {f"{name}__init__.py" for name in said if name.endswith("/")}
-    assert source - packages - said.keys() == set()
-    docs = {f"docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.is_file()}
-    assert docs - said.keys() == set()
-    top = {f"{path.name}/" for path in ROOT.iterdir() if (path / "quickstart.yaml").exists()}
-    assert top == {"configs/"}
+    assert [path for path in said if not (ROOT / path).exists()] == []
+    assert [path for path, clause in said.items() if not clause] == []
+    packages = {f"{path}__init__.py" for path in said if path.endswith("/")}
+    files = [path for path in (ROOT / "src/dtt").rglob("*") if path.suffix != ".pyc"]
+    files += [path for folder in ("docs", "configs") for path in (ROOT / folder).glob("*")]
+    names = {f"{p.relative_to(ROOT)}{'/' if p.is_dir() else ''}" for p in files}
+    names = {name for name in names if "__pycache__" not in name}
+    assert names - packages - said.keys() == set()

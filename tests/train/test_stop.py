@@ -72,7 +72,7 @@ def test_a_touched_save_is_followed_once_and_removed(job: JobDir, alone: World) 
     assert requests.agreed(alone) is Request.NONE
 
 
-def test_a_touched_stop_is_followed_and_removed_and_a_save_with_it(
+def test_a_touched_stop_is_followed_and_forgotten_once_all_is_saved(
     job: JobDir, alone: World
 ) -> None:
     requests = Requests(job)
@@ -80,6 +80,8 @@ def test_a_touched_stop_is_followed_and_removed_and_a_save_with_it(
     job.save.touch()
     assert requests.agreed(alone) is Request.STOP
     assert requests.reason == "control/stop"
+    assert job.stop.exists()
+    requests.forget(alone)
     assert not job.stop.exists()
     assert not job.save.exists()
 
@@ -107,4 +109,3 @@ def test_the_largest_wish_of_two_ranks_is_everyones(
     job: JobDir, save: bool, signalled: int | None, expected: list[tuple[int, str]]
 ) -> None:
     assert on_ranks(2, wish, job.root, save, signalled) == expected
-    assert not job.save.exists()

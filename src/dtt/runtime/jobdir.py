@@ -73,8 +73,9 @@ class JobDir:
 
         The first rank that fails is the cause; those that fail after it do not overwrite it.
         """
-        path = self.root / "attempts" / str(self.attempt()) / "exit.json"
-        if path.exists():
+        folder = self.root / "attempts" / str(self.attempt())
+        path = folder / "exit.json"
+        if path.exists() or not folder.is_dir():
             return
         record = {
             "code": int(code),

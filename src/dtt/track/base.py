@@ -4,7 +4,8 @@ A record is a flat dict with `kind` and `step`:
     train   loss (nats per target token), lr, grad_norm, tokens, ledger
     eval    loss, bits_per_byte
     sample  text
-    perf    tokens_per_second, seconds_per_step, mfu, memory_gb: the only kind that differs between two runs
+    perf    tokens_per_second, seconds_per_step, mfu, memory_gb
+Only `perf` records differ between two runs of one config.
 """
 
 from __future__ import annotations

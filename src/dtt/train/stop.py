@@ -23,7 +23,7 @@ class Requests:
     """Collects wishes on this rank; `agreed` makes them every rank's at the same step.
 
     From construction on, SIGTERM, SIGINT and SIGUSR2 only set a flag: start-up, evaluation and
-    saving finish in peace. A second SIGINT ends the process at once.
+    saving finish in peace. A SIGINT after any other request ends the process at once.
     """
 
     def __init__(self, job: JobDir) -> None:
@@ -39,7 +39,7 @@ class Requests:
         self.reason = signal.Signals(number).name
 
     def agreed(self, world: World) -> Request:
-        """The wish that all ranks follow now. A trigger file is removed once it is followed."""
+        """The wish that all ranks follow now."""
         wish = Request.NONE
         if world.first:
             if self._job.stop.exists():
@@ -51,7 +51,12 @@ class Requests:
         agreed = Request(world.agree(wish))
         if world.first and agreed != Request.NONE:
             log.info("asked to %s", "save" if agreed == Request.SAVE else "save and stop")
-            self._job.save.unlink(missing_ok=True)  # stopping saves too
-            if agreed == Request.STOP:
-                self._job.stop.unlink(missing_ok=True)
+            if agreed == Request.SAVE:
+                self._job.save.unlink(missing_ok=True)
         return agreed
+
+    def forget(self, world: World) -> None:
+        """Remove the trigger files, now that all is saved: they were not meant for the next run."""
+        if world.first:
+            self._job.stop.unlink(missing_ok=True)
+            self._job.save.unlink(missing_ok=True)

@@ -96,6 +96,7 @@ class Trainer:
                 self.save()
         if self.saved_step != self.position.step:
             self.save()
+        self.requests.forget(self.world)
         return self.position.step == steps
 
     def restore(self, resume: Checkpoint | None) -> None:
