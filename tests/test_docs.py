@@ -39,12 +39,12 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     """The arguments of each `dtt …` in a shell block, however it is launched."""
-    found = []
+    found = set()
     for line in "".join(blocks("sh")).splitlines():
         words = shlex.split(line.partition(" < ")[0], comments=True)
         for name in {"dtt", "dtt.main"} & set(words):
-            found.append(shlex.join(words[words.index(name) + 1 :]))
-    return sorted(set(found))
+            found.add(shlex.join(words[words.index(name) + 1 :]))
+    return sorted(found)
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:

@@ -32,7 +32,8 @@ class Manifest(Record):
     """The file that makes a folder an artifact."""
 
     filename: ClassVar[str] = "manifest.json"
-    made_by: ClassVar[str] = "dtt"
+    holds: ClassVar[str]
+    made_by: ClassVar[str]
 
     @classmethod
     def exists(cls, folder: Path) -> bool:
@@ -47,8 +48,10 @@ class Manifest(Record):
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             raise InputError(
-                f"no {cls.__name__} in {folder}",
-                why=f"{path.name} is missing, so nothing finished writing there",
+                f"no {cls.holds} in {folder}",
+                why=f"{path.name} is missing, so nothing finished writing there"
+                if folder.is_dir()
+                else "there is no such folder",
                 next=f"make it with `{cls.made_by}`, or name another folder",
             ) from None
         except ValidationError as error:
@@ -99,6 +102,7 @@ class CorpusSource(Record):
 class CorpusManifest(Manifest):
     """Raw documents: files of one format. Made by `download`, read by `tokenize`."""
 
+    holds: ClassVar[str] = "corpus"
     made_by: ClassVar[str] = "dtt download"
 
     format: Literal["dtt-corpus-1"] = "dtt-corpus-1"
@@ -154,6 +158,7 @@ class TokenShard(Record):
 class TokensManifest(Manifest):
     """Token files. Made by `tokenize`, read by `train`."""
 
+    holds: ClassVar[str] = "token files"
     made_by: ClassVar[str] = "dtt tokenize"
 
     format: Literal["dtt-tokens-1"] = "dtt-tokens-1"
@@ -182,6 +187,7 @@ class CheckpointManifest(Manifest):
     """A training state. Made by `train`; written last, so what it names is whole."""
 
     filename: ClassVar[str] = "MANIFEST.json"
+    holds: ClassVar[str] = "checkpoint"
     made_by: ClassVar[str] = "dtt train"
 
     format: Literal["dtt-checkpoint-1"] = "dtt-checkpoint-1"
@@ -213,6 +219,7 @@ class ExportManifest(Manifest):
     """A Hugging Face folder that was verified against the model it came from."""
 
     filename: ClassVar[str] = "dtt_export.json"
+    holds: ClassVar[str] = "export"
     made_by: ClassVar[str] = "dtt export"
 
     format: Literal["dtt-export-1"] = "dtt-export-1"

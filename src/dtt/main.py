@@ -36,7 +36,7 @@ Config = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as train.steps=500."),
+    typer.Argument(metavar="KEY=VALUE", help="Config keys, as train.steps=500."),
 ]
 Dataset = Annotated[
     str | None,
@@ -114,16 +114,14 @@ def tokenize(
     epilog=_examples(
         "dtt train -c run.yaml",
         "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
-        "dtt train jobs/run              go on after a stop; so does the first line",
-        "touch jobs/run/control/stop     save and stop; control/save only saves",
+        "dtt train jobs/run              # go on after a stop; so does the first line",
+        "touch jobs/run/control/stop     # save and stop; control/save only saves",
     )
 )
 def train(
     job_or_overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[JOB] [KEY=VALUE]…", help="A job directory to resume; config keys."
-        ),
+        typer.Argument(metavar="JOB|KEY=VALUE", help="A job directory to resume; config keys."),
     ] = None,
     config: Config = None,
     allow_change: Annotated[
@@ -147,7 +145,7 @@ def train(
     )
 )
 def export(
-    job: Annotated[Path, typer.Argument(help="Job directory, as jobs/quickstart.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")],
     overrides: Overrides = None,
     step: Annotated[
         int | None, typer.Option(help="Checkpoint to export; the newest if absent.")
@@ -174,7 +172,9 @@ def export(
     )
 )
 def generate(
-    source: Annotated[Path, typer.Argument(help="Job directory or exported folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Job directory or exported folder.")
+    ],
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="Text to go on with; - reads stdin.")
     ] = "",
@@ -284,7 +284,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the console script."""
-    cli()
+    cli(prog_name="dtt")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import transformers
 from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_job
 
 from dtt.commands import export, generate
-from dtt.errors import InputError
+from dtt.errors import ConfigError, InputError
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_character_of_several_tokens_comes_out_whole(
 
 
 def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
-    with pytest.raises(InputError, match="the prompt is too long: 64 tokens"):
+    with pytest.raises(ConfigError, match="the prompt is too long: 64 tokens"):
         generate.run(job, "y" * 64)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 from running import ROOT, Dtt
 
-from dtt.config import explain
+from dtt.config import explain, reference
 from dtt.config.load import resolve
+from dtt.config.run import RunConfig
 
 
 def test_every_key_is_documented() -> None:
@@ -37,6 +38,34 @@ def test_explain_tells_type_default_value_and_origin(dtt: Dtt) -> None:
     assert "optim.momentum" in dtt("config", "explain", "optim").stdout
     wrong = dtt("config", "explain", "train.stps", expect=2)
     assert "dtt config explain train.steps" in wrong.stderr
+
+
+def test_explain_speaks_of_the_type_in_use(dtt: Dtt) -> None:
+    (dtt.folder / "cosine.yaml").write_text("schedule: {type: cosine}")
+    used = dtt("config", "explain", "schedule.floor", "-c", "cosine.yaml").stdout
+    assert "default  0.1" in used
+    unused = dtt("config", "explain", "schedule.decay", "-c", "cosine.yaml").stdout
+    assert "not in use" in unused
+    assert (
+        "type: cosine  (now)"
+        in dtt("config", "explain", "schedule.type", "-c", "cosine.yaml").stdout
+    )
+    assert "project" in dtt("config", "explain", "track").stdout
+
+
+def test_a_default_is_that_of_the_section_around_it() -> None:
+    config = RunConfig()
+    said = explain.explain("optim.adamw.lr", config, {})
+    assert said is not None
+    assert f"default  {config.optim.adamw.lr}" in said  # type: ignore[union-attr]
+
+
+def test_the_reference_has_every_key_of_every_type() -> None:
+    page = reference.page()
+    missing = [key for key, _, name in explain.all_fields() if f"`{name}`" not in page]
+    assert [key for key in missing if key[-1] != "type" and key not in explain.sections()] == []
+    for type_ in ("muon", "adamw", "wsd", "cosine", "bpe", "file", "wandb", "tensorboard"):
+        assert f"with `type: {type_}`" in page
 
 
 def test_the_schema_accepts_the_shipped_keys(dtt: Dtt) -> None:

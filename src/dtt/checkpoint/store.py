@@ -149,7 +149,8 @@ def newest(folder: Path) -> Checkpoint | None:
     if rejected:
         raise DamagedError(
             f"none of the {rejected} checkpoints in {folder} is whole",
-            next="look at the lines above; move the folder away to start over",
+            why="the lines above tell what is wrong with each",
+            next=f"restore one from a backup, or start over: mv {folder} {folder}.damaged",
         )
     return None
 
@@ -167,5 +168,14 @@ def at_step(folder: Path, step: int) -> Checkpoint:
     path = folder / f"{PREFIX}{step:06d}"
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"
-        raise InputError(f"no checkpoint of step {step} in {folder}", why=f"there are: {there}")
-    return verify(path)
+        raise InputError(
+            f"no checkpoint of step {step} in {folder}",
+            why=f"there are: {there}",
+            next="name one of those; without --step it is the newest that is whole",
+        )
+    try:
+        return verify(path)
+    except DamagedError as error:
+        raise DamagedError(
+            str(error), next="leave --step out to take the newest that is whole"
+        ) from None

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtt.artifacts import ExportManifest
+from dtt.artifacts import ExportManifest, TokensManifest
+from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.run import RunConfig
+from dtt.errors import ConfigError
+from dtt.runtime.files import sha256_file
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
 
 
 def run(
@@ -22,21 +28,14 @@ def run(
     Prints where it lies and how far `transformers` was from our logits; `upload` names a Hub
     repository to send it to, made `private` if it is new.
     """
-    from dtt.artifacts import TokensManifest
-    from dtt.config.load import load_job, resolve
+    cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
+
     from dtt.export import hf
     from dtt.export.card import model_card
     from dtt.export.read import find_checkpoint, read_checkpoint
-    from dtt.runtime.files import sha256_file
-    from dtt.runtime.jobdir import JobDir
-    from dtt.runtime.log import log
 
-    load_job(job)
-    places = JobDir(job)
-    options = {} if out is None else {"export.out": str(out)}
-    cfg = resolve(None, overrides, options, job_config=places.config).config
     folder = cfg.export.out or Path("exports") / cfg.name
-    checkpoint = find_checkpoint(places.checkpoints, step)
+    checkpoint = find_checkpoint(JobDir(job).checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     origin = hf.Origin(cfg.name, checkpoint.step, identity)
     manifest = hf.already_done(folder, origin, cfg.export.dtype)
@@ -65,3 +64,17 @@ def run(
         message = f"{cfg.name}, step {manifest.step}"
         print(send(folder, upload, private=private, message=message))
     return manifest
+
+
+def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
+    """The job's own, with other export options or token files; ConfigError for anything else."""
+    trained = load_job(job)
+    cfg = resolve(None, overrides, options, job_config=JobDir(job).config).config
+    changed = [key for key in changes_on_resume(trained, cfg) if key != "data.tokens"]
+    if changed:
+        raise ConfigError(
+            f"{job} was trained with other values of: {', '.join(changed)}",
+            why="an export is of the model as it was trained",
+            next="leave those arguments out; `dtt config explain export` lists what can be set",
+        )
+    return cfg

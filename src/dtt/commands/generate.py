@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtt.errors import InputError
+from dtt.config.load import load_job
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.jobdir import JobDir
 
 if TYPE_CHECKING:
     from dtt.export.read import Trained
@@ -24,19 +26,20 @@ def run(
 ) -> None:
     """Print `prompt` (`-`: standard input) and its continuation by a job's newest checkpoint or an
     exported folder, as it comes. An empty prompt begins a new document."""
+    trained = _load(source)
+
     import torch
-    from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
+    from dtt.data.tokenizer import open_tokenizer
     from dtt.model.decoder import Decoder
     from dtt.model.generate import generate
 
-    trained = _load(source)
-    tokenizer = Tokenizer.from_file(str(trained.tokenizer))
+    tokenizer = open_tokenizer(trained.tokenizer)
     text = sys.stdin.read() if prompt == "-" else prompt
     ids = tokenizer.encode(text).ids or [trained.end_of_document]
     if len(ids) >= trained.arch.max_seq_len:
-        raise InputError(
+        raise ConfigError(
             f"the prompt is too long: {len(ids)} tokens",
             why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
             next="give a shorter prompt",
@@ -70,17 +73,16 @@ def run(
 
 def _load(source: Path) -> Trained:
     """The model of an exported folder, or of the newest checkpoint of a job."""
-    from dtt.config.load import load_job
-    from dtt.export.read import find_checkpoint, read_checkpoint, read_hf_folder
-    from dtt.runtime.jobdir import JobDir
-
-    if (source / "config.json").is_file():
-        return read_hf_folder(source)
     places = JobDir(source)
-    if places.config.is_file():
-        return read_checkpoint(load_job(source), find_checkpoint(places.checkpoints, None))
-    raise InputError(
-        f"no model in {source}",
-        why="it holds neither config.yaml (a job) nor config.json (a Hugging Face folder)",
-        next="name a folder such as jobs/quickstart or exports/quickstart",
-    )
+    exported = (source / "config.json").is_file()
+    if not exported and not places.config.is_file():
+        raise InputError(
+            f"no model in {source}",
+            why="it holds neither config.yaml (a job) nor config.json (a Hugging Face folder)",
+            next="name a folder such as jobs/quickstart or exports/quickstart",
+        )
+    from dtt.export.read import find_checkpoint, read_checkpoint, read_hf_folder
+
+    if exported:
+        return read_hf_folder(source)
+    return read_checkpoint(load_job(source), find_checkpoint(places.checkpoints, None))

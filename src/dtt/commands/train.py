@@ -43,6 +43,8 @@ def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str
             f"no token files in {tokens_dir}",
             next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
         )
+    if ranks.first:
+        check_shards(tokens_dir)
     holding = exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
     with holding, attempt(job, ranks):
         from dtt.train.stop import Requests
@@ -55,6 +57,14 @@ def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str
             train(resolved, job, world, requests)
         finally:
             dist.stop()
+
+
+def check_shards(folder: Path) -> None:
+    """Look at every shard now, not when training comes to it; DamagedError, InputError."""
+    from dtt.data.windows import open_shard
+
+    for shard in TokensManifest.read(folder).shards:
+        open_shard(folder, shard)
 
 
 def find_job(
@@ -70,7 +80,8 @@ def find_job(
     named = len(folders) + (config is not None)
     if named > 1 or not (named or overrides):
         raise ConfigError(
-            "train needs a config (-c FILE) or one job directory to resume",
+            "train takes either a config (-c FILE) or one job directory to resume",
+            why=f"got {' and '.join([*folders, *(f'-c {c}' for c in [config] if c)]) or 'neither'}",
             next="dtt train -c quickstart, or dtt train jobs/quickstart",
         )
     if folders:

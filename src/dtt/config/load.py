@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,17 @@ def load_job(job: Path) -> RunConfig:
     """The resolved config that a job directory keeps."""
     path = job / "config.yaml"
     if not path.is_file():
+        below, beside = (
+            sorted(str(config.parent) for config in folder.glob("*/config.yaml"))
+            for folder in (job, job.parent)
+        )
+        close = below[:3] or difflib.get_close_matches(str(job), beside, n=3)
         raise InputError(
             f"{job} is not a job directory",
-            why="it holds no config.yaml",
-            next="name a folder below jobs/, such as jobs/quickstart",
+            why="it holds no config.yaml" if job.is_dir() else "there is no such folder",
+            next=f"did you mean {' or '.join(close)}?"
+            if close
+            else "name a folder such as jobs/quickstart",
         )
     return resolve(env={}, job_config=path).config
 
@@ -91,12 +99,19 @@ def find(config: str | Path) -> Path:
     for candidate in (folder / path, folder / f"{path}.yaml"):
         if candidate.is_file():
             return candidate
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
     names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
-    close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
+    beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
+    close = difflib.get_close_matches(str(path), beside, n=3)
+    close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
     raise InputError(
         f"no config {str(config)!r}",
+        where=path.absolute(),
         why="it is neither a file nor a shipped config",
-        next=f"did you mean {' or '.join(close)}?" if close else f"shipped: {', '.join(names)}",
+        next=f"did you mean {' or '.join(close)}?"
+        if close
+        else f"name a file, or one that is shipped: {', '.join(names)}",
     )
 
 
@@ -138,16 +153,16 @@ def check(layer: Layer) -> Resolved:
         # Through JSON: strict mode then takes a list for a tuple and a string for a path.
         config = RunConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        problems = [_describe(layer, values, dict(e)) for e in error.errors()]
+        problems = [_describe(values, dict(e)) for e in error.errors()]
     else:
-        problems = [f"{_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in _walk(config)]
+        problems = list(_walk(config))
         if not problems:
             return Resolved(config, layer)
     count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in the configuration"
-    raise ConfigError(
-        "\n".join([count, *(f"  {problem}" for problem in problems)]),
-        next="`dtt config explain KEY` tells what a key means",
-    )
+    lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
+    first = ".".join(takewhile(lambda name: not name.isdigit(), problems[0][0]))
+    known = explain.nearest(first) or ""
+    raise ConfigError("\n".join([count, *lines]), next=f"dtt config explain {known}".strip())
 
 
 def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
@@ -160,8 +175,8 @@ def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
                 yield from _walk(inner, (*key, name))
 
 
-def _describe(layer: Layer, values: Any, error: dict[str, Any]) -> str:
-    """One pydantic error as `file:line  key: why`, without the tags of unions in the key."""
+def _describe(values: Any, error: dict[str, Any]) -> tuple[Key, str]:
+    """One pydantic error as key and why, without the tags of unions in the key."""
     key: list[str] = []
     inner = values
     for part in error["loc"]:
@@ -180,12 +195,21 @@ def _describe(layer: Layer, values: Any, error: dict[str, Any]) -> str:
             why = (
                 f"is for another {'.'.join(key[:-1])}.type than {explain.type_of(values, key[:-1])}"
             )
-    elif error["type"].startswith("union_tag"):
-        dotted, why = f"{dotted}.type", error["msg"].replace("Input tag", "value")
     else:
         shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
-        why = error["msg"][0].lower() + error["msg"][1:] + shown
-    return f"{_origin(layer, tuple(dotted.split('.')))}  {dotted}: {why}"
+        match error["type"]:
+            case "union_tag_invalid":
+                dotted += ".type"
+                why = (
+                    f"must be one of {error['ctx']['expected_tags']} (got {error['ctx']['tag']!r})"
+                )
+            case "union_tag_not_found":
+                dotted, why = f"{dotted}.type", "is missing: it says which one is meant"
+            case "model_type" | "model_attributes_type":
+                why = f"is a section: give its keys, as {dotted}.KEY=VALUE{shown}"
+            case _:
+                why = error["msg"][0].lower() + error["msg"][1:] + shown
+    return tuple(dotted.split(".")), why
 
 
 def _origin(layer: Layer, key: Key) -> str:

@@ -29,6 +29,8 @@ class Leaf:
 
 Layer = dict[Key, Leaf]
 
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, except that `3e-4` is a number and `1_000` stays one."""
@@ -66,21 +68,47 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
             if node is not None:
                 _flatten_node(node, (), path, layer)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML", why=str(error)) from None
+        raise ConfigError(
+            f"{path} is not TOML", why=str(error), next=f"mend that line of {path}"
+        ) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(
-            f"{path} is not YAML", where=f"{path}:{line}", why=str(error.problem)
+            f"{path} is not YAML",
+            where=f"{path}:{line}",
+            why=str(error.problem),
+            next="mend that line or the one above: indent with spaces, close quotes and brackets",
         ) from None
-    extends = layer.pop(("extends",), Leaf([], "")).value
-    return [extends] if isinstance(extends, str) else list(extends), layer
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"{path} is not YAML", why=error.reason, next="name a text file with `key: value` lines"
+        ) from None
+    return _extends(layer), layer
+
+
+def _extends(layer: Layer) -> list[str]:
+    """Take the `extends` list out of a layer."""
+    leaf = layer.pop(("extends",), Leaf([], ""))
+    names = [leaf.value] if isinstance(leaf.value, str) else leaf.value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "extends must be a list of files or shipped configs",
+            where=leaf.origin,
+            why=f"got {leaf.value!r}",
+            next="for example extends: [models/llama-tiny.yaml]",
+        )
+    return names
 
 
 def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode):
         if not key:
-            raise ConfigError(f"{path} does not hold `key: value` lines", where=origin)
+            raise ConfigError(
+                f"{path} does not hold `key: value` lines",
+                where=origin,
+                next="`dtt config show` prints one that does",
+            )
         constructor = _Loader("")
         layer[key] = Leaf(constructor.construct_object(node, deep=True), origin)
         return
@@ -89,7 +117,11 @@ def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
         name = str(name_node.value)
         here = f"{path}:{name_node.start_mark.line + 1}"
         if name in seen:
-            raise ConfigError(f"{'.'.join((*key, name))} stands twice", where=here)
+            raise ConfigError(
+                f"{'.'.join((*key, name))} stands twice",
+                where=here,
+                next="delete one of the two lines",
+            )
         seen.add(name)
         _flatten_node(value, (*key, *name.split(".")), path, layer)
 

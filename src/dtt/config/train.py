@@ -76,7 +76,7 @@ TrackerConfig = Annotated[WandbConfig | TensorBoardConfig, Field(discriminator="
 class PipelineConfig(Section):
     """How `dtt pipeline` starts each stage on this machine."""
 
-    tokenize_processes: NonNegativeInt = 0
+    tokenize_processes: NonNegativeInt = free(0)
     """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. Without MPI: one."""
-    train_processes: NonNegativeInt = 0
+    train_processes: NonNegativeInt = free(0)
     """Processes for `train`, under torchrun; 0: one per GPU, or one on a CPU."""

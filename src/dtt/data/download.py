@@ -28,7 +28,11 @@ def download(cfg: DownloadConfig, out: Path) -> CorpusManifest:
     StorageError when there is no room.
     """
     if cfg.dataset is None:
-        raise ConfigError("no dataset is named", where="download.dataset", next="-d DATASET")
+        raise ConfigError(
+            "no dataset is named",
+            where="download.dataset",
+            next="dtt download -d DATASET: a FILE, FOLDER, ORG/NAME or python-stdlib",
+        )
     with exclusive(out, "dtt download"):
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind = _kind(cfg.dataset)
@@ -139,7 +143,11 @@ def _manifest(
 ) -> CorpusManifest:
     paths = [out / record.path for record in files if record.bytes]
     if not paths:
-        raise InputError(f"{source.id} is empty", why="no file has any content")
+        raise InputError(
+            f"{source.id} is empty",
+            why="no file has any content",
+            next="name another file or folder with -d",
+        )
     file_format = one_format(paths, source.id)
     is_txt = file_format == "txt"
     documents = cfg.txt_documents

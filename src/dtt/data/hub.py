@@ -149,6 +149,8 @@ def fetch_tokenizer(repo: str, revision: str | None) -> Path:
             raise
         except EntryNotFoundError as error:
             if isinstance(error, FileNotFoundError):  # neither cached nor reachable
+                if constants.is_offline_mode():
+                    raise OfflineModeIsEnabled from None
                 raise ConnectionError(str(error)) from None
             raise InputError(
                 f"{repo} has no tokenizer.json",

@@ -95,12 +95,25 @@ def _only_sentencepiece(folder: Path) -> str | None:
     return None
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json of token files or an export; InputError, DamagedError if it is none."""
+    try:
+        return _parse(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise InputError(
+            "the tokenizer is missing", where=path, next="make its folder again, or copy it back"
+        ) from None
+
+
 def _parse(content: bytes, where: Path | str) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001 - `tokenizers` raises nothing more specific
         raise DamagedError(
-            "this is not a tokenizer.json", where=where, why=str(error).splitlines()[0]
+            "this is not a tokenizer.json",
+            where=where,
+            why=str(error).splitlines()[0],
+            next="name a file that `tokenizers` saved; for one that dtt wrote: make it again",
         ) from None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts import TokenShard, TokensManifest
 from dtt.data.tokenfile import TokenFile, Tokens
 from dtt.errors import DamagedError
 
@@ -56,13 +56,17 @@ class Windows:
             shard += 1
 
     def _open_shard(self, shard: int) -> Tokens:
-        record = self._shards[shard]
-        file = TokenFile(self._folder / record.stem)
-        if file.total != record.counts.tokens:
-            raise DamagedError(
-                "a token file is not the one the manifest names",
-                where=f"{self._folder / record.stem}.bin",
-                why=f"{file.total} tokens, the manifest says {record.counts.tokens}",
-                next="make it again: dtt tokenize --overwrite",
-            )
-        return file.tokens
+        return open_shard(self._folder, self._shards[shard]).tokens
+
+
+def open_shard(folder: Path, record: TokenShard) -> TokenFile:
+    """A shard of a token folder; InputError, DamagedError if it is not what the manifest names."""
+    file = TokenFile(folder / record.stem)
+    if file.total != record.counts.tokens:
+        raise DamagedError(
+            "a token file is not the one the manifest names",
+            where=f"{folder / record.stem}.bin",
+            why=f"{file.total} tokens, the manifest says {record.counts.tokens}",
+            next="make it again: dtt tokenize --overwrite",
+        )
+    return file

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from dtt.artifacts import ExportManifest, FileRecord
+from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import ConfigError, DamagedError
 from dtt.export import verify
 from dtt.export.read import Trained
@@ -121,8 +121,8 @@ def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
 
 def _write_tokenizer(trained: Trained, folder: Path) -> None:
     """tokenizer.json as it is, and what `AutoTokenizer` wants to know besides."""
+    end = open_tokenizer(trained.tokenizer).id_to_token(trained.end_of_document)
     shutil.copyfile(trained.tokenizer, folder / "tokenizer.json")
-    end = Tokenizer.from_file(str(trained.tokenizer)).id_to_token(trained.end_of_document)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
     _write_json(folder / "special_tokens_map.json", special)
     _write_json(

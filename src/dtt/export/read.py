@@ -6,17 +6,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dtt.artifacts import TokensManifest
 from dtt.checkpoint import store
 from dtt.config.run import RunConfig
-from dtt.errors import InputError
+from dtt.errors import ConfigError, DamagedError, InputError
 from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
+
+AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,12 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
 def read_checkpoint(cfg: RunConfig, checkpoint: store.Checkpoint) -> Trained:
     """The model of a job whose resolved config is `cfg`; its token folder must still be there."""
     tokens = TokensManifest.read(cfg.tokens_dir)
+    if checkpoint.manifest.data_key != tokens.key:
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other token files than those in {cfg.tokens_dir}",
+            why="with another tokenizer the same ids would mean other text",
+            next="put the old ones back, or name them: dtt export JOB data.tokens=FOLDER",
+        )
     family = families.get(cfg.model.family)
     return Trained(
         family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len),
@@ -61,21 +71,38 @@ def read_hf_folder(folder: Path) -> Trained:
 
     The weights keep the folder's dtype.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(folder / "config.json")
     known = {family.hf_model_type: family for family in families.FAMILIES}
     if config.get("model_type") not in known:
         raise InputError(
             f"dtt does not know the kind of model in {folder}",
             why=f"config.json says model_type {config.get('model_type')!r}; "
             f"known: {', '.join(known)}",
+            next="name a folder that `dtt export` made, or a model of one of those kinds",
         )
     files, tokenizer = sorted(folder.glob("*.safetensors")), folder / "tokenizer.json"
     if not files or not tokenizer.is_file():
         missing = tokenizer.name if files else "*.safetensors"
-        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing")
-    arch = known[config["model_type"]].from_hf_config(config)
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    end = config["eos_token_id"]
+        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
+    try:
+        arch = known[config["model_type"]].from_hf_config(config)
+        end = config["eos_token_id"]
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except KeyError as error:
+        why = f"config.json lacks {error}"
+        raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
+    except SafetensorError as error:
+        raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
     return Trained(
         arch, from_hf(tensors, arch), tokenizer, end[0] if isinstance(end, list) else end
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DamagedError(f"{path} is not JSON", why=str(error), next=AGAIN) from None
+    if not isinstance(config, dict):
+        raise DamagedError(f"{path} does not hold a JSON object", next=AGAIN)
+    return config

@@ -28,7 +28,11 @@ def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except errors.HFValidationError as error:
-        raise ConfigError(f"{repo!r} is no name of a Hub repository", why=str(error)) from None
+        raise ConfigError(
+            f"{repo!r} is no name of a Hub repository",
+            why=str(error),
+            next="--upload ORG/NAME",
+        ) from None
     except errors.HfHubHTTPError as error:
         raise _refused(error.response.status_code, repo, str(error)) from None
     except (errors.OfflineModeIsEnabled, HTTPError) as error:

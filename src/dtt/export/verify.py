@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import DamagedError
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -75,7 +75,7 @@ def _load(folder: Path, arch: Architecture) -> Any:
 
 def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
     """Ids of a text, equal in `tokenizers` and in what AutoTokenizer makes of the folder."""
-    expected: list[int] = Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids
+    expected: list[int] = open_tokenizer(tokenizer).encode(TEXT).ids
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     loaded.model_max_length = len(expected)  # a shorter context would be warned of
     got = loaded(TEXT)["input_ids"]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from dtt.errors import DttError, ExitCode, InputError, StorageError
 from dtt.runtime.comm import abort_peers
 from dtt.runtime.log import setup_logging
 from dtt.runtime.ranks import Ranks
+
+REMEDIES = {
+    errno.ENOSPC: "free some space there, then run the same command again",
+    errno.EDQUOT: "free some of your quota there, then run the same command again",
+    errno.EFBIG: "raise the limit that `ulimit -f` shows, then run the same command again",
+    errno.EACCES: "ask its owner (`ls -ld` shows who it is), or name another folder",
+    errno.EROFS: "name a folder on a disk that can be written",
+}
 
 
 @contextmanager
@@ -22,17 +32,22 @@ def command() -> Iterator[None]:
     this is a rank of an MPI job, the other ranks end too.
     """
     setup_logging(Ranks.detect())
-    # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, and
-    # several times faster where other processes want the same cores. Read when torch is loaded.
+    # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
+    # twice as fast where other processes want the same cores. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         yield
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
     except DttError as error:
         _leave(error)
     except BrokenPipeError:  # the reader of our stdout has gone, as in `dtt … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(ExitCode.DONE)
     except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         _leave(_in_words(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -45,6 +60,11 @@ def command() -> Iterator[None]:
         sys.exit(ExitCode.BUG)
 
 
+def _drop_output() -> None:
+    """Let Python's own flush at exit, which would fail and change the exit code, succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _leave(error: DttError) -> None:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
@@ -55,6 +75,15 @@ def _leave(error: DttError) -> None:
 
 def _in_words(error: OSError) -> DttError:
     """What the operating system refused, as dtt says it."""
-    kind = InputError if isinstance(error, FileNotFoundError) else StorageError
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        path = Path(os.fsdecode(error.filename))
+        return StorageError(
+            "a file stands where a folder should be",
+            where=next((p for p in (path, *path.parents) if p.is_file()), path),
+            next="name another folder, or move that file away",
+        )
     reason = error.strerror or str(error)
-    return kind(reason[:1].lower() + reason[1:], where=error.filename)
+    what, where = reason[:1].lower() + reason[1:], error.filename
+    if isinstance(error, FileNotFoundError):
+        return InputError(what, where=where)
+    return StorageError(what, where=where, next=REMEDIES.get(error.errno or 0))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from dtt.config.train import TrainConfig
 from dtt.data.loader import Share
+from dtt.data.tokenizer import open_tokenizer
 from dtt.data.windows import Windows
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
@@ -57,7 +57,7 @@ class Sampler:
 
     def __init__(self, config: TrainConfig, tokenizer: Path, end: int, seed: int) -> None:
         """`tokenizer` is a tokenizer.json; `end` its end-of-document id."""
-        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._tokenizer = open_tokenizer(tokenizer)
         self._config, self._end, self._seed = config, end, seed
         encoded = self._tokenizer.encode(config.sample_prompt, add_special_tokens=False).ids
         self._prompt = encoded or [end]

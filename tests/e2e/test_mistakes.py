@@ -1,0 +1,457 @@
+"""What a user's mistake prints: what happened, where, why, what to type next; never a traceback.
+
+Each row is a mistake, made with a real process in a folder where everything else is in order.
+`DTT_WRITE_DOCS=1 pytest tests/e2e/test_mistakes.py` writes docs/errors.md from what they print.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import filelock
+import pytest
+from running import ROOT, Dtt
+
+from dtt.errors import ExitCode
+
+PAGE = ROOT / "docs/errors.md"
+TOKENS = "data/tokens/book-bpe300"
+RUN = """\
+name: small
+download: {dataset: book.jsonl}
+tokenizer: {vocab_size: 300}
+tokenize: {validation_fraction: 0.1}
+model: {dim: 16, n_layers: 2, n_heads: 2}
+train:
+  steps: 8
+  seq_len: 32
+  micro_batch: 4
+  global_batch_tokens: 256
+  sample_tokens: 0
+checkpoint: {every: 4}
+"""
+
+Prepare = Callable[[Path], object]
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def text(name: str, content: str) -> Prepare:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def append(name: str, content: str) -> Prepare:
+    def prepare(folder: Path) -> None:
+        with (folder / name).open("a") as file:
+            file.write(content)
+
+    return prepare
+
+
+def cut(*patterns: str) -> Prepare:
+    """The last bytes of files are gone, as after a full disk or a broken copy."""
+
+    def prepare(folder: Path) -> None:
+        for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+            os.truncate(path, path.stat().st_size - 6)
+
+    return prepare
+
+
+def gone(name: str) -> Prepare:
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return prepare
+
+
+def file_instead(name: str) -> Prepare:
+    def prepare(folder: Path) -> None:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).write_text("")
+
+    return prepare
+
+
+def overwrite_start(name: str) -> Prepare:
+    def prepare(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.write(b"XXXX")
+
+    return prepare
+
+
+def hidden_module(name: str) -> Prepare:
+    """`import NAME` fails, as where it is not installed."""
+    return text(f"{name}.py", "raise ImportError\n")
+
+
+def in_use(name: str) -> Prepare:
+    """Another process works there."""
+    return lambda folder: filelock.FileLock(folder / name / ".lock", thread_local=False).acquire()
+
+
+def retokenized(folder: Path) -> None:
+    Dtt(folder)("tokenize", "-c", "run.yaml", "tokenize.validation_fraction=0.2", "--overwrite")
+
+
+def three_documents(folder: Path) -> None:
+    lines = (folder / "book.jsonl").read_text().splitlines()[:3]
+    (folder / "three.jsonl").write_text("\n".join(lines))
+    Dtt(folder)("download", "-d", "three.jsonl")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One row."""
+
+    name: str
+    command: str
+    code: ExitCode
+    says: tuple[str, ...]
+    """What must be read there: the fault, and what to type next."""
+    prepare: Prepare = nothing
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+USAGE, DAMAGED, MISSING = ExitCode.USAGE, ExitCode.DAMAGED, ExitCode.INPUT_MISSING
+IO, UNFIT = ExitCode.IO, ExitCode.UNFIT
+TRAIN = "dtt train -c run.yaml name=new"
+
+COMMAND_LINE = (
+    Mistake("a mistyped command", "dtt trian -c run.yaml", USAGE, ("'trian'", "'train'", "dtt -h")),
+    Mistake("an unknown option", "dtt train --confg run.yaml", USAGE, ("--confg", "--config")),
+    Mistake("an option's value of the wrong type", "dtt generate jobs/small --temperature hot",
+            USAGE, ("--temperature", "number", "dtt generate -h")),
+    Mistake("nothing named to export", "dtt export", USAGE, ("Missing argument", "dtt export -h")),
+    Mistake("an argument without =", "dtt tokenize -c run.yaml overwrite", USAGE,
+            ("'overwrite'", "key.path=value", "train.steps=500")),
+    Mistake("train without a config", "dtt train", USAGE, ("got neither", "dtt train -c")),
+    Mistake("a config and a job at once", "dtt train jobs/small -c run.yaml", USAGE,
+            ("jobs/small and -c run.yaml", "dtt train jobs/")),
+    Mistake("a dataset named nowhere", "dtt download", USAGE,
+            ("no dataset is named", "dtt download -d", "python-stdlib")),
+    Mistake("a pipeline without a dataset", "dtt pipeline", USAGE,
+            ("no dataset is named", "-d FOLDER", "-c quickstart")),
+    Mistake("tokenize under torchrun", "dtt tokenize -c run.yaml", UNFIT,
+            ("not torchrun", "mpirun -n 2 dtt"),
+            env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}),
+    Mistake("train under mpirun", TRAIN, UNFIT, ("2 processes", "torchrun --standalone"),
+            env={"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}),
+)  # fmt: skip
+
+CONFIG = (
+    Mistake("a mistyped key", "dtt train -c run.yaml train.step=5", USAGE,
+            ("argument  train.step", "did you mean train.steps?", "explain train.steps")),
+    Mistake("a mistyped key in the file", "dtt train -c run.yaml", USAGE,
+            ("run.yaml:13  trian", "did you mean train?"),
+            append("run.yaml", "trian: {steps: 5}\n")),
+    Mistake("a mistyped key in the environment", "dtt config show", USAGE,
+            ("environment DTT_TRAIN__STEPZ", "train.steps"), env={"DTT_TRAIN__STEPZ": "5"}),
+    Mistake("a mistyped key to explain", "dtt config explain train.stepz", USAGE,
+            ("no key 'train.stepz'", "dtt config explain train.steps")),
+    Mistake("a value of the wrong type", "dtt train -c run.yaml train.steps=many", USAGE,
+            ("train.steps", "integer", "'many'", "explain train.steps")),
+    Mistake("impossible values, several", "dtt train -c run.yaml train.steps=0 optim.lr=-1", USAGE,
+            ("2 mistakes", "train.steps", "optim.lr", "greater than 0")),
+    Mistake("a value where a section belongs", "dtt train -c run.yaml train=5", USAGE,
+            ("train: is a section", "train.KEY=VALUE")),
+    Mistake("a key of another optimizer",
+            "dtt train -c run.yaml optim.type=adamw optim.momentum=0.9", USAGE,
+            ("optim.momentum", "another optim.type than adamw")),
+    Mistake("an unknown tracker", "dtt train -c run.yaml 'track=[{type: mlflow}]'", USAGE,
+            ("track.0.type", "'wandb', 'tensorboard'", "'mlflow'", "explain track\n")),
+    Mistake("heads that do not divide the width", "dtt train -c run.yaml model.n_heads=3", USAGE,
+            ("n_heads (3) does not divide dim (16)", "explain model.n_heads")),
+    Mistake("a batch that is no multiple of the sequence",
+            "dtt train -c run.yaml train.global_batch_tokens=100", USAGE,
+            ("100 is not a multiple of train.seq_len = 32",)),
+    Mistake("a config that is not there", "dtt train -c rum.yaml", MISSING,
+            ("no config 'rum.yaml'", "did you mean run.yaml?")),
+    Mistake("a mistyped shipped config", "dtt pipeline -c qickstart", MISSING,
+            ("no config 'qickstart'", "did you mean quickstart?")),
+    Mistake("a job given as a config", "dtt train -c jobs/small", USAGE,
+            ("is a job", "dtt train jobs/small")),
+    Mistake("a tab in the config", "dtt train -c run.yaml", USAGE,
+            ("run.yaml:2", "indent with spaces"), text("run.yaml", "train:\n\tsteps: 5\n")),
+    Mistake("a config that is a list", "dtt train -c run.yaml", USAGE,
+            ("run.yaml:1", "`key: value`", "dtt config show"), text("run.yaml", "- steps\n")),
+    Mistake("a key that stands twice", "dtt train -c run.yaml", USAGE,
+            ("seed stands twice", "run.yaml:2", "delete one"),
+            text("run.yaml", "seed: 1\nseed: 2\n")),
+    Mistake("a config that is not text", f"dtt train -c {TOKENS}/train-00000.idx", USAGE,
+            ("is not YAML", "text file"),
+            lambda folder: (folder / TOKENS / "train-00000.idx").write_bytes(b"\0\1\2")),
+    Mistake("extends without a name", "dtt train -c run.yaml", USAGE,
+            ("extends must be a list", "run.yaml:1", "extends: ["), text("run.yaml", "extends: 5")),
+)  # fmt: skip
+
+DATA = (
+    Mistake("a local dataset that is not there", "dtt download -d books.jsonl", MISSING,
+            ("no dataset 'books.jsonl'", "dtt download -d FILE")),
+    Mistake("a Hub dataset, offline", "dtt download -d org/name", UNFIT,
+            ("org/name", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")),
+    Mistake("an unknown text column", "dtt download -d book.jsonl download.text_column=body", USAGE,
+            ("no column 'body'", "columns: text", "download.text_column=text")),
+    Mistake("two columns that may be the text", "dtt download -d ab.jsonl", USAGE,
+            ("cannot tell", "ab.jsonl", "download.text_column=a"),
+            text("ab.jsonl", '{"a": "x", "b": "y"}\n')),
+    Mistake("an empty dataset", "dtt download -d empty.txt", MISSING,
+            ("is empty", "name another file"), text("empty.txt", "")),
+    Mistake("a file of an unknown format", "dtt download -d a.pdf", MISSING,
+            ("a.pdf", "parquet, jsonl"), text("a.pdf", "x")),
+    Mistake("a JSON array for JSON lines", "dtt download -d a.json", USAGE,
+            ("JSON array", "jq -c"), text("a.json", '[{"text": "x"}]')),
+    Mistake("another dataset into the same folder", "dtt download -d b.txt --out data/corpus/book",
+            USAGE, ("holds another corpus", "download.out=FOLDER"), text("b.txt", "x")),
+    Mistake("a file where a folder should be", "dtt download -d book.jsonl", IO,
+            ("a file stands where a folder should be", "where: data\n", "name another folder"),
+            file_instead("data")),
+    Mistake("a corpus that is not there", "dtt tokenize -d other.jsonl", MISSING,
+            ("no corpus in data/corpus/other", "dtt download")),
+    Mistake("a corpus that has changed since", "dtt tokenize -c run.yaml", DAMAGED,
+            ("has changed", "book.jsonl", "dtt download -d"), append("book.jsonl", "{}\n")),
+    Mistake("a corpus that is gone since", "dtt tokenize -c run.yaml", MISSING,
+            ("is missing", "book.jsonl", "dtt download -d"), gone("book.jsonl")),
+    Mistake("a damaged manifest", "dtt tokenize -c run.yaml", DAMAGED,
+            ("data/corpus/book/manifest.json", "dtt download"),
+            text("data/corpus/book/manifest.json", "{")),
+    Mistake("a tokenizer that is not there",
+            "dtt tokenize -c run.yaml tokenizer.type=file tokenizer.path=gpt2/tokenizer.json",
+            MISSING, ("no tokenizer at gpt2/tokenizer.json", "tokenizer.path=FILE")),
+    Mistake("a Hub tokenizer, offline",
+            "dtt tokenize -c run.yaml tokenizer.type=file tokenizer.path=gpt2", UNFIT,
+            ("gpt2", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")),
+    Mistake("a tokenizer that is none",
+            "dtt tokenize -c run.yaml tokenizer.type=file tokenizer.path=run.yaml", DAMAGED,
+            ("not a tokenizer.json", "run.yaml", "name a file")),
+    Mistake("other options for the same token files",
+            "dtt tokenize -c run.yaml tokenize.validation_fraction=0.2", USAGE,
+            ("0.1 there, 0.2 now", "tokenize.out=FOLDER", "--overwrite")),
+    Mistake("too few documents to hold any out", "dtt tokenize -d three.jsonl", MISSING,
+            ("validation split", "tokenize.validation_fraction="), three_documents),
+    Mistake("two tokenize commands in one folder", "dtt tokenize -c run.yaml", UNFIT,
+            (f"{TOKENS} is in use", "wait for it"), in_use(TOKENS)),
+)  # fmt: skip
+
+TRAINING = (
+    Mistake("token files that are not there", f"{TRAIN} data.tokens=nowhere", MISSING,
+            ("no token files in nowhere", "dtt tokenize", "data.tokens=FOLDER")),
+    Mistake("a truncated .bin", TRAIN, DAMAGED,
+            ("train-00000.bin", "make it again: dtt tokenize"), cut(f"{TOKENS}/train-*.bin")),
+    Mistake("a damaged .idx", TRAIN, DAMAGED,
+            ("train-00000.idx", "not a Megatron index", "dtt tokenize"),
+            overwrite_start(f"{TOKENS}/train-00000.idx")),
+    Mistake("a token file that is gone", TRAIN, MISSING,
+            ("validation-00000.bin", "dtt tokenize"), gone(f"{TOKENS}/validation-00000.bin")),
+    Mistake("the token files' tokenizer is gone", f"{TRAIN} train.sample_tokens=4", MISSING,
+            ("tokenizer is missing", f"{TOKENS}/tokenizer.json"), gone(f"{TOKENS}/tokenizer.json")),
+    Mistake("a vocabulary smaller than the tokenizer's", f"{TRAIN} model.vocab_size=100", USAGE,
+            ("model.vocab_size (100)", "300", "model.vocab_size=null")),
+    Mistake("a GPU where there is none", f"{TRAIN} train.device=cuda", UNFIT,
+            ("no GPU", "train.device=cpu"), env={"CUDA_VISIBLE_DEVICES": ""}),
+    Mistake("less text than one sequence",
+            f"{TRAIN} train.seq_len=50000 train.global_batch_tokens=50000", USAGE,
+            ("shorter than one sequence", "train.seq_len=")),
+    Mistake("a tracker that is not installed", f"{TRAIN} 'track=[{{type: wandb}}]'", UNFIT,
+            ("wandb", "pip install 'dtt[wandb]'"), hidden_module("wandb"),
+            env={"PYTHONPATH": "."}),
+    Mistake("a learning rate that diverges", f"{TRAIN} optim.lr=1e30 optim.adamw.lr=1e30",
+            ExitCode.DIVERGED, ("loss is nan", "lower optim.lr")),
+    Mistake("a mistyped job", "dtt train jobs/smal", MISSING,
+            ("jobs/smal is not a job", "did you mean jobs/small?")),
+    Mistake("the folder above the job", "dtt train jobs", MISSING, ("did you mean jobs/small?",)),
+    Mistake("a job resumed with other values", "dtt train -c run.yaml model.dim=32", USAGE,
+            ("other values of: model.dim", "name=ANOTHER", "--allow-change model.dim")),
+    Mistake("a job resumed on other token files",
+            "dtt train jobs/small train.steps=12 --allow-change train.steps", USAGE,
+            ("other token files", "data.tokens=FOLDER", "name=ANOTHER"), retokenized),
+    Mistake("a job whose every checkpoint is damaged", "dtt train jobs/small", DAMAGED,
+            ("step-000008", "step-000004", "none of the 2 checkpoints", "mv jobs/small"),
+            cut("jobs/small/checkpoints/*/model.safetensors")),
+    Mistake("a file where the job should be", TRAIN, IO,
+            ("a file stands", "jobs/new"), file_instead("jobs/new")),
+    Mistake("two train commands of one job", "dtt train jobs/small", UNFIT,
+            ("jobs/small is in use", "wait for it"), in_use("jobs/small")),
+)  # fmt: skip
+
+RELEASE = (
+    Mistake("a step without a checkpoint", "dtt export jobs/small --step 5", MISSING,
+            ("no checkpoint of step 5", "4, 8", "without --step")),
+    Mistake("a step whose checkpoint is damaged", "dtt export jobs/small --step 8 --out new",
+            DAMAGED, ("step-000008", "model.safetensors", "leave --step out"),
+            cut("jobs/small/checkpoints/step-000008/model.safetensors")),
+    Mistake("a mistyped job to export", "dtt export jobs/smal", MISSING,
+            ("jobs/smal is not a job", "jobs/small?")),
+    Mistake("a job that never saved", "dtt export jobs/small", MISSING,
+            ("no checkpoint in", "control/save"), gone("jobs/small/checkpoints")),
+    Mistake("an export into a folder of something else", "dtt export jobs/small --out data", USAGE,
+            ("data holds something else", "--out")),
+    Mistake("an export over that of another step", "dtt export jobs/small --step 4", USAGE,
+            ("small, step 8", "--out")),
+    Mistake("an export of another model than was trained",
+            "dtt export jobs/small model.dim=32 --out new", USAGE,
+            ("other values of: model.dim", "leave those arguments out")),
+    Mistake("an export with another tokenizer", "dtt export jobs/small --out new", USAGE,
+            ("other token files", "data.tokens=FOLDER"), retokenized),
+    Mistake("an export that lost a file", "dtt export jobs/small", DAMAGED,
+            ("no longer whole", "rm -r exports/small"), gone("exports/small/model.safetensors")),
+    Mistake("generate from nothing", "dtt generate nowhere -p one", MISSING,
+            ("no model in nowhere", "exports/")),
+    Mistake("a prompt that is too long", f"dtt generate exports/small -p '{'one ' * 40}'", USAGE,
+            ("the prompt is too long", "32 tokens", "a shorter prompt")),
+    Mistake("an exported model without weights", "dtt generate exports/small", MISSING,
+            ("not a whole model", "safetensors", "dtt export"),
+            gone("exports/small/model.safetensors")),
+    Mistake("an exported model with cut weights", "dtt generate exports/small", DAMAGED,
+            ("exports/small is damaged", "dtt export"), cut("exports/small/model.safetensors")),
+    Mistake("an exported model with a damaged config", "dtt generate exports/small", DAMAGED,
+            ("config.json is not JSON", "dtt export"), text("exports/small/config.json", "{")),
+)  # fmt: skip
+
+GROUPS = {
+    "The command line": COMMAND_LINE,
+    "The configuration": CONFIG,
+    "download and tokenize": DATA,
+    "train": TRAINING,
+    "export and generate": RELEASE,
+}
+MISTAKES = [mistake for group in GROUPS.values() for mistake in group]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything in order: corpus, token files, a job of 8 steps, its export."""
+    folder = tmp_path_factory.mktemp("finished")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
+    (folder / "book.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
+    )
+    (folder / "run.yaml").write_text(RUN)
+    dtt = Dtt(folder)
+    for command in ("download", "tokenize", "train"):
+        dtt(command, "-c", "run.yaml")
+    dtt("export", "jobs/small")
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    manifest = tmp_path / "data/corpus/book/manifest.json"  # names the book by its absolute path
+    manifest.write_text(manifest.read_text().replace(str(finished), str(tmp_path)))
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but what every start of a job may add to its records."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "attempts" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each mistake printed, by its name."""
+    return {}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_is_told_with_what_to_do(
+    mistake: Mistake, dtt: Dtt, folder: Path, printed: dict[str, str]
+) -> None:
+    held = mistake.prepare(folder)
+    before = contents(folder)
+    program, *arguments = shlex.split(mistake.command)
+    assert program == "dtt"
+    done = dtt(*arguments, expect=mistake.code, **mistake.env)
+    del held
+    for words in mistake.says:
+        assert words in done.stderr
+    assert done.stdout == ""
+    after = contents(folder)
+    assert {name: after.get(name) for name in before} == before
+    printed[mistake.name] = done.stderr.replace(f"{folder}/", "/home/me/")
+
+
+def test_one_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    dtt: Dtt, folder: Path
+) -> None:
+    cut("jobs/small/checkpoints/step-000008/model.safetensors")(folder)
+    done = dtt("train", "jobs/small")
+    assert "rejected a checkpoint: checkpoint jobs/small/checkpoints/step-000008" in done.stderr
+    assert "resumed from jobs/small/checkpoints/step-000004" in done.stderr
+    assert "saved jobs/small/checkpoints/step-000008" in done.stderr
+
+
+def test_the_page_of_errors_has_every_mistake_and_every_exit_code(printed: dict[str, str]) -> None:
+    if os.environ.get("DTT_WRITE_DOCS") == "1":
+        PAGE.write_text(render(printed))
+    text = PAGE.read_text()
+    for mistake in MISTAKES:
+        assert f"### {mistake.name}\n\n`{shown(mistake)}`: exit code {mistake.code}\n" in text
+    for code in ExitCode:
+        assert f"| {code} | " in text
+
+
+def shown(mistake: Mistake) -> str:
+    """The command as typed, with the environment that matters."""
+    env = "".join(f"{name}={value} " for name, value in mistake.env.items())
+    return re.sub(r"(one ){40}", "one one one …", env + mistake.command)
+
+
+MEANINGS = {
+    ExitCode.DONE: "done",
+    ExitCode.BUG: "a bug in dtt: please report the traceback",
+    ExitCode.USAGE: "the command line or the configuration is wrong",
+    ExitCode.DAMAGED: "data or a checkpoint is not what was written",
+    ExitCode.INPUT_MISSING: "something that should be read is not there, or holds nothing",
+    ExitCode.IO: "the file system refused: disk full, permission denied",
+    ExitCode.PREEMPTED: "training was asked to stop and has saved: run the same command again",
+    ExitCode.DIVERGED: "the loss or a gradient is no longer a finite number",
+    ExitCode.UNFIT: "this machine lacks what was asked for, or another process has it",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+INTRODUCTION = """\
+# Errors
+
+Made from real runs by `DTT_WRITE_DOCS=1 pytest tests/e2e/test_mistakes.py`.
+
+An error is one message on stderr: what happened, where, why, and what to type next; stdout stays
+empty. `DTT_DEBUG=1` shows the traceback as well. Under torchrun, which flattens exit codes,
+`jobs/<name>/attempts/<n>/exit.json` keeps the code and the message.
+
+| exit code | meaning |
+| --- | --- |
+"""
+
+
+def render(printed: Mapping[str, str]) -> str:
+    """The page: exit codes, then each mistake with what it prints."""
+    out = [INTRODUCTION, *(f"| {code} | {MEANINGS[code]} |\n" for code in ExitCode)]
+    for title, group in GROUPS.items():
+        out.append(f"\n## {title}\n")
+        for mistake in group:
+            # What is logged before differs from machine to machine, and its time from run to run.
+            message = re.sub(r"(?m)^\d\d:\d\d:\d\d ", "12:00:00 ", printed[mistake.name])
+            start = re.search(r"(?m)^(12:00:00 rejected|dtt: |Usage: )", message)
+            assert start is not None
+            message = message[start.start() :]
+            out.append(f"\n### {mistake.name}\n\n`{shown(mistake)}`: exit code {mistake.code}\n")
+            out.append(f"\n```text\n{message.strip()}\n```\n")
+    return "".join(out)

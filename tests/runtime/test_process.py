@@ -1,0 +1,119 @@
+"""The edge of a command: what each kind of ending prints, and the exit code it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Done, Dtt
+
+from dtt.errors import ExitCode
+
+DTT = f"{shlex.quote(sys.executable)} -m dtt.main"
+
+
+def shell(folder: Path, script: str) -> Done:
+    """Run a bash script that fails when any part of a pipeline does."""
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", script],
+        cwd=folder, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def body(folder: Path, *lines: str) -> Done:
+    """Run `lines` as the body of a command."""
+    code = ["import os", "from dtt.runtime.process import command", "with command():"]
+    dtt = Dtt(folder)
+    return dtt.wait(dtt.start_python("-c", "\n".join([*code, *(f"    {line}" for line in lines)])))
+
+
+def test_a_users_fault_shows_its_traceback_only_when_asked(dtt: Dtt) -> None:
+    dtt("train", expect=ExitCode.USAGE)
+    debug = dtt.wait(dtt.start("train", DTT_DEBUG="1"))
+    assert debug.returncode == ExitCode.USAGE
+    assert "Traceback" in debug.stderr
+    assert "\ndtt: train takes either" in debug.stderr
+    assert debug.stdout == ""
+
+
+def test_a_bug_shows_its_traceback_and_asks_for_a_report(tmp_path: Path) -> None:
+    done = body(tmp_path, "{}['missing']")
+    assert done.returncode == ExitCode.BUG
+    assert "Traceback" in done.stderr
+    assert "KeyError: 'missing'" in done.stderr
+    assert done.stderr.endswith("dtt: this is a bug; please report the lines above\n")
+
+
+def test_ctrl_c_ends_quietly(dtt: Dtt, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hold")
+    code = "from dtt.runtime.process import command\nwith command(): open('hold').read()"
+    process = dtt.start_python("-c", code)
+    with (tmp_path / "hold").open("w"):  # opens when the body does
+        process.send_signal(signal.SIGINT)
+        done = dtt.wait(process)
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert done.stderr == "interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"{DTT} config schema | head -1")
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.DONE, "{\n", "")
+
+
+@pytest.mark.parametrize("results", ["schema", "explain seed"], ids=["long", "short"])
+def test_a_reader_that_never_reads_is_no_failure(tmp_path: Path, results: str) -> None:
+    done = shell(tmp_path, f"{DTT} config {results} | true")
+    assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
+
+
+@pytest.mark.parametrize("results", ["schema", "explain seed"], ids=["long", "short"])
+def test_a_full_disk_under_stdout_is_told(tmp_path: Path, results: str) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    done = shell(tmp_path, f"{DTT} config {results} > /dev/full")
+    assert done.returncode == ExitCode.IO
+    assert done.stderr.startswith("dtt: no space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_files_that_cannot_grow_are_told_and_nothing_half_written_counts(
+    dtt: Dtt, tmp_path: Path
+) -> None:
+    documents = (json.dumps({"text": f"{i} " + "word " * 50}) for i in range(2000))
+    (tmp_path / "book.jsonl").write_text("\n".join(documents))
+    dtt("download", "-d", "book.jsonl")
+    command = f"{DTT} tokenize -d book.jsonl tokenizer.vocab_size=300"
+    done = shell(tmp_path, f"ulimit -f 16; exec {command}")  # blocks of 1024 bytes
+    assert done.returncode == ExitCode.IO, done.stderr
+    assert "dtt: file too large" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("data/tokens/*/manifest.json"))
+    assert shell(tmp_path, command).returncode == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("open('nowhere')", ExitCode.INPUT_MISSING, "no such file or directory\n  where: nowhere"),
+        ("os.mkdir('file/sub')", ExitCode.IO, "a file stands where a folder should be"),
+        ("os.mkdir('file/sub')", ExitCode.IO, "where: file\n"),
+        ("os.makedirs('file', exist_ok=True)", ExitCode.IO, "where: file\n  next:  name another"),
+        ("raise PermissionError(13, 'Permission denied', 'x')", ExitCode.IO, "ls -ld"),
+        ("raise OSError('odd')", ExitCode.IO, "dtt: odd\n"),
+    ],
+)  # fmt: skip
+def test_what_the_system_refuses_is_told_in_words(
+    tmp_path: Path, fault: str, code: ExitCode, says: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = body(tmp_path, fault)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
