@@ -36,7 +36,7 @@ Config = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Config keys, as train.steps=500."),
+    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as train.steps=500."),
 ]
 Dataset = Annotated[
     str | None,
@@ -121,7 +121,9 @@ def tokenize(
 def train(
     job_or_overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="JOB|KEY=VALUE", help="A job directory to resume; config keys."),
+        typer.Argument(
+            metavar="[JOB] [KEY=VALUE]…", help="A job directory to resume; config keys."
+        ),
     ] = None,
     config: Config = None,
     allow_change: Annotated[
@@ -145,7 +147,7 @@ def train(
     )
 )
 def export(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")],
+    job: Annotated[Path, typer.Argument(help="Job directory, as jobs/quickstart.")],
     overrides: Overrides = None,
     step: Annotated[
         int | None, typer.Option(help="Checkpoint to export; the newest if absent.")
@@ -172,9 +174,7 @@ def export(
     )
 )
 def generate(
-    source: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Job directory or exported folder.")
-    ],
+    source: Annotated[Path, typer.Argument(help="Job directory or exported folder.")],
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="Text to go on with; - reads stdin.")
     ] = "",

@@ -403,7 +403,8 @@ def test_the_page_of_errors_has_every_mistake_and_every_exit_code(printed: dict[
         PAGE.write_text(render(printed))
     text = PAGE.read_text()
     for mistake in MISTAKES:
-        assert f"### {mistake.name}\n\n`{shown(mistake)}`: exit code {mistake.code}\n" in text
+        assert f"### {mistake.name}\n\nExit code {mistake.code}.\n" in text
+        assert f"\n$ {shown(mistake)}\n" in text
     for code in ExitCode:
         assert f"| {code} | " in text
 
@@ -452,6 +453,6 @@ def render(printed: Mapping[str, str]) -> str:
             start = re.search(r"(?m)^(12:00:00 rejected|dtt: |Usage: )", message)
             assert start is not None
             message = message[start.start() :]
-            out.append(f"\n### {mistake.name}\n\n`{shown(mistake)}`: exit code {mistake.code}\n")
-            out.append(f"\n```text\n{message.strip()}\n```\n")
+            out.append(f"\n### {mistake.name}\n\nExit code {mistake.code}.\n")
+            out.append(f"\n```text\n$ {shown(mistake)}\n{message.strip()}\n```\n")
     return "".join(out)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from dtt.artifacts import TokensManifest
-from dtt.config.explain import show
+from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.train import TensorBoardConfig, WandbConfig
@@ -89,6 +89,10 @@ def find_job(
         load_job(job.root)  # InputError if it is none
     else:
         job = JobDir(resolve(config, overrides).config.job_dir)
+    for key in allow_change:
+        close = explain.nearest(key)
+        if close != key:
+            raise ConfigError(f"--allow-change {key}: no such key", next=f"--allow-change {close}")
     if not job.config.exists():
         return resolve(config, overrides), job
     resolved = resolve(config, overrides, job_config=job.config)
@@ -175,7 +179,7 @@ def find_checkpoint(job: JobDir, tokens: TokensManifest, world: World) -> Checkp
 
 def write_job_files(resolved: Resolved, job: JobDir) -> None:
     """Keep what this attempt runs with."""
-    write_atomically(job.config, show(resolved.config, resolved.layer))
+    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
     job.write_environment()
     with (job.root / "overrides.txt").open("a", encoding="utf-8") as file:
         file.write(shlex.join(sys.argv[1:]) + "\n")

@@ -100,6 +100,8 @@ def make_plan(
         write_atomically(_begun_path(out), begun.model_dump_json(indent=1) + "\n")
     if _is_complete(out, begun):
         return Plan(begun, units, [], complete=True)
+    for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:  # of a killed process
+        torn.unlink()
     pending = [unit for unit in units if read_marker(out, unit.index, begun.key) is None]
     (out / TokensManifest.filename).unlink(missing_ok=True)
     for unit in pending:
