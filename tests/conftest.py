@@ -18,7 +18,7 @@ os.environ.update(
     WANDB_MODE="offline",
     TOKENIZERS_PARALLELISM="false",
 )
-# A shell starts what it puts into the background deaf to Ctrl-C; the processes of tests must hear it.
+# A shell starts what it puts into the background deaf to Ctrl-C; processes of tests must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in ("DTT_DEBUG", "HF_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(name, None)
