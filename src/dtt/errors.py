@@ -76,6 +76,10 @@ class Diverged(DttError):
     exit_code = ExitCode.DIVERGED
 
 
+class PeerLost(DttError):
+    """Another process of the run has ended; what it said, and its exit code, is the cause."""
+
+
 class Preempted(DttError):
     """Training was asked to stop and has saved: the same command goes on from there."""
 

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import transformers
 from tiny_job import write_job
 
+from dtt.artifacts import ExportManifest
 from dtt.commands import export
 from dtt.errors import ConfigError, InputError
+
+
+def run_export(
+    job: Path, overrides: Sequence[str] = (), *, step: int | None = None, out: Path | None = None
+) -> ExportManifest:
+    return export.run(job, overrides, step=step, out=out, upload=None, private=False)
 
 
 @pytest.fixture
@@ -19,7 +27,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_newest_checkpoint_is_exported_to_the_default_place(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = export.run(job)
+    manifest = run_export(job)
     assert (manifest.job, manifest.step, manifest.dtype) == ("tiny", 10, "bf16")
     assert capsys.readouterr().out.startswith("exports/tiny: step 10, ")
     folder = Path("exports/tiny")
@@ -32,25 +40,40 @@ def test_the_newest_checkpoint_is_exported_to_the_default_place(
 
 
 def test_the_same_again_writes_nothing(job: Path) -> None:
-    first = export.run(job)
+    first = run_export(job)
     before = Path("exports/tiny").stat().st_mtime_ns
-    assert export.run(job) == first
+    assert run_export(job) == first
     assert Path("exports/tiny").stat().st_mtime_ns == before
 
 
 def test_a_step_a_place_and_a_dtype_can_be_named(job: Path, tmp_path: Path) -> None:
     out = tmp_path / "released" / "five"
-    manifest = export.run(job, ["export.dtype=fp32"], step=5, out=out)
+    manifest = run_export(job, ["export.dtype=fp32"], step=5, out=out)
     assert (manifest.step, manifest.dtype) == (5, "fp32")
-    with pytest.raises(ConfigError, match="another export: tiny, step 5"):
-        export.run(job, ["export.dtype=fp32"], out=out)
+
+
+def test_a_later_export_takes_the_place_of_the_one_before(
+    job: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_export(job, step=5)
+    assert run_export(job).step == ExportManifest.read(Path("exports/tiny")).step == 10
+    assert "step 10: exports/tiny, in place of an earlier export" in caplog.text
+
+
+def test_an_export_of_another_job_is_refused(job: Path) -> None:
+    out = Path("exports/tiny")
+    theirs = run_export(job, step=5).model_copy(update={"job": "theirs"})
+    (out / theirs.filename).write_text(theirs.dump())
+    with pytest.raises(ConfigError, match="the export of another job: theirs, step 5"):
+        run_export(job)
+    assert ExportManifest.read(out) == theirs
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(job: Path) -> None:
     with pytest.raises(InputError, match=r"no checkpoint of step 7.*\n.*5, 10"):
-        export.run(job, step=7)
+        run_export(job, step=7)
 
 
 def test_a_folder_that_is_no_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a job directory"):
-        export.run(tmp_path)
+        run_export(tmp_path)

@@ -128,6 +128,12 @@ def test_an_unknown_config_name_names_the_nearest() -> None:
         resolve("quikstart", env={})
 
 
+@pytest.mark.parametrize("name", ["DTT_TRAIN_STEPS", "DTT_FOO", "DTT_TRIAN__STEPS"])
+def test_a_mistyped_environment_variable_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        resolve(None, env={name: "5"})
+
+
 def test_a_shipped_dataset_name_brings_its_facts_and_what_was_said_wins() -> None:
     cfg = resolve(None, ["download.dataset=fineweb-edu", "download.split=test"], env={}).config
     assert cfg.download.dataset == "HuggingFaceFW/fineweb-edu"

@@ -71,6 +71,10 @@ def test_a_split_is_a_word_of_the_path(tmp_path: Path) -> None:
     assert chosen("test") == {"Test.txt"}
     with pytest.raises(InputError, match=r"no file of .* is of split 'other'"):
         local_files(tmp_path, "other")
+    single = tmp_path / "val-0.txt"
+    assert local_files(single, "validation") == [single.resolve()]
+    with pytest.raises(InputError, match="is of split 'train'"):
+        local_files(single, "train")
 
 
 def test_hidden_and_foreign_files_are_left_out(tmp_path: Path) -> None:
@@ -114,6 +118,35 @@ def test_an_unknown_column_is_told_with_those_that_there_are(corpora: Any) -> No
     with pytest.raises(ConfigError, match="column 'n' does not hold text"):
         corpora.make({"a.parquet": content}, text_column="n")
     assert corpora.make({"a.parquet": content}, text_column="story").manifest.text_column == "story"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "columns"),
+    [
+        ("jsonl", LINE, b'\n{"content": "x", "id": 1}\n', "content, id"),
+        ("csv", b"text,id\na,1\n", b"content,id\na,1\n", "content, id"),
+        ("parquet", parquet(text=["a"]), parquet(content=["a"], id=[1]), "content, id"),
+    ],
+)
+def test_a_later_file_without_the_column_is_named(
+    corpora: Any, name: str, first: bytes, second: bytes, columns: str
+) -> None:
+    files = {f"a.{name}": first, f"b.{name}": first, f"c.{name}": second}
+    with pytest.raises(ConfigError, match=rf"no column 'text'\n.*c\.{name}\n.*: {columns}; "):
+        corpora.make(files)
+
+
+@pytest.mark.parametrize("option", ["name", "revision"])
+def test_options_of_the_hub_are_refused_elsewhere(corpora: Any, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"download\.{option} \(x\) is for .* the Hub"):
+        corpora.make({"a.txt": b"x"}, **{option: "x"})
+    with pytest.raises(ConfigError, match=rf"download\.{option}=null"):
+        corpora.download(dataset="python-stdlib", **{option: "x"})
+
+
+def test_the_standard_library_has_no_splits(corpora: Any) -> None:
+    with pytest.raises(ConfigError, match=r"download\.split=null"):
+        corpora.download(dataset="python-stdlib", split="train")
 
 
 @pytest.mark.parametrize(

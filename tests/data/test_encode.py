@@ -297,15 +297,17 @@ def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
     corpus = corpora.make({"a.jsonl": jsonl([f"{i} {text(i)}" for i in range(5000)])})
     run(corpus, tmp_path / "alone")
     out = tmp_path / "out"
+    (out / ".units").mkdir(parents=True)
+    blocked = out / ".units/00010.train.bin"
+    os.mkfifo(blocked)  # without a reader: the rank that comes to this unit cannot finish it
     job = start(2, corpus, out)
     rank = None
-    while not any(out.glob(".units/0*.json")):
+    while rank is None or not any(out.glob(".units/0*.json")):
         assert job.poll() is None, job.communicate()
         rank = rank or find_rank(job, killed)
-        time.sleep(0.002)
-    assert rank is not None
     os.kill(rank, signal.SIGKILL)
     job.communicate(timeout=60)
+    blocked.unlink()
     assert job.returncode != 0
     assert not TokensManifest.exists(out)
     finished = len(list(out.glob(".units/0*.json")))

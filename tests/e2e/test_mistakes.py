@@ -67,6 +67,16 @@ def cut(*patterns: str) -> Prepare:
     return prepare
 
 
+def exported_by(job: str) -> Prepare:
+    """The export at exports/small is of `job`."""
+
+    def prepare(folder: Path) -> None:
+        manifest = folder / "exports/small/dtt_export.json"
+        manifest.write_text(manifest.read_text().replace('"small"', f'"{job}"'))
+
+    return prepare
+
+
 def gone(name: str) -> Prepare:
     def prepare(folder: Path) -> None:
         path = folder / name
@@ -297,8 +307,8 @@ RELEASE = (
             ("no checkpoint in", "control/save"), gone("jobs/small/checkpoints")),
     Mistake("an export into a folder of something else", "dtt export jobs/small --out data", USAGE,
             ("data holds something else", "--out")),
-    Mistake("an export over that of another step", "dtt export jobs/small --step 4", USAGE,
-            ("small, step 8", "--out")),
+    Mistake("an export over that of another job", "dtt export jobs/small --step 4", USAGE,
+            ("another job: other, step 8", "--out"), exported_by("other")),
     Mistake("an export of another model than was trained",
             "dtt export jobs/small model.dim=32 --out new", USAGE,
             ("other values of: model.dim", "leave those arguments out")),

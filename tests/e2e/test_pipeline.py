@@ -100,6 +100,8 @@ def test_asked_to_stop_the_pipeline_saves_and_goes_on(dtt: Dtt, books: Path) -> 
     process.terminate()
     stopped = Dtt.wait(process)
     assert stopped.returncode == 75, stopped.stderr
+    other = dtt(*command, "schedule.decay=0.1", "pipeline.train_processes=2", expect=2)
+    assert "schedule.decay" in other.stderr
     record = json.loads((dtt.folder / "jobs/long/attempts/1/exit.json").read_text())
     assert record["code"] == 75
     assert record["checkpoint"] == f"step-{record['step']:06d}"

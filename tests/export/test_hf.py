@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from tokenizers import Tokenizer, processors
 
 from dtt.artifacts import ExportManifest
 from dtt.errors import ConfigError, DamagedError
@@ -79,13 +80,52 @@ def test_the_same_export_is_recognised_and_another_refused(
     assert hf.already_done(out, ORIGIN, "fp32") is None
     manifest = export(trained, out)
     assert hf.already_done(out, ORIGIN, "fp32") == manifest
-    with pytest.raises(ConfigError, match=r"another export: job, step 7, fp32\n.*--out"):
-        hf.already_done(out, hf.Origin("job", 8, "beef"), "fp32")
-    with pytest.raises(ConfigError, match="another export"):
-        hf.already_done(out, ORIGIN, "bf16")
+    with pytest.raises(ConfigError, match=r"of another job: job, step 7, fp32\n.*--out"):
+        hf.already_done(out, hf.Origin("other", 8, "beef"), "fp32")
+    assert hf.already_done(out, ORIGIN, "bf16") is None
     (out / "config.json").unlink()
     with pytest.raises(DamagedError, match="no longer whole"):
         hf.already_done(out, ORIGIN, "fp32")
+
+
+def test_an_earlier_export_of_the_job_is_replaced(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "exports" / "run"
+    export(trained, out, size="20KB")
+    assert (out / "model.safetensors.index.json").is_file()
+    later = hf.Origin("job", 8, "beef")
+    manifest = hf.export(trained, later, out, dtype="bf16", max_shard_size="5GB", card="")
+    assert ExportManifest.read(out) == manifest
+    assert {path.name for path in out.iterdir()} == {
+        *(file.path for file in manifest.files),
+        manifest.filename,
+    }
+    assert [path.name for path in out.parent.iterdir()] == ["run"]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(trained: Trained, tmp_path: Path) -> None:
+    manifest = export(trained, tmp_path / "run")
+    lie = dataclasses.replace(trained.arch, n_layers=3)
+    with pytest.raises(DamagedError, match="missing"):
+        export(dataclasses.replace(trained, arch=lie), tmp_path / "run", "bf16")
+    assert hf.already_done(tmp_path / "run", ORIGIN, "fp32") == manifest
+
+
+def test_a_tokenizer_that_adds_tokens_gives_the_ids_of_the_token_files(
+    trained: Trained, tmp_path: Path
+) -> None:
+    adding = Tokenizer.from_file(str(trained.tokenizer))
+    begin = ("<|endoftext|>", 0)
+    adding.post_processor = processors.TemplateProcessing(
+        single=f"{begin[0]} $A", special_tokens=[begin]
+    )
+    adding.enable_truncation(4)
+    adding.enable_padding(length=9)
+    adding.save(str(tmp_path / "tokenizer.json"))
+    export(dataclasses.replace(trained, tokenizer=tmp_path / "tokenizer.json"), tmp_path / "run")
+    expected = Tokenizer.from_file(str(trained.tokenizer)).encode("def main").ids
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert adding.encode("def main").ids[0] == 0
+    assert loaded("def main")["input_ids"] == expected
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -9,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.config.model import ModelConfig
+from dtt.config.train import TrainConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast, gradient_sync
 from dtt.runtime.dist import World, start
 from dtt.runtime.ranks import Ranks
+from dtt.train.evaluate import Sampler
 
 ROWS, SEQ_LEN = 8, 16
 
@@ -112,3 +116,31 @@ def test_autocast_multiplies_in_bf16_only_when_asked() -> None:
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with autocast(cpu, precision):
             assert linear(torch.ones(1, 4)).dtype == dtype
+
+
+def test_evaluation_and_samples_leave_the_training_graph_static(
+    monkeypatch: pytest.MonkeyPatch, tokens: Path
+) -> None:
+    graphs: list[list[object]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append(inputs)
+        return graph.forward
+
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: real(self, backend=record, **how)
+    )
+    torch.compiler.reset()
+    model = make_model()
+    module = apply(model, start(Ranks(), "cpu"), compile_blocks=True)
+    ids = torch.randint(0, model.arch.vocab_size, (8, 9))
+    with torch.no_grad():
+        for rows in (8, 3):
+            module(ids[:rows, :-1], ids[:rows, 1:])
+    Sampler(TrainConfig(sample_tokens=6), tokens / "tokenizer.json", 0, seed=0).record(model, 0)
+    before = len(graphs)
+    for _ in range(2):
+        module(ids[:, :-1], ids[:, 1:]).backward()
+    assert len(graphs) == before + 1
+    assert not any(isinstance(i, torch.SymInt) for inputs in graphs for i in inputs)

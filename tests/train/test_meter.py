@@ -53,14 +53,14 @@ def test_a_longer_name_comes_before_one_it_contains() -> None:
 
 def test_a_cpu_has_no_peak_and_no_share_of_it(clock: SimpleNamespace) -> None:
     assert peak_flops(CPU) is None
-    cpu = Meter(CPU, 1, 1000)
+    cpu = Meter(CPU, 1, 1000, "bf16")
     cpu.add(64)
     clock.now += 1
     assert cpu.read()["mfu"] is None
 
 
 def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 2, 1000)
+    speed = Meter(CPU, 2, 1000, "bf16")
     for _ in range(4):
         speed.add(500)
     clock.now += 8
@@ -72,7 +72,7 @@ def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -
 
 
 def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, 1000)
+    speed = Meter(CPU, 1, 1000, "bf16")
     speed.add(10)
     clock.now += 1000
     speed.restart()
@@ -81,17 +81,31 @@ def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
     assert speed.read()["tokens_per_second"] == 10.0
 
 
+def test_time_of_a_pause_does_not_count(clock: SimpleNamespace) -> None:
+    speed = Meter(CPU, 1, 1000, "bf16")
+    speed.add(10)
+    clock.now += 1
+    with speed.paused():
+        clock.now += 1000
+    assert speed.read()["tokens_per_second"] == 10.0
+
+
+def test_there_is_no_share_of_the_bf16_peak_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
+    assert Meter(CPU, 4, 1000, "fp32").read()["mfu"] is None
+
+
 def test_the_share_counts_all_devices(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
-    share = Meter(CPU, world_size=4, flops_per_token=1000)
+    share = Meter(CPU, 4, 1000, "bf16")
     share.add(2000)
     clock.now += 1
     assert share.read()["mfu"] == 0.5  # 2e6 FLOP/s of 4e6
 
 
 def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
-    reading = Meter(CPU, 1, 1).read()
+    reading = Meter(CPU, 1, 1, "bf16").read()
     resident = psutil.Process().memory_info().rss / 1e9
     assert reading["memory_gb"] == pytest.approx(resident, rel=0.2)

@@ -46,7 +46,7 @@ def exit_record(job: Path, attempt: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of 40 steps that nothing disturbed; `long` names its settings."""
+    """A job of 120 steps that nothing disturbed; `long` names its settings."""
     folder = tmp_path_factory.mktemp("undisturbed")
     Dtt(folder)("train", *long(tokens), OMP_NUM_THREADS="1")
     return folder / "jobs/t"
@@ -56,9 +56,9 @@ def long(tokens: Path) -> list[str]:
     """A run with accumulation, Muon, dropout, evaluation, samples and many checkpoints."""
     return [
         f"data.tokens={tokens}", "name=t", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
-        "model.dropout=0.1", "train.steps=40", "train.seq_len=32", "train.micro_batch=3",
+        "model.dropout=0.1", "train.steps=120", "train.seq_len=32", "train.micro_batch=3",
         "train.global_batch_tokens=256", "train.eval_every=7", "train.log_every=3",
-        "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=4",
+        "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=8",
         "schedule.warmup_steps=2",
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
     kills = 0
     for _ in range(30):
         process = dtt.start("train", *long(tokens), OMP_NUM_THREADS="1")
-        target = reached(job) + generator.randrange(1, 9)
+        target = reached(job) + generator.randrange(1, 16)
         wait_until(lambda: process.poll() is not None or reached(job) >= target)  # noqa: B023
         time.sleep(generator.random() * 0.05)  # somewhere inside a step, a save, an evaluation
         process.kill()
@@ -107,7 +107,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
             break
     dtt("train", *long(tokens))
     assert kills == 5
-    assert_same_run(undisturbed, job, 40)
+    assert_same_run(undisturbed, job, 120)
 
 
 def reached(job: Path) -> int:
@@ -142,8 +142,8 @@ def test_asked_to_stop_it_saves_exits_75_and_goes_on_bit_for_bit(
     assert record["code"] == 75
     assert record["checkpoint"] == f"step-{record['step']:06d}"
     assert not (job / "control/stop").exists()
-    dtt("train", job, "checkpoint.every=4")
-    assert_same_run(undisturbed, job, 40)
+    dtt("train", job, "checkpoint.every=8")
+    assert_same_run(undisturbed, job, 120)
 
 
 def test_a_signal_before_the_first_step_saves_too(dtt: Dtt, tiny: Settings) -> None:
@@ -226,6 +226,16 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(dtt: Dtt, tiny: Set
 
     resumed = dtt("train", "jobs/two", "train.steps=16", "--allow-change", "train.steps")
     assert "resumed from jobs/two/checkpoints/step-000012" in resumed.stderr
+
+
+def test_when_one_rank_fails_the_others_do_not_call_it_a_bug(dtt: Dtt, tiny: Settings) -> None:
+    (dtt.folder / "jobs/t").mkdir(parents=True)
+    (dtt.folder / "jobs/t/checkpoints").write_text("a file where a folder should be")
+    failed = Dtt.wait(torchrun(dtt, 2, "train", *tiny()))
+    assert failed.returncode != 0
+    assert "this is a bug" not in failed.stderr
+    record = exit_record(dtt.folder / "jobs/t", 1)
+    assert (record["code"], record["rank"]) == (74, 0)
 
 
 def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Settings) -> None:

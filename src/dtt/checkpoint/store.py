@@ -59,7 +59,7 @@ class Checkpoint:
         return any(file.path == name for file in self.manifest.files)
 
     def state(self) -> dict[str, Any]:
-        """What is not a tensor: position, ledger, optimizer scalars."""
+        """What is not a tensor: the position in the run, and the ledger."""
         state: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
         return state
 

@@ -1,2 +1,2 @@
-"""One file per command.
-May touch:  wiring, in one run() each:everything but main."""
+"""One file per command, with the wiring of its parts.
+May touch: everything but main."""

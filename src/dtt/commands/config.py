@@ -33,4 +33,10 @@ def explain(key: str, config: str | None) -> None:
 
 def schema() -> None:
     """Print the JSON schema."""
-    print(json.dumps(RunConfig.model_json_schema(), indent=1))
+    schema = RunConfig.model_json_schema()
+    name = {"type": "string"}
+    schema["properties"]["extends"] = {
+        "description": "Configs that lie below this one: paths beside it, or shipped ones by name.",
+        "anyOf": [name, {"type": "array", "items": name}],
+    }
+    print(json.dumps(schema, indent=1))

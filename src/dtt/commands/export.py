@@ -16,17 +16,17 @@ from dtt.runtime.log import log
 
 def run(
     job: Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str],
     *,
-    step: int | None = None,
-    out: Path | None = None,
-    upload: str | None = None,
-    private: bool = False,
+    step: int | None,
+    out: Path | None,
+    upload: str | None,
+    private: bool,
 ) -> ExportManifest:
     """Export the checkpoint of `step` (default: the newest), unless it is exported already.
 
-    Prints where it lies and how far `transformers` was from our logits; `upload` names a Hub
-    repository to send it to, made `private` if it is new.
+    Replaces an earlier export of the same job. Prints where it lies and how far `transformers` was
+    from our logits; `upload` names a Hub repository to send it to, made `private` if it is new.
     """
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
 
@@ -42,7 +42,8 @@ def run(
     if manifest is not None:
         log.info("export: done before, %s is of this checkpoint", folder)
     else:
-        log.info("export: writing step %d to %s and verifying it", checkpoint.step, folder)
+        replaced = ", in place of an earlier export" if ExportManifest.exists(folder) else ""
+        log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
         trained = read_checkpoint(cfg, checkpoint)
         manifest = hf.export(
             trained,

@@ -18,11 +18,11 @@ def run(
     source: Path,
     prompt: str,
     *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int | None = None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    seed: int | None,
 ) -> None:
     """Print `prompt` (`-`: standard input) and its continuation by a job's newest checkpoint or an
     exported folder, as it comes. An empty prompt begins a new document."""
@@ -37,7 +37,7 @@ def run(
 
     tokenizer = open_tokenizer(trained.tokenizer)
     text = sys.stdin.read() if prompt == "-" else prompt
-    ids = tokenizer.encode(text).ids or [trained.end_of_document]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids or [trained.end_of_document]
     if len(ids) >= trained.arch.max_seq_len:
         raise ConfigError(
             f"the prompt is too long: {len(ids)} tokens",

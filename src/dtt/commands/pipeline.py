@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dtt.artifacts import CorpusManifest, TokensManifest
-from dtt.config.load import resolve
+from dtt.commands.train import find_job
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError, ExitCode
 from dtt.launch import local
@@ -28,7 +28,8 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     """
     arguments = [f"download.dataset={dataset}"] if dataset else []
     arguments += overrides
-    cfg = resolve(config, arguments).config
+    resolved, job = find_job(config, arguments, ())
+    cfg = resolved.config
     if cfg.download.dataset is None and not CorpusManifest.exists(cfg.corpus_dir):
         raise ConfigError(
             "no dataset is named",
@@ -38,10 +39,11 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     start = time.monotonic()
     for number, (stage, argv) in enumerate(stages(cfg, options), start=1):
         print(f"\n[{number}/4] {stage}: {as_typed(argv)}", file=sys.stderr, flush=True)
+        before = job.attempt()
         code = local.run(argv)
         if code != ExitCode.DONE:
-            sys.exit(report_stop(stage, code, JobDir(cfg.job_dir)))
-    print(closing(cfg, summarize(JobDir(cfg.job_dir).metrics), time.monotonic() - start, config))
+            sys.exit(report_stop(stage, code, job, began=job.attempt() > before))
+    print(closing(cfg, summarize(job.metrics), time.monotonic() - start, config))
 
 
 def stages(cfg: RunConfig, options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -83,14 +85,15 @@ def as_typed(argv: Sequence[str]) -> str:
     return text.replace(f"{Path(sys.executable).parent}/", "")
 
 
-def report_stop(stage: str, code: int, job: JobDir) -> int:
+def report_stop(stage: str, code: int, job: JobDir, *, began: bool) -> int:
     """Say where the pipeline stopped; returns the exit code the stage meant.
 
-    torchrun says 1 for everything, below many lines of its own: `exit.json` has the truth.
+    torchrun says 1 for everything, below many lines of its own: the `exit.json` of the attempt, if
+    one began, has the truth.
     """
     reason = ""
     path = job.root / "attempts" / str(job.attempt()) / "exit.json"
-    if stage == "train" and code == ExitCode.BUG and path.exists():
+    if began and code == ExitCode.BUG and path.exists():
         record = json.loads(path.read_text())
         code, reason = record["code"], f"\n{record['reason']}"
     print(f"\nthe pipeline stopped in {stage}, exit code {code}{reason}", file=sys.stderr)

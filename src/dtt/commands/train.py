@@ -20,6 +20,7 @@ from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
+from dtt.train.stop import Requests
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from dtt.track.base import Tracker
     from dtt.train.evaluate import Evaluator, Sampler
     from dtt.train.plan import Plan
-    from dtt.train.stop import Requests
     from dtt.train.trainer import Trainer
 
 
@@ -45,18 +45,15 @@ def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str
         )
     if ranks.first:
         check_shards(tokens_dir)
+    requests = Requests(job)  # from here on signals are heard; what follows is slow to import
+    from dtt.runtime import dist
+
     holding = exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
-    with holding, attempt(job, ranks):
-        from dtt.train.stop import Requests
-
-        requests = Requests(job)
-        from dtt.runtime import dist
-
-        world = dist.start(ranks, resolved.config.train.device)
-        try:
-            train(resolved, job, world, requests)
-        finally:
-            dist.stop()
+    try:
+        with holding, attempt(job, ranks), dist.lost_peers_told():
+            train(resolved, job, dist.start(ranks, resolved.config.train.device), requests)
+    finally:
+        dist.stop()  # after exit.json was written: the others now see that this process has ended
 
 
 def check_shards(folder: Path) -> None:
@@ -142,12 +139,14 @@ def train(resolved: Resolved, job: JobDir, world: World, requests: Requests) -> 
     source = Windows(cfg.tokens_dir, tokens, "train", cfg.train.seq_len)
     plan = make_plan(cfg, tokens, len(source), world)
     resume = find_checkpoint(job, tokens, world)
+    if world.first:
+        write_atomically(job.config, explain.show(resolved.config, resolved.layer))
     if resume is not None and resume.step >= plan.steps:
         log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
         return
     if world.first:
         log.info("%s", plan.describe(world))
-        write_job_files(resolved, job)
+        write_provenance(job)
     trainer = build(cfg, plan, job, world, tokens, source, requests, resume)
     with ExitStack() as stack:
         for tracker in trainer.trackers:
@@ -177,9 +176,8 @@ def find_checkpoint(job: JobDir, tokens: TokensManifest, world: World) -> Checkp
     return resume
 
 
-def write_job_files(resolved: Resolved, job: JobDir) -> None:
-    """Keep what this attempt runs with."""
-    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+def write_provenance(job: JobDir) -> None:
+    """Keep what this attempt was started with, and where."""
     job.write_environment()
     with (job.root / "overrides.txt").open("a", encoding="utf-8") as file:
         file.write(shlex.join(sys.argv[1:]) + "\n")
@@ -227,7 +225,7 @@ def build(
         sampler=make_sampler(cfg, tokens),
         trackers=make_trackers(cfg, plan, job, resume) if world.first else [],
         requests=requests,
-        meter=Meter(world.device, world.size, plan.flops_per_token),
+        meter=Meter(world.device, world.size, plan.flops_per_token, plan.precision),
         data_key=tokens.key,
     )
 

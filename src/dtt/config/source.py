@@ -18,6 +18,9 @@ from dtt.errors import ConfigError, InputError
 
 Key = tuple[str, ...]
 
+# Variables of ours that are no keys: of the command line, of env.sh, of the tests and test cluster.
+SWITCHES = ("DTT_DEBUG", "DTT_PYTHON", "DTT_SHARED", "DTT_NO_SKIP", "DTT_WRITE_DOCS", "DTT_SLURM_")
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -142,7 +145,10 @@ def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
 
 
 def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
-    """`DTT_TRAIN__STEPS=5` is `train.steps`; one word (`DTT_SEED`) must be a top-level key."""
+    """`DTT_TRAIN__STEPS=5` is `train.steps`, `DTT_SEED=1` is `seed`.
+
+    ConfigError for a name that is neither a key nor one of dtt's own switches.
+    """
     known = set(sections)
     layer: Layer = {}
     for name, text in env.items():
@@ -150,6 +156,12 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
             key = tuple(name[4:].lower().split("__"))
             if len(key) > 1 or key[0] in known:
                 layer[key] = Leaf(parse_scalar(text), f"environment {name}")
+            elif not name.startswith(SWITCHES):
+                raise ConfigError(
+                    f"the environment variable {name} is no key of dtt",
+                    why="sections and keys are joined by two underscores",
+                    next="for example DTT_TRAIN__STEPS=500, or unset it",
+                )
     return layer
 
 

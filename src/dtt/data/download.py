@@ -36,6 +36,7 @@ def download(cfg: DownloadConfig, out: Path) -> CorpusManifest:
     with exclusive(out, "dtt download"):
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind = _kind(cfg.dataset)
+        _check_options(cfg, kind)
         dataset = str(Path(cfg.dataset).expanduser().resolve()) if kind == "local" else cfg.dataset
         if previous and (previous.source.kind, previous.source.id) != (kind, dataset):
             raise ConfigError(
@@ -71,6 +72,19 @@ def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
         why="it is no shipped name, no file or folder here, and no Hub id (org/name)",
         next="dtt download -d FILE, FOLDER, ORG/NAME or python-stdlib",
     )
+
+
+def _check_options(cfg: DownloadConfig, kind: str) -> None:
+    """ConfigError for an option that says nothing about this kind of dataset."""
+    foreign = {"hub": (), "local": ("name", "revision"), "stdlib": ("name", "revision", "split")}
+    for option in foreign[kind]:
+        value = getattr(cfg, option)
+        if value is not None:
+            raise ConfigError(
+                f"download.{option} ({value}) is for datasets of the Hub",
+                why=f"{cfg.dataset} is not from there",
+                next=f"leave --{option} out, or set download.{option}=null",
+            )
 
 
 def _from_stdlib(out: Path, previous: CorpusManifest | None) -> CorpusManifest:
@@ -157,7 +171,7 @@ def _manifest(
         dataset=out.resolve().name,
         source=source,
         file_format=file_format,
-        text_column=None if is_txt else find_text_column(paths[0], cfg.text_column),
+        text_column=None if is_txt else find_text_column(paths, cfg.text_column),
         txt_documents=documents if is_txt else None,
         files=files,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +30,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = "parquet, jsonl, json (one object a line), csv and txt, the last four also as .gz or .zst"
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
+FIRST_LINES = 100
+"""Of a .jsonl file, in which its columns are looked for."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BUFFER_BYTES = 2**16
 """Of a compressed file that breaks off, at most so much that could be read is lost."""
@@ -68,21 +72,31 @@ def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
     return stream, csv.DictReader(stream)
 
 
-def find_text_column(path: Path, asked: str | None) -> str:
-    """The column of `path` to read: the one `asked` for, or the one that looks like the text.
+def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
+    """The column of `paths` to read: the one `asked` for, or what looks like the text in the first.
 
-    Raises ConfigError that lists the columns when there is no such column or no telling, and
-    DamagedError when the file cannot be read.
+    Raises ConfigError that lists the columns when a file has no such column or there is no telling,
+    and DamagedError when a file cannot be read.
     """
-    try:
-        columns, texts = _columns(path)
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
-        raise DamagedError(
-            "cannot read a file of the dataset",
+    column = _choose_column(paths[0], asked)
+    for path in paths[1:]:
+        with _reading(path):
+            columns, texts = _columns(path, objects=1)
+        if columns and column not in columns:
+            raise _no_column(path, f"there is no column {column!r}", columns, texts)
+    return column
+
+
+def _choose_column(path: Path, asked: str | None) -> str:
+    with _reading(path):
+        columns, texts = _columns(path, objects=FIRST_LINES)
+    if not columns and file_format(path) == "jsonl":
+        raise InputError(
+            "no JSON object at the start of the file",
             where=path,
-            why=str(error).splitlines()[0],
-            next="fetch or write the file again",
-        ) from None
+            why=f"looked at the first {FIRST_LINES} lines",
+            next='check that each line is an object such as {"text": "…"}',
+        )
     if asked is not None:
         if asked not in columns:
             raise _no_column(path, f"there is no column {asked!r}", columns, texts)
@@ -97,6 +111,19 @@ def find_text_column(path: Path, asked: str | None) -> str:
     raise _no_column(path, "cannot tell which column holds the text", columns, texts)
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
+        raise DamagedError(
+            "cannot read a file of the dataset",
+            where=path,
+            why=str(error).splitlines()[0],
+            next="fetch or write the file again",
+        ) from None
+
+
 def _no_column(path: Path, what: str, columns: list[str], texts: list[str]) -> ConfigError:
     return ConfigError(
         what,
@@ -106,8 +133,8 @@ def _no_column(path: Path, what: str, columns: list[str], texts: list[str]) -> C
     )
 
 
-def _columns(path: Path) -> tuple[list[str], list[str]]:
-    """All columns, and those that hold text."""
+def _columns(path: Path, objects: int) -> tuple[list[str], list[str]]:
+    """All columns, and those that hold text; of JSON, in the first so many objects."""
     match file_format(path):
         case "parquet":
             schema = pq.read_schema(path)
@@ -118,7 +145,11 @@ def _columns(path: Path) -> tuple[list[str], list[str]]:
                 names = [name for name in rows.fieldnames or () if name]
             return names, names
         case _:
-            return _json_keys(path)
+            keys: dict[str, bool] = {}
+            for value in islice(_json_objects(path), objects):
+                for key, inner in value.items():
+                    keys[key] = keys.get(key, False) or isinstance(inner, str)
+            return list(keys), [key for key, is_text in keys.items() if is_text]
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -129,13 +160,13 @@ def _is_text(kind: pa.DataType) -> bool:
     )
 
 
-def _json_keys(path: Path, lines: int = 100) -> tuple[list[str], list[str]]:
-    """Keys of the first objects; lines that are no objects are left to the reader of documents."""
-    keys: dict[str, bool] = {}
+def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Those in the first lines; lines that are no objects are left to the reader of documents."""
+    any_yet = False
     with open_stream(path) as stream:
-        for line in islice(stream, lines):
+        for line in islice(stream, FIRST_LINES):
             content = line.removeprefix(BYTE_ORDER_MARK).strip()
-            if not keys and content.startswith(b"["):
+            if not any_yet and content.startswith(b"["):
                 raise ConfigError(
                     "a JSON array is not JSON lines",
                     where=path,
@@ -147,16 +178,8 @@ def _json_keys(path: Path, lines: int = 100) -> tuple[list[str], list[str]]:
             except ValueError:
                 continue
             if isinstance(value, dict):
-                for key, inner in value.items():
-                    keys[key] = keys.get(key, False) or isinstance(inner, str)
-    if not keys:
-        raise InputError(
-            "no JSON object at the start of the file",
-            where=path,
-            why=f"looked at the first {lines} lines",
-            next='check that each line is an object such as {"text": "…"}',
-        )
-    return list(keys), [key for key, is_text in keys.items() if is_text]
+                any_yet = True
+                yield value
 
 
 def one_format(paths: list[Path], dataset: str) -> FileFormat:

@@ -1,4 +1,4 @@
-"""From the order of the data to batches on the device, one step ahead of the training loop."""
+"""From the order of the data to batches on the device, ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -61,12 +61,18 @@ def training_batches(
         windows = order.windows_at(step * sequences, sequences)
         return Batch(windows, share.to_device(source, windows))
 
-    return _ahead(make, first_step)
+    def begin() -> None:
+        if share.device.type == "cuda":
+            torch.cuda.set_device(share.device)  # each thread has its own current device
+
+    return _ahead(make, first_step, begin)
 
 
-def _ahead(make: Callable[[int], Batch], first: int, depth: int = 2) -> Iterator[Batch]:
-    """`make(first)`, `make(first + 1)`, …, each begun `depth` calls before it is taken."""
-    with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
+def _ahead(
+    make: Callable[[int], Batch], first: int, begin: Callable[[], None], depth: int = 2
+) -> Iterator[Batch]:
+    """`make(first)`, `make(first + 1)`, … in a thread, each begun `depth` calls before its turn."""
+    with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=begin) as pool:
         ready: deque[Future[Batch]] = deque()
         for step in count(first):
             ready.append(pool.submit(make, step))

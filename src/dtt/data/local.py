@@ -18,13 +18,8 @@ def local_files(dataset: Path, split: str | None) -> list[Path]:
     Hidden files and files of unknown formats are left out, and with `split` those whose path has
     no such word: `train` takes `train-00000-of-7.parquet` and `train/a.txt`. Sorted by path.
     """
-    if dataset.is_file():
-        return [dataset.resolve()]
-    found = sorted(
-        path.resolve()
-        for path in dataset.rglob("*")
-        if path.is_file() and not _is_hidden(path.relative_to(dataset))
-    )
+    folder = dataset.parent if dataset.is_file() else dataset
+    found = [dataset.resolve()] if dataset.is_file() else _files_below(dataset)
     known = [path for path in found if file_format(path)]
     if known and len(known) < len(found):
         others = [path.name for path in found if not file_format(path)]
@@ -34,17 +29,25 @@ def local_files(dataset: Path, split: str | None) -> list[Path]:
             ", ".join(others[:3]),
             " …" * (len(others) > 3),
         )
-    if split is None:
+    if split is None or not known:
         return known or found
-    root = dataset.resolve()
+    root = folder.resolve()
     chosen = [path for path in known if _names(path, root, split)]
-    if known and not chosen:
+    if not chosen:
         raise InputError(
             f"no file of {dataset} is of split {split!r}",
             why=f"files are chosen by a word in their path; found {known[0].name}, …",
             next="leave --split out to take every file",
         )
     return chosen
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(
+        path.resolve()
+        for path in folder.rglob("*")
+        if path.is_file() and not _is_hidden(path.relative_to(folder))
+    )
 
 
 def _is_hidden(path: Path) -> bool:

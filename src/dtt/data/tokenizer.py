@@ -98,11 +98,14 @@ def _only_sentencepiece(folder: Path) -> str | None:
 def open_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer.json of token files or an export; InputError, DamagedError if it is none."""
     try:
-        return _parse(path.read_bytes(), path)
+        tokenizer = _parse(path.read_bytes(), path)
     except FileNotFoundError:
         raise InputError(
             "the tokenizer is missing", where=path, next="make its folder again, or copy it back"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _parse(content: bytes, where: Path | str) -> Tokenizer:

@@ -37,7 +37,7 @@ class Origin:
 
 
 def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
-    """The manifest of the same export at `out`; None if nothing is there.
+    """The manifest of the same export at `out`; None if nothing or another of the job is there.
 
     ConfigError when something else is there, DamagedError when a file of it is gone or cut.
     """
@@ -49,8 +49,10 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
         )
     found = ExportManifest.read(out)
     if (found.checkpoint_sha256, found.dtype) != (origin.checkpoint_sha256, dtype):
+        if found.job == origin.job:
+            return None
         raise ConfigError(
-            f"{out} holds another export: {found.job}, step {found.step}, {found.dtype}",
+            f"{out} holds the export of another job: {found.job}, step {found.step}, {found.dtype}",
             next="name another folder with --out, or remove it",
         )
     for file in found.files:
@@ -67,7 +69,7 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
 def export(
     trained: Trained, origin: Origin, out: Path, *, dtype: Dtype, max_shard_size: str, card: str
 ) -> ExportManifest:
-    """Write `out`, which must be absent or empty; it appears only once `transformers` was seen to
+    """Write `out`, in place of what is there; it appears only once `transformers` was seen to
     compute the same logits from it (DamagedError otherwise). `card` is the text of README.md."""
     n_parameters = count.parameters(trained.arch)
     size = n_parameters * DTYPES[dtype].itemsize
@@ -120,9 +122,15 @@ def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
 
 
 def _write_tokenizer(trained: Trained, folder: Path) -> None:
-    """tokenizer.json as it is, and what `AutoTokenizer` wants to know besides."""
+    """tokenizer.json, which makes the ids of the token files, and what `AutoTokenizer` wants to
+    know besides."""
     end = open_tokenizer(trained.tokenizer).id_to_token(trained.end_of_document)
-    shutil.copyfile(trained.tokenizer, folder / "tokenizer.json")
+    content = json.loads(trained.tokenizer.read_bytes())
+    content |= {"truncation": None, "padding": None}
+    processor = content.get("post_processor")
+    if processor is not None and processor["type"] != "ByteLevel":  # that one adds no tokens
+        content["post_processor"] = None  # the model never saw what it adds, such as <s>
+    _write_json(folder / "tokenizer.json", content)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
     _write_json(folder / "special_tokens_map.json", special)
     _write_json(
@@ -149,11 +157,14 @@ def _records(folder: Path) -> tuple[FileRecord, ...]:
 
 
 def _publish(aside: Path, out: Path) -> None:
-    """Every byte on the disk before the name appears."""
+    """Every byte on the disk before the name appears; what was there goes only then."""
     for path in aside.iterdir():
         fsync_file(path)
     fsync_folder(aside)
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if out.exists():
-        out.rmdir()
+        out.rename(old)
     aside.rename(out)
     fsync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

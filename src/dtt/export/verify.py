@@ -74,8 +74,8 @@ def _load(folder: Path, arch: Architecture) -> Any:
 
 
 def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
-    """Ids of a text, equal in `tokenizers` and in what AutoTokenizer makes of the folder."""
-    expected: list[int] = open_tokenizer(tokenizer).encode(TEXT).ids
+    """Ids of a text as in the token files, which AutoTokenizer must make of the folder too."""
+    expected: list[int] = open_tokenizer(tokenizer).encode(TEXT, add_special_tokens=False).ids
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     loaded.model_max_length = len(expected)  # a shorter context would be warned of
     got = loaded(TEXT)["input_ids"]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     child = subprocess.Popen(
         argv,
         start_new_session=True,
-        preexec_fn=_stop_with_parent,  # noqa: PLW1509  safe: this process has one thread
+        preexec_fn=_stop_with_parent,  # noqa: PLW1509  a system call and nothing else
     )
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -65,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _stop_with_parent() -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def cores() -> int:

@@ -42,13 +42,14 @@ class Attention(nn.Module):
         )
         if rotations is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, *rotations), rotate(k_BGTK, *rotations)
+        causal = cache is None or cache.length == 0
         if cache is not None:
             k_BGTK, v_BGTK = cache.append(k_BGTK, v_BGTK)
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
             k_BGTK,
             v_BGTK,
-            is_causal=q_BHTK.shape[2] > 1,
+            is_causal=causal,
             enable_gqa=self.grouped,
         )
         out_BTD: Tensor = self.o(out_BHTK.transpose(1, 2).flatten(2))

@@ -13,6 +13,9 @@ from torch import Tensor
 # The quintic of Jordan et al.: steep at zero, so singular values land near 1 rather than on it.
 A, B, C = 3.4445, -4.7750, 2.0315
 
+BATCH_ELEMENTS = 2**27
+"""Numbers orthogonalised at once, which bounds the memory of a step: 512 MB a copy in fp32."""
+
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """The nearest semi-orthogonal matrix of each of `matrices` [N, R, C], about: U V^T of U S V^T.
@@ -66,11 +69,19 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape[p.shape].append(p)
             for shape, params in by_shape.items():
-                scale = 0.2 * max(shape) ** 0.5
-                update = orthogonalize(self._averaged(params), self._ns_steps, self._ns_dtype)
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                updates = list(update.to(params[0].dtype).unbind())
-                torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
+                at_once = max(1, BATCH_ELEMENTS // shape.numel())
+                for start in range(0, len(params), at_once):
+                    self._update(
+                        params[start : start + at_once], group["lr"], group["weight_decay"]
+                    )
+
+    def _update(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Step parameters of one shape."""
+        update = orthogonalize(self._averaged(params), self._ns_steps, self._ns_dtype)
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+        scale = 0.2 * max(params[0].shape) ** 0.5
+        updates = list(update.to(params[0].dtype).unbind())
+        torch._foreach_add_(params, updates, alpha=-lr * scale)
 
     def _averaged(self, params: list[Tensor]) -> Tensor:
         """Advance the momenta of `params`; returns what is to be orthogonalised, stacked."""

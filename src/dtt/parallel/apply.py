@@ -16,11 +16,12 @@ def apply(model: nn.Module, world: World, compile_blocks: bool) -> nn.Module:
     """Returns the module to call in training; `model` keeps the parameters and their names.
 
     Blocks (`model.layers`) are compiled one by one: they share one compilation, which is much
-    quicker than the whole model's and hardly slower to run.
+    quicker than the whole model's and hardly slower to run. Shapes stay static: a last, smaller
+    batch of an evaluation is compiled on its own, rather than making the training graph dynamic.
     """
     if compile_blocks:
         for block in model.get_submodule("layers").children():
-            block.compile()
+            block.compile(dynamic=False)
     if world.size == 1:
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -9,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dtt.errors import EnvironmentUnfit
+from dtt.errors import EnvironmentUnfit, PeerLost
 from dtt.runtime.ranks import Ranks
 
 T = TypeVar("T")
@@ -102,6 +104,21 @@ def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def lost_peers_told() -> Iterator[None]:
+    """Turn an exchange that broke because another process ended into PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:  # Gloo raises just this, NCCL a subclass
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise PeerLost(
+                "another process of this run has ended",
+                why=str(error).splitlines()[0],
+                next="its own message stands above, and in attempts/<n>/exit.json",
+            ) from None
+        raise
 
 
 def native_bf16(device: torch.device) -> bool:

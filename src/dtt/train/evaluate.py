@@ -66,7 +66,7 @@ class Sampler:
         """The `sample` record."""
         device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(self._seed + step)
-        ids = generate(
+        tokens = generate(
             model,
             self._prompt,
             max_new_tokens=self._config.sample_tokens,
@@ -75,5 +75,7 @@ class Sampler:
             stop_id=self._end,
             generator=generator,
         )
-        text = self._config.sample_prompt + self._tokenizer.decode(list(ids))
+        with torch.compiler.set_stance("force_eager"):  # each token has another shape
+            ids = list(tokens)
+        text = self._config.sample_prompt + self._tokenizer.decode(ids)
         return {"kind": "sample", "step": step, "text": text}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -39,12 +41,14 @@ def peak_by_name(name: str) -> float | None:
 
 
 class Meter:
-    """Clocks training steps; evaluation, samples and saves are taken out with `pause`."""
+    """Clocks training steps; evaluation, samples and saves are taken out with `paused`."""
 
-    def __init__(self, device: torch.device, world_size: int, flops_per_token: int) -> None:
-        """`flops_per_token` as `dtt.model.count` has it."""
+    def __init__(
+        self, device: torch.device, world_size: int, flops_per_token: int, precision: str
+    ) -> None:
+        """`flops_per_token` as `dtt.model.count` has it; only bf16 has an MFU, against its peak."""
         self._device = device
-        self._peak = peak_flops(device)
+        self._peak = peak_flops(device) if precision == "bf16" else None
         self._devices = world_size
         self._flops_per_token = flops_per_token
         self._start = time.perf_counter()
@@ -70,6 +74,13 @@ class Meter:
         }
         self.restart()
         return reading
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside takes no time."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
 
     def restart(self) -> None:
         """Forget the time since the last reading."""

@@ -50,7 +50,7 @@ class Position:
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
-    """All optimizer state as `optimizer/parameter/key`; a copy on the CPU is not made."""
+    """All optimizer state, by `optimizer/parameter/key`."""
     return {
         f"{optimizer_name}/{name}/{key}": value
         for optimizer_name, optimizer in optimizers.items()
@@ -77,7 +77,6 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, T
     for optimizer_name, optimizer in optimizers.items():
         for name, parameter in _named(optimizer):
             optimizer.state[parameter] = {
-                # AdamW keeps its step count on the CPU unless fused on a GPU, as it was saved.
                 key: value.to(parameter.device, copy=True)
                 for key, value in by_parameter[optimizer_name, name].items()
             }

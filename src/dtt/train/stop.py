@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from enum import IntEnum
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from dtt.runtime.dist import World
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+
+if TYPE_CHECKING:  # torch is slow to import, and signals are to be heard before
+    from dtt.runtime.dist import World
 
 
 class Request(IntEnum):

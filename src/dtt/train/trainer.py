@@ -181,14 +181,16 @@ class Trainer:
         """Validation loss, on all ranks together."""
         if self.evaluator is not None:
             self.read_losses()
-            self.emit(self.evaluator.record(self.model, self.position.step))
-            self.meter.restart()
+            with self.meter.paused():
+                self.emit(self.evaluator.record(self.model, self.position.step))
 
     def sample(self) -> None:
         """A sample, on the first rank."""
-        if self.sampler is not None and self.world.first:
-            self.emit(self.sampler.record(self.model, self.position.step))
-            self.meter.restart()
+        if self.sampler is not None:
+            self.read_losses()
+            if self.world.first:
+                with self.meter.paused():
+                    self.emit(self.sampler.record(self.model, self.position.step))
 
     def emit(self, record: Record) -> None:
         """Give a record to every tracker."""
@@ -198,6 +200,12 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, all ranks together; on return it is verified and on the disk."""
         self.read_losses()
+        with self.meter.paused():
+            self.write_checkpoint()
+        self.saved_step = self.position.step
+
+    def write_checkpoint(self) -> None:
+        """The commit protocol: every rank its file, the first one the rest and the manifest."""
         folder, step = self.job.checkpoints, self.position.step
         staging = folder / store.staging_name(step, self.job.attempt())
         if self.world.first:
@@ -229,8 +237,6 @@ class Trainer:
             retain.prune(folder, self.cfg.checkpoint.keep_last)
             log.info("saved %s", written.path)
         self.world.barrier()
-        self.saved_step = step
-        self.meter.restart()
 
 
 def every(interval: int, step: int) -> bool:
