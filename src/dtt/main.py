@@ -133,7 +133,8 @@ def train(
 ) -> None:
     """Train, or go on where the job stopped.
 
-    Reads data/tokens/<name>/, writes jobs/<name>/. SIGTERM and Ctrl-C save, then exit with 75.
+    Reads data/tokens/<name>/, writes jobs/<name>/. SIGTERM and Ctrl-C save, then exit with 75;
+    torchrun says 1 for everything, attempts/<n>/exit.json in the job has the code.
     """
     with command():
         from dtt.commands import train
@@ -160,7 +161,8 @@ def export(
 ) -> None:
     """Write a Hugging Face folder, and check it with transformers before saying so.
 
-    Reads jobs/<name>/checkpoints/, writes exports/<name>/.
+    Reads jobs/<name>/checkpoints/, writes exports/<name>/; an earlier export of the same job gives
+    way once the new one is verified.
     """
     with command():
         from dtt.commands import export

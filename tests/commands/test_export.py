@@ -56,6 +56,7 @@ def test_a_later_export_takes_the_place_of_the_one_before(
     job: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_export(job, step=5)
+    caplog.set_level("INFO", logger="dtt")
     assert run_export(job).step == ExportManifest.read(Path("exports/tiny")).step == 10
     assert "step 10: exports/tiny, in place of an earlier export" in caplog.text
 

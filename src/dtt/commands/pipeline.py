@@ -28,13 +28,15 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     """
     arguments = [f"download.dataset={dataset}"] if dataset else []
     arguments += overrides
+    no_dataset = ConfigError(
+        "no dataset is named", next="-d python-stdlib, -d FOLDER or -d org/name; or -c quickstart"
+    )
+    if config is None and not arguments:
+        raise no_dataset
     resolved, job = find_job(config, arguments, ())
     cfg = resolved.config
     if cfg.download.dataset is None and not CorpusManifest.exists(cfg.corpus_dir):
-        raise ConfigError(
-            "no dataset is named",
-            next="-d python-stdlib, -d FOLDER or -d org/name; or -c quickstart",
-        )
+        raise no_dataset
     options = (["-c", config] if config else []) + arguments
     start = time.monotonic()
     for number, (stage, argv) in enumerate(stages(cfg, options), start=1):

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -32,6 +31,8 @@ KNOWN = "parquet, jsonl, json (one object a line), csv and txt, the last four al
 TEXT_COLUMNS = ("text", "content", "document", "body")
 FIRST_LINES = 100
 """Of a .jsonl file, in which its columns are looked for."""
+UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
+"""What the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BUFFER_BYTES = 2**16
 """Of a compressed file that breaks off, at most so much that could be read is lost."""
@@ -76,20 +77,29 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
     """The column of `paths` to read: the one `asked` for, or what looks like the text in the first.
 
     Raises ConfigError that lists the columns when a file has no such column or there is no telling,
-    and DamagedError when a file cannot be read.
+    and DamagedError when the first cannot be read; others are left to the reader of documents.
     """
     column = _choose_column(paths[0], asked)
     for path in paths[1:]:
-        with _reading(path):
+        try:
             columns, texts = _columns(path, objects=1)
+        except UNREADABLE:
+            continue
         if columns and column not in columns:
             raise _no_column(path, f"there is no column {column!r}", columns, texts)
     return column
 
 
 def _choose_column(path: Path, asked: str | None) -> str:
-    with _reading(path):
+    try:
         columns, texts = _columns(path, objects=FIRST_LINES)
+    except UNREADABLE as error:
+        raise DamagedError(
+            "cannot read a file of the dataset",
+            where=path,
+            why=str(error).splitlines()[0],
+            next="fetch or write the file again",
+        ) from None
     if not columns and file_format(path) == "jsonl":
         raise InputError(
             "no JSON object at the start of the file",
@@ -109,19 +119,6 @@ def _choose_column(path: Path, asked: str | None) -> str:
     if len(texts) == 1:
         return texts[0]
     raise _no_column(path, "cannot tell which column holds the text", columns, texts)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
-        raise DamagedError(
-            "cannot read a file of the dataset",
-            where=path,
-            why=str(error).splitlines()[0],
-            next="fetch or write the file again",
-        ) from None
 
 
 def _no_column(path: Path, what: str, columns: list[str], texts: list[str]) -> ConfigError:
