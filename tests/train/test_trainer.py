@@ -152,7 +152,9 @@ def test_a_signal_before_the_first_step_saves_too(dtt: Dtt, tiny: Settings) -> N
     wait_until(lambda: handles(process.pid, signal.SIGTERM))
     process.terminate()
     assert Dtt.wait(process).returncode == 75
-    assert (dtt.folder / "jobs/t/checkpoints").exists()
+    dtt("train", "jobs/t", "train.steps=2", "--allow-change", "train.steps")
+    evals = metrics(dtt.folder / "jobs/t", "eval")
+    assert [record["step"] for record in evals] == [0, 2]
 
 
 def caught_signals(pid: int) -> str:

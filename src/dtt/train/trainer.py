@@ -73,7 +73,7 @@ class Trainer:
         """Train to the end (True) or until asked to stop (False); either way all is saved."""
         cfg, steps = self.cfg, self.plan.steps
         self.restore(resume)
-        if self.position.step == 0:
+        if resume is None:
             self.evaluate()
             self.sample()
         batches = self.batches_from(self.position.step)
