@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from running import ROOT, Dtt
+from running import ROOT, Dtt, write_documents
 
 # Tests share cores, and must not reach for a network or an account.
 os.environ.update(
@@ -43,11 +42,7 @@ def shared() -> Path:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small token folder, made by dtt from 400 documents."""
     folder = tmp_path_factory.mktemp("tokens")
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
-    (folder / "counting.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
-    )
+    write_documents(folder / "counting.jsonl")
     dtt = Dtt(folder)
     dtt("download", "-d", "counting.jsonl")
     dtt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -44,3 +45,12 @@ class Dtt:
         """Wait for the end."""
         out, err = process.communicate(timeout=150)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def write_documents(path: Path) -> None:
+    """Write 400 short documents, each another, as JSON lines."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
+    path.write_text(
+        "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
+    )

@@ -98,9 +98,8 @@ def test_every_dtt_command_shown_is_understood(arguments: str) -> None:
     overrides = values.get("overrides") or values.get("job_or_overrides") or []
     if config == OWN_CONFIG:
         config = None
-    elif config is not None:
-        find(config)
-    resolve(config, [value for value in overrides if "=" in value], env={})
+    assert config is None or find(config).is_file()
+    assert resolve(config, [value for value in overrides if "=" in value], env={}).config
 
 
 def test_every_command_named_in_a_sentence_exists() -> None:

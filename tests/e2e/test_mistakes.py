@@ -6,7 +6,6 @@ Each row is a mistake, made with a real process in a folder where everything els
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from running import ROOT, Dtt
+from running import ROOT, Dtt, write_documents
 
 from dtt.errors import ExitCode
 
@@ -343,11 +342,7 @@ MISTAKES = [mistake for group in GROUPS.values() for mistake in group]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything in order: corpus, token files, a job of 8 steps, its export."""
     folder = tmp_path_factory.mktemp("finished")
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
-    (folder / "book.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
-    )
+    write_documents(folder / "book.jsonl")
     (folder / "run.yaml").write_text(RUN)
     dtt = Dtt(folder)
     for command in ("download", "tokenize", "train"):

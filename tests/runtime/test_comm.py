@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from dtt.errors import EnvironmentUnfit
-from dtt.runtime.comm import Serial, abort_peers, open_comm
+from dtt.runtime.comm import Serial, open_comm
 from dtt.runtime.ranks import Ranks
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
@@ -73,8 +73,11 @@ def test_a_rank_that_fails_ends_all_at_once_with_its_code(
     assert "never" not in run.stdout
 
 
-def test_outside_an_mpi_job_there_is_nobody_to_abort() -> None:
-    abort_peers(3)
+@pytest.mark.parametrize("first", ["", "from mpi4py import MPI\n"], ids=["no MPI", "one rank"])
+def test_outside_an_mpi_job_there_is_nobody_to_abort(first: str) -> None:
+    code = f"{first}from dtt.runtime.comm import abort_peers; abort_peers(3); print('goes on')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "goes on\n"), run.stderr
 
 
 def test_ranks_without_mpi4py_are_told_what_to_install() -> None:

@@ -15,6 +15,9 @@ from dtt.runtime.ranks import Ranks
 
 T = TypeVar("T")
 
+FORWARDING = 0.3
+"""Seconds that mpirun gets to pass on a rank's last words: an abort drops what it has not read."""
+
 
 class Comm(Protocol):
     """What a data stage may ask of the other ranks."""
@@ -126,4 +129,5 @@ def abort_peers(code: int) -> None:
     if mpi.COMM_WORLD.Get_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(FORWARDING)
         mpi.COMM_WORLD.Abort(code)

@@ -54,8 +54,9 @@ def command() -> Iterator[None]:
         abort_peers(ExitCode.INTERRUPTED)
         sys.exit(ExitCode.INTERRUPTED)
     except Exception:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
-        traceback.print_exc()
-        print("dtt: this is a bug; please report the lines above", file=sys.stderr)
+        sys.stderr.write(
+            f"{traceback.format_exc()}dtt: this is a bug; please report the lines above\n"
+        )
         abort_peers(ExitCode.BUG)
         sys.exit(ExitCode.BUG)
 
