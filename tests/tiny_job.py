@@ -9,7 +9,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dtt.artifacts import CorpusSource, TokensManifest
-from dtt.checkpoint import store
+from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -64,9 +64,10 @@ def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -
                 model.head.weight[follower, axis] = 1.0
     staging = job / "checkpoints" / store.staging_name(step, 1)
     staging.mkdir(parents=True)
-    store.write_tensors(staging / store.MODEL, model.state_dict())
+    pieces = tensors.cut(model.state_dict(), 0, 1)
     store.commit(
         staging,
+        [tensors.write(staging / store.rank_file(store.MODEL, 0), pieces)],
         step=step,
         attempt=1,
         world_size=1,

@@ -190,7 +190,7 @@ class CheckpointManifest(Manifest):
     holds: ClassVar[str] = "checkpoint"
     made_by: ClassVar[str] = "dtt train"
 
-    format: Literal["dtt-checkpoint-1"] = "dtt-checkpoint-1"
+    format: Literal["dtt-checkpoint-2"] = "dtt-checkpoint-2"
     step: int
     attempt: int
     world_size: int

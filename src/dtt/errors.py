@@ -64,6 +64,10 @@ class StorageError(DttError):
     exit_code = ExitCode.IO
 
 
+class DiskFull(StorageError):
+    """There is no space left: it may come back, so this one can be waited out."""
+
+
 class EnvironmentUnfit(DttError):
     """This machine lacks what was asked for: a GPU, a library, a launcher."""
 

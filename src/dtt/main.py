@@ -29,6 +29,10 @@ config_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Look at the configuration."
 )
 cli.add_typer(config_cli, name="config")
+sweep_cli = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Train one configuration with many values."
+)
+cli.add_typer(sweep_cli, name="sweep")
 
 Config = Annotated[
     str | None,
@@ -130,6 +134,10 @@ def train(
         list[str] | None,
         typer.Option(help="On resume, let this key change what is trained; repeatable."),
     ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(help="Go on from this checkpoint; newer ones are set aside, not deleted."),
+    ] = None,
 ) -> None:
     """Train, or go on where the job stopped.
 
@@ -139,7 +147,7 @@ def train(
     with command():
         from dtt.commands import train
 
-        train.run(config, job_or_overrides or [], allow_change or [])
+        train.run(config, job_or_overrides or [], allow_change or [], from_step)
 
 
 @cli.command(
@@ -256,6 +264,118 @@ def schema() -> None:
         from dtt.commands import config as body
 
         body.schema()
+
+
+SweepName = Annotated[
+    str, typer.Argument(metavar="SWEEP", help="Folder, name or file of the sweep.")
+]
+Trials = Annotated[
+    list[str] | None, typer.Argument(metavar="[TRIAL]…", help="Trials by id; all if absent.")
+]
+Local = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="On this machine, N trials at a time.")
+]
+Array = Annotated[bool, typer.Option("--array", help="As one Slurm array, where there is Slurm.")]
+Separate = Annotated[bool, typer.Option("--separate", help="As a Slurm job for each trial.")]
+Cap = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="At most N trials of the array at a time.")
+]
+
+
+@sweep_cli.command(
+    name="submit",
+    epilog=_examples(
+        "dtt sweep submit lr.yaml --dry-run      # what it comes to",
+        "dtt sweep submit lr.yaml --local 2      # here, two at a time",
+        "dtt sweep submit lr.yaml --cap 4        # as a Slurm array, four at a time",
+    ),
+)
+def sweep_submit(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Sweep file: .yaml, .json, .toml or .py.")
+    ],
+    local: Local = None,
+    array: Array = False,
+    separate: Separate = False,
+    cap: Cap = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, no more.")] = False,
+    json: Json = False,
+) -> None:
+    """Plan a sweep, make a job directory for each trial, and start those that never were.
+
+    Writes jobs/<sweep>/<trial>/ and jobs/<sweep>/manifest.json. Without Slurm, or with --local, it
+    trains here and waits; Ctrl-C saves and stops all.
+    """
+    with command():
+        from dtt.commands import sweep
+
+        how = sweep.How.chosen(local, array, separate, cap)
+        sweep.submit(file, how, yes=yes, dry_run=dry_run, as_json=json)
+
+
+@sweep_cli.command(name="status")
+def sweep_status(name: SweepName, json: Json = False) -> None:
+    """Tell how far each trial is, by its own files."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.status(name, as_json=json)
+
+
+@sweep_cli.command(name="cancel")
+def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> None:
+    """Let running trials save and stop; let waiting ones not begin."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.cancel(name, trials or [], as_json=json)
+
+
+@sweep_cli.command(name="retry")
+def sweep_retry(
+    name: SweepName,
+    trials: Trials = None,
+    local: Local = None,
+    array: Array = False,
+    separate: Separate = False,
+    cap: Cap = None,
+    json: Json = False,
+) -> None:
+    """Start what is neither done nor under way; each trial goes on from its checkpoint."""
+    with command():
+        from dtt.commands import sweep
+
+        how = sweep.How.chosen(local, array, separate, cap)
+        sweep.retry(name, trials or [], how, as_json=json)
+
+
+@sweep_cli.command(name="results")
+def sweep_results(
+    name: SweepName,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    json: Json = False,
+) -> None:
+    """Print each combination's metric, best first: mean and standard error over its seeds."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.results(name, as_csv=csv, as_json=json)
+
+
+@sweep_cli.command(name="plot")
+def sweep_plot(
+    name: SweepName,
+    key: Annotated[str | None, typer.Option(help="Only the metric against this key.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the pictures; jobs/<sweep>/plots if absent.")
+    ] = None,
+) -> None:
+    """Draw the metric against each key, and the curves of all trials, as PNG."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.plot(name, key, out)
 
 
 def _resolve(

@@ -287,7 +287,7 @@ TRAINING = (
             ("other token files", "data.tokens=FOLDER", "name=ANOTHER"), retokenized),
     Mistake("a job whose every checkpoint is damaged", "dtt train jobs/small", DAMAGED,
             ("step-000008", "step-000004", "none of the 2 checkpoints", "mv jobs/small"),
-            cut("jobs/small/checkpoints/*/model.safetensors")),
+            cut("jobs/small/checkpoints/*/model-00000.safetensors")),
     Mistake("a file where the job should be", TRAIN, IO,
             ("a file stands", "jobs/new"), file_instead("jobs/new")),
     Mistake("two train commands of one job", "dtt train jobs/small", UNFIT,
@@ -296,10 +296,10 @@ TRAINING = (
 
 RELEASE = (
     Mistake("a step without a checkpoint", "dtt export jobs/small --step 5", MISSING,
-            ("no checkpoint of step 5", "4, 8", "without --step")),
+            ("no checkpoint of step 5", "4, 8", "without a step")),
     Mistake("a step whose checkpoint is damaged", "dtt export jobs/small --step 8 --out new",
-            DAMAGED, ("step-000008", "model.safetensors", "leave --step out"),
-            cut("jobs/small/checkpoints/step-000008/model.safetensors")),
+            DAMAGED, ("step-000008", "model-00000.safetensors", "name no step"),
+            cut("jobs/small/checkpoints/step-000008/model-00000.safetensors")),
     Mistake("a mistyped job to export", "dtt export jobs/smal", MISSING,
             ("jobs/smal is not a job", "jobs/small?")),
     Mistake("a job that never saved", "dtt export jobs/small", MISSING,
@@ -396,7 +396,7 @@ def test_a_mistake_is_told_with_what_to_do(
 def test_one_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     dtt: Dtt, folder: Path
 ) -> None:
-    cut("jobs/small/checkpoints/step-000008/model.safetensors")(folder)
+    cut("jobs/small/checkpoints/step-000008/model-00000.safetensors")(folder)
     done = dtt("train", "jobs/small")
     assert "rejected a checkpoint: checkpoint jobs/small/checkpoints/step-000008" in done.stderr
     assert "resumed from jobs/small/checkpoints/step-000004" in done.stderr

@@ -45,17 +45,16 @@ def test_the_environment_is_kept_without_any_secret(
 def test_attempts_are_numbered_from_one(job: JobDir) -> None:
     assert job.attempt() == 0
     for number in range(1, 12):
-        job.begin_attempt()
-        assert job.attempt() == number
+        assert job.begin_attempt() == job.attempt() == number
     assert job.stop.parent.is_dir()
 
 
 def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:
     job.begin_attempt()
-    job.end_attempt(ExitCode.DIVERGED, "the loss is nan", rank=1)
-    job.end_attempt(ExitCode.BUG, "a peer has gone", rank=0)
+    job.end_attempt(ExitCode.DIVERGED, "the loss is nan", rank=1, attempt=1)
+    job.end_attempt(ExitCode.BUG, "a peer has gone", rank=0, attempt=1)
     job.begin_attempt()
-    job.end_attempt(ExitCode.DONE, "done", rank=0)
+    job.end_attempt(ExitCode.DONE, "done", rank=0, attempt=2)
     endings = [
         json.loads((job.root / "attempts" / n / "exit.json").read_text()) for n in ("1", "2")
     ]
@@ -69,7 +68,7 @@ def test_ranks_that_end_together_leave_one_whole_record(job: JobDir) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dtt.errors import ExitCode\n"
         "from dtt.runtime.jobdir import JobDir\nsys.stdin.readline()\n"
-        "JobDir(Path(sys.argv[1])).end_attempt(ExitCode.IO, 'disk full', int(sys.argv[2]))"
+        "JobDir(Path(sys.argv[1])).end_attempt(ExitCode.IO, 'disk full', int(sys.argv[2]), attempt=1)"
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, job.root, str(rank)], stdin=subprocess.PIPE)
@@ -89,14 +88,14 @@ def test_the_ending_names_the_step_and_the_checkpoint(job: JobDir) -> None:
         (job.checkpoints / name).mkdir(parents=True)
     lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in range(1, 1003)]
     job.metrics.write_text("".join(lines) + '{"kind": "train", "st')
-    job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0)
+    job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0, attempt=1)
     record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
     assert (record["step"], record["checkpoint"]) == (1002, "step-001000")
 
 
 def test_before_anything_was_measured_an_ending_names_neither(job: JobDir) -> None:
     job.begin_attempt()
-    job.end_attempt(ExitCode.USAGE, "a typo", rank=0)
+    job.end_attempt(ExitCode.USAGE, "a typo", rank=0, attempt=1)
     record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
     assert (record["step"], record["checkpoint"]) == (None, None)
 

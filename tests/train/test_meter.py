@@ -22,6 +22,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+def one_step(meter: Meter, tokens: int) -> None:
+    with meter.step(tokens):
+        pass
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
@@ -54,7 +59,7 @@ def test_a_longer_name_comes_before_one_it_contains() -> None:
 def test_a_cpu_has_no_peak_and_no_share_of_it(clock: SimpleNamespace) -> None:
     assert peak_flops(CPU) is None
     cpu = Meter(CPU, 1, 1000, "bf16")
-    cpu.add(64)
+    one_step(cpu, 64)
     clock.now += 1
     assert cpu.read()["mfu"] is None
 
@@ -62,28 +67,28 @@ def test_a_cpu_has_no_peak_and_no_share_of_it(clock: SimpleNamespace) -> None:
 def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -> None:
     speed = Meter(CPU, 2, 1000, "bf16")
     for _ in range(4):
-        speed.add(500)
+        one_step(speed, 500)
     clock.now += 8
     reading = speed.read()
     assert (reading["tokens_per_second"], reading["seconds_per_step"]) == (250.0, 2.0)
-    speed.add(500)
+    one_step(speed, 500)
     clock.now += 1
     assert speed.read()["tokens_per_second"] == 500.0
 
 
 def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
     speed = Meter(CPU, 1, 1000, "bf16")
-    speed.add(10)
+    one_step(speed, 10)
     clock.now += 1000
     speed.restart()
-    speed.add(10)
+    one_step(speed, 10)
     clock.now += 1
     assert speed.read()["tokens_per_second"] == 10.0
 
 
 def test_time_of_a_pause_does_not_count(clock: SimpleNamespace) -> None:
     speed = Meter(CPU, 1, 1000, "bf16")
-    speed.add(10)
+    one_step(speed, 10)
     clock.now += 1
     with speed.paused():
         clock.now += 1000
@@ -100,7 +105,7 @@ def test_the_share_counts_all_devices(
 ) -> None:
     monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
     share = Meter(CPU, 4, 1000, "bf16")
-    share.add(2000)
+    one_step(share, 2000)
     clock.now += 1
     assert share.read()["mfu"] == 0.5  # 2e6 FLOP/s of 4e6
 
@@ -109,3 +114,20 @@ def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     reading = Meter(CPU, 1, 1, "bf16").read()
     resident = psutil.Process().memory_info().rss / 1e9
     assert reading["memory_gb"] == pytest.approx(resident, rel=0.2)
+
+
+def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespace) -> None:
+    speed = Meter(CPU, 1, 1, "bf16")
+    assert speed.slowdown() is None
+
+    def step(seconds: float) -> None:
+        with speed.step(1):
+            clock.now += seconds
+
+    for seconds in (9.0, 1.0, 1.0, 1.0):  # the median: the first one compiles
+        step(seconds)
+    speed.save_begins()
+    assert speed.slowdown() is None
+    step(1.5)
+    step(1.1)
+    assert speed.slowdown() == pytest.approx(0.3)

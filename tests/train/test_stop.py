@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -38,62 +39,77 @@ def alone() -> World:
     return start(Ranks(), "cpu")
 
 
+def listening(job: JobDir) -> Requests:
+    requests = Requests()
+    requests.watch(job)
+    return requests
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_does_nothing_but_leave_a_wish_that_lasts(
     job: JobDir, alone: World, number: signal.Signals
 ) -> None:
-    requests = Requests(job)
-    assert requests.agreed(alone) is Request.NONE
+    requests = listening(job)
+    assert requests.agreed(alone, 7) is Request.NONE
     os.kill(os.getpid(), number)
     assert requests.reason == number.name
-    assert requests.agreed(alone) is Request.STOP
-    assert requests.agreed(alone) is Request.STOP
+    assert requests.agreed(alone, 7) is Request.STOP
+    assert requests.agreed(alone, 7) is Request.STOP
 
 
 def test_a_second_interrupt_ends_at_once(job: JobDir) -> None:
-    Requests(job)
+    listening(job)
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_second_sigterm_is_no_haste(job: JobDir, alone: World) -> None:
-    requests = Requests(job)
+    requests = listening(job)
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert requests.agreed(alone) is Request.STOP
+    assert requests.agreed(alone, 7) is Request.STOP
 
 
 def test_a_touched_save_is_followed_once_and_removed(job: JobDir, alone: World) -> None:
-    requests = Requests(job)
+    requests = listening(job)
     job.save.touch()
-    assert requests.agreed(alone) is Request.SAVE
+    assert requests.agreed(alone, 7) is Request.SAVE
     assert not job.save.exists()
-    assert requests.agreed(alone) is Request.NONE
+    heard = json.loads(job.acknowledged.read_text())
+    assert (heard["request"], heard["by"], heard["step"]) == ("save", "control/save", 7)
+    assert requests.agreed(alone, 7) is Request.NONE
 
 
 def test_a_touched_stop_is_followed_and_forgotten_once_all_is_saved(
     job: JobDir, alone: World
 ) -> None:
-    requests = Requests(job)
-    job.stop.touch()
+    requests = listening(job)
+    job.stop.write_text("alice: dtt job stop\n")
     job.save.touch()
-    assert requests.agreed(alone) is Request.STOP
-    assert requests.reason == "control/stop"
+    assert requests.agreed(alone, 7) is Request.STOP
+    assert requests.reason == "alice: dtt job stop"
+    assert requests.stop_wanted(alone)
     assert job.stop.exists()
     requests.forget(alone)
     assert not job.stop.exists()
     assert not job.save.exists()
 
 
+def test_a_failed_save_outweighs_every_wish(job: JobDir, alone: World) -> None:
+    requests = listening(job)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.agreed(alone, 7, failed=True) is Request.FAILED
+
+
 def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple[int, str]:
     job = JobDir(folder)
-    requests = Requests(job)
+    requests = listening(job)
     if save and world.first:
         job.save.touch()
     if world.rank == signalled:
         os.kill(os.getpid(), signal.SIGTERM)
-    return int(requests.agreed(world)), requests.reason
+    return int(requests.agreed(world, 7)), requests.reason
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from running import Dtt
 from safetensors.torch import load_file
 
+from dtt.checkpoint import store
 from dtt.track import jsonl
 
 Settings = Any
@@ -28,14 +29,15 @@ def metrics(job: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def weights(job: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(job / f"checkpoints/step-{step:06d}/model.safetensors")
+    return store.at_step(job / "checkpoints", step).tensors(store.MODEL)
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
     """Weights, optimizer state and metrics of two jobs are equal bit for bit."""
-    for name in ("model", "optimizer"):
-        file = f"checkpoints/step-{step:06d}/{name}.safetensors"
-        assert (one / file).read_bytes() == (other / file).read_bytes(), name
+    files = sorted((one / f"checkpoints/step-{step:06d}").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file.name
     assert metrics(one) == metrics(other)
 
 
@@ -182,13 +184,13 @@ def test_control_save_saves_and_goes_on(dtt: Dtt, tiny: Settings) -> None:
 def test_a_damaged_checkpoint_is_passed_over_by_name(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
     job = dtt.folder / "jobs/t"
-    final = (job / "checkpoints/step-000012/model.safetensors").read_bytes()
-    damaged = job / "checkpoints/step-000012/optimizer.safetensors"
+    final = (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes()
+    damaged = job / "checkpoints/step-000012/state-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     again = dtt("train", *tiny())
-    assert "optimizer.safetensors" in again.stderr
+    assert "state-00000.safetensors" in again.stderr
     assert "resumed from jobs/t/checkpoints/step-000008" in again.stderr
-    assert (job / "checkpoints/step-000012/model.safetensors").read_bytes() == final
+    assert (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes() == final
 
 
 def test_other_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Settings) -> None:
@@ -207,7 +209,7 @@ def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny
     assert "diverged" in run.stderr
     assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
     for path in (dtt.folder / "jobs/t/checkpoints").glob("step-*"):
-        assert all(t.isfinite().all() for t in load_file(path / "model.safetensors").values())
+        assert all(t.isfinite().all() for t in load_file(path / "model-00000.safetensors").values())
 
 
 def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> subprocess.Popen[str]:

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from pathlib import Path
 
 from dtt.checkpoint import store
+from dtt.config.train import CheckpointConfig
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the `keep_last` newest; call only after the newest was verified.
+def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int]:
+    """Steps that stay: those the rules name, the newest, and the newest of up to step `diverged`.
+
+    `diverged` is the last step with a finite loss before the last one without (None: there was
+    none): what is newer may come from weights that were already going astray.
+    """
+    steps = store.steps(folder)
+    keep = set(steps[-rules.keep_last :])
+    if rules.keep_every:
+        keep |= {step for step in steps if step and step % rules.keep_every == 0}
+    if rules.keep_best:
+        scored = [(_loss(store.folder_of(folder, step), step), step) for step in steps]
+        keep |= {step for _, step in sorted(scored)[: rules.keep_best]}
+    if diverged is not None:
+        keep |= set([step for step in steps if step <= diverged][-1:])
+    return keep
+
+
+def _loss(path: Path, step: int) -> float:
+    """Validation loss of a checkpoint; infinite without an evaluation at that very step."""
+    try:
+        position = json.loads((path / store.POSITION).read_bytes())
+    except (OSError, ValueError):  # damaged
+        return math.inf
+    loss: float = position["eval_loss"] if position["evaluated"] == step else math.inf
+    return loss
+
+
+def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:
+    """Delete what need not stay; call only after the newest was verified. Returns the steps.
 
     A folder is renamed before its files go, so that a half-deleted one is never taken for whole.
     """
-    for step in store.steps(folder)[:-keep_last]:
-        path = folder / f"{store.PREFIX}{step:06d}"
+    gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged))
+    for step in gone:
         doomed = folder / f"{store.STAGING_PREFIX}{step:06d}-pruned"
-        path.rename(doomed)
+        store.folder_of(folder, step).rename(doomed)
         shutil.rmtree(doomed)
+    return gone
 
 
 def sweep_staging(folder: Path) -> None:

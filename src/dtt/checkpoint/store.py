@@ -9,29 +9,28 @@ Tensors lie in safetensors files, everything else in JSON: nothing that is loade
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import safetensors
-import safetensors.torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts import CheckpointManifest, FileRecord
 from dtt.errors import DamagedError, DttError, InputError
-from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomically
+from dtt.runtime.files import fsync_folder, retrying, sha256_file, write_atomically
 from dtt.runtime.log import log
 
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-PREFIX, STAGING_PREFIX = "step-", ".tmp-step-"
+if TYPE_CHECKING:  # `dtt ckpt ls` needs no torch
+    from torch import Tensor
+
+MODEL, STATE = "model", "state"
+"""Kinds of tensor files: weights; optimizer state and random number generators."""
+POSITION = "position.json"
+PREFIX, STAGING_PREFIX, SUPERSEDED_PREFIX = "step-", ".tmp-step-", "superseded-step-"
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file that holds what only `rank` knows: its random number generators."""
-    return f"rank-{rank:05d}.safetensors"
+def rank_file(kind: str, rank: int) -> str:
+    """Name of the file that holds the pieces `rank` wrote."""
+    return f"{kind}-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,22 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.manifest.step
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """All tensors of one of its files, on the CPU."""
-        return safetensors.torch.load_file(self.path / name)
+    def tensors(self, kind: str) -> dict[str, Tensor]:
+        """All tensors of a kind, whole, on the CPU; by parameter name for MODEL."""
+        from dtt.checkpoint import tensors
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The weights, by the model's parameter names."""
-        return self.tensors(MODEL)
+        names = [f.path for f in self.manifest.files if f.path.startswith(f"{kind}-")]
+        return tensors.read(self.path / name for name in names)
 
-    def holds(self, name: str) -> bool:
-        """Whether one of its files has this name; others in the folder are not part of it."""
-        return any(file.path == name for file in self.manifest.files)
+    def position(self) -> dict[str, Any]:
+        """What is not a tensor: where in the run it was taken."""
+        position: dict[str, Any] = json.loads((self.path / POSITION).read_bytes())
+        return position
 
-    def state(self) -> dict[str, Any]:
-        """What is not a tensor: the position in the run, and the ledger."""
-        state: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
-        return state
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"{PREFIX}{step:06d}"
 
 
 def staging_name(step: int, attempt: int) -> str:
@@ -69,40 +68,42 @@ def staging_name(step: int, attempt: int) -> str:
     return f"{STAGING_PREFIX}{step:06d}-{attempt}"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file; it is on the disk when this returns."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(contiguous, path)
-    fsync_file(path)
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the JSON file; it is on the disk when this returns."""
-    write_atomically(path, json.dumps(state, indent=1) + "\n")
-
-
-def commit(staging: Path, **facts: Any) -> Checkpoint:
-    """Turn a written folder into a checkpoint; `facts` are the manifest's fields but `files`.
+def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoint:
+    """Turn a folder of written files into a checkpoint; `facts` are the manifest's other fields.
 
     When this returns the checkpoint survives a power failure; before, there is none of this step.
     """
-    files = tuple(
-        FileRecord(path=path.name, bytes=path.stat().st_size, sha256=sha256_file(path))
-        for path in sorted(staging.iterdir())
-    )
-    manifest = CheckpointManifest(files=files, **facts)
-    write_atomically(staging / manifest.filename, manifest.dump())
+    manifest = CheckpointManifest(files=tuple(sorted(files, key=lambda f: f.path)), **facts)
+    retrying(lambda: write_atomically(staging / manifest.filename, manifest.dump()))
     folder = staging.parent
-    final = folder / f"{PREFIX}{manifest.step:06d}"
     # Training reached this step from an older one, so those from here on were rejected. Set aside,
     # they neither take this one's place nor count as newer than it.
     for step in steps(folder):
         if step >= manifest.step:
-            rejected = folder / f"{PREFIX}{step:06d}"
-            rejected.rename(folder / f"{STAGING_PREFIX}{step:06d}-rejected")
-    staging.rename(final)
-    fsync_folder(folder)
+            folder_of(folder, step).rename(folder / f"{STAGING_PREFIX}{step:06d}-rejected")
+    final = folder_of(folder, manifest.step)
+    retrying(lambda: _rename(staging, final))
+    retrying(lambda: fsync_folder(folder))
     return Checkpoint(final, manifest)
+
+
+def _rename(old: Path, new: Path) -> None:
+    if new.exists() and not old.exists():  # the file server did it, then lost its answer
+        return
+    old.rename(new)
+
+
+def supersede(folder: Path, step: int, attempt: int) -> list[Path]:
+    """Take the checkpoints after `step` out of the row, since training goes on from there anew.
+
+    They keep their content, as `superseded-step-N-<attempt>`, until `dtt ckpt prune`.
+    """
+    moved = []
+    for newer in (s for s in steps(folder) if s > step):
+        moved.append(folder / f"{SUPERSEDED_PREFIX}{newer:06d}-{attempt}")
+        folder_of(folder, newer).rename(moved[-1])
+    fsync_folder(folder)
+    return moved
 
 
 def verify(path: Path) -> Checkpoint:
@@ -116,17 +117,22 @@ def verify(path: Path) -> Checkpoint:
             f"checkpoint {path} is not what it is called", why=f"it holds step {manifest.step}"
         )
     for record in manifest.files:
-        file = path / record.path
-        if not file.is_file():
-            raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
-        size = file.stat().st_size
-        if size != record.bytes:
-            why = f"{record.path} has {size} bytes instead of {record.bytes}"
-            raise DamagedError(f"checkpoint {path} is damaged", why=why)
-        if sha256_file(file) != record.sha256:
-            why = f"the content of {record.path} has changed: its sha256 differs"
-            raise DamagedError(f"checkpoint {path} is damaged", why=why)
+        verify_file(path, record)
     return Checkpoint(path, manifest)
+
+
+def verify_file(path: Path, record: FileRecord) -> None:
+    """DamagedError unless one file of a checkpoint is as its manifest says."""
+    file = path / record.path
+    if not file.is_file():
+        raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
+    size = file.stat().st_size
+    if size != record.bytes:
+        why = f"{record.path} has {size} bytes instead of {record.bytes}"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why)
+    if sha256_file(file) != record.sha256:
+        why = f"the content of {record.path} has changed: its sha256 differs"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why)
 
 
 def steps(folder: Path) -> list[int]:
@@ -158,24 +164,24 @@ def newest(folder: Path) -> Checkpoint | None:
 def _newest_first(folder: Path) -> Iterator[Checkpoint | DttError]:
     for step in reversed(steps(folder)):
         try:
-            yield verify(folder / f"{PREFIX}{step:06d}")
+            yield verify(folder_of(folder, step))
         except (DamagedError, InputError) as error:
             yield error
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of one step; InputError lists the steps there are."""
-    path = folder / f"{PREFIX}{step:06d}"
+    path = folder_of(folder, step)
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"
         raise InputError(
             f"no checkpoint of step {step} in {folder}",
             why=f"there are: {there}",
-            next="name one of those; without --step it is the newest that is whole",
+            next="name one of those; without a step it is the newest that is whole",
         )
     try:
         return verify(path)
     except DamagedError as error:
         raise DamagedError(
-            str(error), next="leave --step out to take the newest that is whole"
+            str(error), next="name no step to take the newest that is whole"
         ) from None

@@ -6,11 +6,13 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from dtt.artifacts import TokensManifest
+from dtt import __version__
+from dtt.artifacts import TokensManifest, fingerprint
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
@@ -20,6 +22,8 @@ from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
+from dtt.runtime.watchdog import Watchdog
+from dtt.track import summary
 from dtt.train.stop import Requests
 
 if TYPE_CHECKING:
@@ -33,10 +37,17 @@ if TYPE_CHECKING:
     from dtt.train.trainer import Trainer
 
 
-def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str]) -> None:
+def run(
+    config: str | None,
+    arguments: Sequence[str],
+    allow_change: Sequence[str],
+    from_step: int | None,
+) -> None:
     """Train the job that `config` names, or the job directory among `arguments`, to its end."""
+    requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks = Ranks.detect()
     resolved, job = find_job(config, arguments, allow_change)
+    requests.watch(job)
     tokens_dir = resolved.config.tokens_dir
     if not TokensManifest.exists(tokens_dir):
         raise InputError(
@@ -45,13 +56,14 @@ def run(config: str | None, arguments: Sequence[str], allow_change: Sequence[str
         )
     if ranks.first:
         check_shards(tokens_dir)
-    requests = Requests(job)  # from here on signals are heard; what follows is slow to import
     from dtt.runtime import dist
 
     holding = exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
     try:
-        with holding, attempt(job, ranks), dist.lost_peers_told():
-            train(resolved, job, dist.start(ranks, resolved.config.train.device), requests)
+        with holding, attempt(job, ranks, requests) as this, dist.lost_peers_told():
+            world = dist.start(ranks, resolved.config.train.device)
+            this.number = world.from_first(this.number)
+            train(resolved, this, world, from_step)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
 
@@ -107,14 +119,24 @@ def find_job(
     return resolved, job
 
 
+@dataclass
+class Attempt:
+    """One start of a job."""
+
+    job: JobDir
+    requests: Requests
+    number: int
+    """0 on other ranks than the first until they are told: a look of their own may find an old
+    one."""
+
+
 @contextmanager
-def attempt(job: JobDir, ranks: Ranks) -> Iterator[None]:
-    """One start of the job; however it ends, `exit.json` says how."""
-    if ranks.first:
-        job.begin_attempt()
+def attempt(job: JobDir, ranks: Ranks, requests: Requests) -> Iterator[Attempt]:
+    """Begin an attempt; however it ends, `exit.json` says how."""
+    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
     code, reason = ExitCode.BUG, "a bug"
     try:
-        yield
+        yield this
         code, reason = ExitCode.DONE, "done"
     except DttError as error:
         code, reason = error.exit_code, str(error)
@@ -126,54 +148,81 @@ def attempt(job: JobDir, ranks: Ranks) -> Iterator[None]:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
         raise
     finally:
-        job.end_attempt(code, reason, ranks.rank)
+        if this.number:
+            job.end_attempt(code, reason, ranks.rank, attempt=this.number)
 
 
-def train(resolved: Resolved, job: JobDir, world: World, requests: Requests) -> None:
+def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
     from dtt.data.windows import Windows
     from dtt.train.plan import make_plan
 
-    cfg = resolved.config
+    cfg, job = resolved.config, this.job
     tokens = TokensManifest.read(cfg.tokens_dir)
     source = Windows(cfg.tokens_dir, tokens, "train", cfg.train.seq_len)
     plan = make_plan(cfg, tokens, len(source), world)
-    resume = find_checkpoint(job, tokens, world)
-    if world.first:
-        write_atomically(job.config, explain.show(resolved.config, resolved.layer))
-    if resume is not None and resume.step >= plan.steps:
-        log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
-        return
-    if world.first:
-        log.info("%s", plan.describe(world))
-        write_provenance(job)
-    trainer = build(cfg, plan, job, world, tokens, source, requests, resume)
-    with ExitStack() as stack:
-        for tracker in trainer.trackers:
-            stack.callback(tracker.close)
-        finished = trainer.run(resume)
+    hang_seconds = cfg.train.hang_seconds
+    with Watchdog(
+        job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
+    ) as watchdog:
+        resume = find_checkpoint(this, tokens, world, from_step)
+        if world.first:
+            write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+        if resume is not None and is_done(job, resume, plan.steps):
+            log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
+            return
+        if world.first:
+            log.info("%s", plan.describe(world))
+            write_provenance(job)
+        trainer = build(cfg, plan, this, world, tokens, source, watchdog, resume)
+        with ExitStack() as stack:
+            for tracker in trainer.trackers:
+                stack.callback(tracker.close)
+            stack.callback(trainer.saver.close)
+            finished = trainer.run(resume)
     if not finished:
         raise Preempted(
             f"stopped at step {trainer.position.step} of {plan.steps}, everything is saved",
-            why=requests.reason or "another rank was asked to stop",
+            why=this.requests.reason or "another rank was asked to stop",
             next=f"dtt train {job.root}",
         )
 
 
-def find_checkpoint(job: JobDir, tokens: TokensManifest, world: World) -> Checkpoint | None:
+def find_checkpoint(
+    this: Attempt, tokens: TokensManifest, world: World, from_step: int | None
+) -> Checkpoint | None:
     """What to resume from, the same on every rank; the first one verifies it for all."""
-    from dtt.checkpoint import retain, store
-
-    if world.first and job.checkpoints.exists():
-        retain.sweep_staging(job.checkpoints)
-    resume = world.from_first(store.newest(job.checkpoints) if world.first else None)
+    resume = world.from_first(first_choice(this, from_step) if world.first else None)
     if resume is not None and resume.manifest.data_key != tokens.key:
         raise ConfigError(
-            f"{job.root} was trained on other token files than those that are there now",
+            f"{this.job.root} was trained on other token files than those that are there now",
             why="their corpus, tokenizer or options differ from those of the checkpoint",
             next="name the old ones with data.tokens=FOLDER, or start a new job with name=ANOTHER",
         )
     return resume
+
+
+def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or that of `from_step`, which supersedes newer ones."""
+    from dtt.checkpoint import retain, store
+
+    folder = this.job.checkpoints
+    if folder.exists():
+        retain.sweep_staging(folder)
+    if from_step is None:
+        return store.newest(folder)
+    chosen = store.at_step(folder, from_step)
+    for path in store.supersede(folder, from_step, this.number):
+        log.info("set aside: %s", path)
+    return chosen
+
+
+def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
+    """Whether nothing is left to do: the last step is saved, and its evaluation is on record."""
+    if resume.step < steps:
+        return False
+    last = summary.summarize(job.metrics).last_eval
+    return last is None or last["step"] >= steps
 
 
 def write_provenance(job: JobDir) -> None:
@@ -186,16 +235,17 @@ def write_provenance(job: JobDir) -> None:
 def build(
     cfg: RunConfig,
     plan: Plan,
-    job: JobDir,
+    this: Attempt,
     world: World,
     tokens: TokensManifest,
     source: Windows,
-    requests: Requests,
+    watchdog: Watchdog,
     resume: Checkpoint | None,
 ) -> Trainer:
     """Model, optimizers, data, trackers: each made here and nowhere else."""
     import torch
 
+    from dtt.checkpoint.saver import Saver
     from dtt.data.loader import Share, training_batches
     from dtt.data.order import Order
     from dtt.model.decoder import Decoder, roles
@@ -211,11 +261,17 @@ def build(
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     share = Share(world.rank, world.size, cfg.train.micro_batch, world.device)
     order = Order(cfg.seed, len(source))
+    known = None if resume is None else resume.position()["run_id"]
+    run_id = world.from_first(this.job.run_id(known) if world.first else "")
+    facts = {
+        "config_sha256": fingerprint(cfg.model_dump(mode="json")),
+        "data_key": tokens.key,
+        "versions": {"dtt": __version__, "torch": torch.__version__},
+    }
     return Trainer(
         cfg=cfg,
         plan=plan,
         world=world,
-        job=job,
         model=model,
         module=apply(model, world, plan.compile),
         optimizers=groups.build(cfg.optim, dict(model.named_parameters()), roles(model), ns_dtype),
@@ -223,10 +279,12 @@ def build(
         batches_from=partial(training_batches, source, order, share, plan.sequences),
         evaluator=make_evaluator(cfg, plan, world, tokens, share),
         sampler=make_sampler(cfg, tokens),
-        trackers=make_trackers(cfg, plan, job, resume) if world.first else [],
-        requests=requests,
+        trackers=make_trackers(cfg, plan, this.job, resume) if world.first else [],
+        requests=this.requests,
+        watchdog=watchdog,
+        saver=Saver(this.job, this.number, world, cfg.checkpoint, facts),
         meter=Meter(world.device, world.size, plan.flops_per_token, plan.precision),
-        data_key=tokens.key,
+        run_id=run_id,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import textwrap
 import types
 import typing
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from dtt.config.base import FREE_MARK, Section
 from dtt.config.run import RunConfig
-from dtt.config.source import Key, Layer
+from dtt.config.source import Key, Layer, parse_scalar
 
 WIDTH = 100
 WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true | false"}
@@ -65,6 +66,8 @@ def _type_in_words(annotation: Any) -> str:
         return " | ".join("null" if a is type(None) else _type_in_words(a) for a in arguments)
     if origin is tuple:
         return "list"
+    if origin is dict:
+        return "names and values"
     return str(WORDS.get(annotation, annotation.__name__))
 
 
@@ -120,9 +123,9 @@ def sections() -> frozenset[Key]:
     return frozenset(k for k, cls, name in all_fields() if variants(cls.model_fields[name]))
 
 
-def nearest(key: str) -> str | None:
+def nearest(key: str, cls: type[Section] = RunConfig) -> str | None:
     """The known key most like a mistyped one; the same section is preferred."""
-    known = sorted({".".join(k) for k, _, _ in all_fields()})
+    known = sorted({".".join(k) for k, _, _ in all_fields(cls)})
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     elsewhere: dict[str, str] = {}
@@ -139,9 +142,15 @@ def scalar(value: Any) -> str:
     """A value as one line of YAML."""
     if isinstance(value, float):
         return repr(value)
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000).strip().removesuffix("\n...")
-    )
+    text = _one_line(value)
+    # PyYAML does not know that `1e-3` is a number here, and breaks lines at line breaks.
+    safe = "\n" not in text and parse_scalar(text) == value
+    return text if safe else _one_line(value, default_style='"')
+
+
+def _one_line(value: Any, **style: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, **style)
+    return text.strip().removesuffix("\n...")
 
 
 def show(config: Section, layer: Layer) -> str:
@@ -152,7 +161,7 @@ def show(config: Section, layer: Layer) -> str:
     def walk(inner: dict[str, Any], key: Key) -> None:
         for name, value in inner.items():
             here, indent = (*key, name), "  " * len(key)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and value:
                 lines.append((f"{indent}{name}:", ""))
                 walk(value, here)
             else:
@@ -234,4 +243,4 @@ def plain(value: Any) -> Any:
         return [plain(inner) for inner in value]
     if isinstance(value, Section):
         return value.model_dump(mode="json")
-    return value if isinstance(value, int | float | str | bool | None) else str(value)
+    return value if isinstance(value, int | float | str | bool | dict | None) else str(value)

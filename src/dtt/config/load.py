@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +22,22 @@ from dtt.config.base import Section
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer
 from dtt.errors import ConfigError, InputError
+
+Problem = tuple[Key, str]
+"""A key and why its value cannot be."""
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class Mistakes(ConfigError):
+    """Every problem of a configuration at once, each with its file and line."""
+
+    def __init__(self, problems: Sequence[Problem], layer: Layer, of: str, *, next: str) -> None:
+        """`of` names what was read; `layer` says where each value was said."""
+        self.problems = tuple(problems)
+        count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in {of}"
+        lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
+        super().__init__("\n".join([count, *lines]), next=next)
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ def shipped_configs() -> Path:
 
 
 def resolve(
-    config: str | Path | None = None,
+    config: str | Path | Layer | None = None,
     arguments: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     *,
@@ -52,13 +68,15 @@ def resolve(
 ) -> Resolved:
     """Merge all layers and check the result; every mistake is reported in one ConfigError.
 
-    `config` is a path or the name of a shipped config; `options` are dotted keys from named
-    command-line options; `job_config` is the resolved config of a job that is resumed.
+    `config` is a path, the name of a shipped config, or its keys; `options` are dotted keys from
+    named command-line options; `job_config` is the resolved config of a job that is resumed.
     """
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
         layers += _with_extends(job_config, ())
-    if config is not None:
+    if isinstance(config, dict):
+        layers += _with_extended(*source.take_extends(config), Path(), ())
+    elif config is not None:
         layers += _with_extends(find(config), ())
     layers.append(
         source.from_environment(os.environ if env is None else env, RunConfig.model_fields)
@@ -118,12 +136,17 @@ def find(config: str | Path) -> Path:
 def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
-    extends, layer = source.read_file(path)
+    return _with_extended(*source.read_file(path), path.parent, (*trail, path.resolve()))
+
+
+def _with_extended(
+    extends: Sequence[str], layer: Layer, folder: Path, trail: tuple[Path, ...]
+) -> list[Layer]:
+    """What `layer` extends, found in `folder` or by name, below it."""
     layers: list[Layer] = []
     for name in extends:
-        beside = path.parent / name
-        found = beside if beside.is_file() else find(name)
-        layers += _with_extends(found, (*trail, path.resolve()))
+        beside = folder / name
+        layers += _with_extends(beside if beside.is_file() else find(name), trail)
     return [*layers, layer]
 
 
@@ -148,21 +171,26 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
 
 def check(layer: Layer) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    values = source.nested(layer)
-    try:
-        # Through JSON: strict mode then takes a list for a tuple and a string for a path.
-        config = RunConfig.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        problems = [_describe(values, dict(e)) for e in error.errors()]
-    else:
-        problems = list(_walk(config))
-        if not problems:
-            return Resolved(config, layer)
-    count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in the configuration"
-    lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
+    config, problems = validate(RunConfig, source.nested(layer))
+    if config is not None:
+        return Resolved(config, layer)
     first = ".".join(takewhile(lambda name: not name.isdigit(), problems[0][0]))
     known = explain.nearest(first) or ""
-    raise ConfigError("\n".join([count, *lines]), next=f"dtt config explain {known}".strip())
+    next = f"dtt config explain {known}".strip()
+    raise Mistakes(problems, layer, "the configuration", next=next)
+
+
+def validate(
+    cls: type[SectionT], values: Mapping[str, Any]
+) -> tuple[SectionT | None, list[Problem]]:
+    """Nested plain values as a `cls`, or None and every problem."""
+    try:
+        # Through JSON: strict mode then takes a list for a tuple and a string for a path.
+        section = cls.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        return None, [_describe(cls, values, dict(e)) for e in error.errors()]
+    problems = list(_walk(section))
+    return (None if problems else section), problems
 
 
 def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
@@ -175,7 +203,7 @@ def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
                 yield from _walk(inner, (*key, name))
 
 
-def _describe(values: Any, error: dict[str, Any]) -> tuple[Key, str]:
+def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem:
     """One pydantic error as key and why, without the tags of unions in the key."""
     key: list[str] = []
     inner = values
@@ -189,7 +217,7 @@ def _describe(values: Any, error: dict[str, Any]) -> tuple[Key, str]:
             inner = inner[part]
     dotted = ".".join(key)
     if error["type"] == "extra_forbidden":
-        close = explain.nearest(dotted)
+        close = explain.nearest(dotted, cls)
         why = "unknown key" + (f"; did you mean {close}?" if close else "")
         if close == dotted:  # known, but to another variant of its section
             why = (

@@ -17,16 +17,20 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.config.export import ExportConfig
+from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig, OptimConfig, ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+NAME_PATTERN = rf"^{NAME}(/{NAME})?$"
 
 
 class RunConfig(Section):
     """Everything dtt can be told."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the job: its folder is `jobs/<name>`."""
+    name: str = Field(default="run", pattern=NAME_PATTERN)
+    """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`."""
     seed: NonNegativeInt = 0
     """Decides the initial weights, the order of the data and dropout."""
     download: DownloadConfig = DownloadConfig()
@@ -54,6 +58,8 @@ class RunConfig(Section):
     """The Hugging Face folder."""
     pipeline: PipelineConfig = PipelineConfig()
     """Processes per stage of `dtt pipeline`."""
+    launch: LaunchConfig = LaunchConfig()
+    """The Slurm job that `dtt submit` makes."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """What no single section can see."""
@@ -63,6 +69,13 @@ class RunConfig(Section):
                 f"{train.global_batch_tokens} is not a multiple of train.seq_len = {train.seq_len}"
             )
             yield "train.global_batch_tokens", why
+        every = self.checkpoint.every
+        if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
+            yield (
+                "checkpoint.keep_best",
+                f"there is no evaluation at each save: checkpoint.every ({every}) must be "
+                f"a multiple of train.eval_every ({train.eval_every})",
+            )
         if model.max_seq_len is not None and model.max_seq_len < train.seq_len:
             yield (
                 "train.seq_len",

@@ -46,6 +46,13 @@ _Loader.add_implicit_resolver(
 )
 
 
+# `12:00:00` is a time limit; YAML 1.1 would read a number in base 60.
+for _digit in "0123456789":
+    _Loader.yaml_implicit_resolvers[_digit].insert(
+        0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d\d?)+$"))
+    )
+
+
 def parse_scalar(text: str) -> Any:
     """A `key=value` argument's value, read as YAML; the empty string stays a string."""
     if text == "":
@@ -86,12 +93,13 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
         raise ConfigError(
             f"{path} is not YAML", why=error.reason, next="name a text file with `key: value` lines"
         ) from None
-    return _extends(layer), layer
+    return take_extends(layer)
 
 
-def _extends(layer: Layer) -> list[str]:
-    """Take the `extends` list out of a layer."""
-    leaf = layer.pop(("extends",), Leaf([], ""))
+def take_extends(layer: Layer) -> tuple[list[str], Layer]:
+    """The `extends` list of a layer, and the rest of it."""
+    rest = dict(layer)
+    leaf = rest.pop(("extends",), Leaf([], ""))
     names = [leaf.value] if isinstance(leaf.value, str) else leaf.value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -100,7 +108,7 @@ def _extends(layer: Layer) -> list[str]:
             why=f"got {leaf.value!r}",
             next="for example extends: [models/llama-tiny.yaml]",
         )
-    return names
+    return names, rest
 
 
 def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dtt.config.base import Section, free
 
@@ -41,6 +41,9 @@ class TrainConfig(Section):
     """Text that samples continue; empty: the start of a document."""
     sample_tokens: NonNegativeInt = free(64)
     """Length of a sample; 0: none at all."""
+    hang_seconds: NonNegativeFloat | None = free(600.0)
+    """A run whose step takes longer than this, and longer than 20 recent steps, hangs: the stacks
+    of all ranks are written, the rank it is due to is named, and the job ends; 0 or null: never."""
 
 
 class CheckpointConfig(Section):
@@ -48,8 +51,18 @@ class CheckpointConfig(Section):
 
     every: PositiveInt = free(500)
     """Steps between checkpoints; one is always written at the end and on a stop request."""
+    asynchronous: bool = free(True)
+    """Write in the background while training goes on; training waits only for a copy in memory.
+    false: training waits until the checkpoint is on the disk and verified."""
     keep_last: PositiveInt = free(2)
     """Newest verified checkpoints that are kept."""
+    keep_every: NonNegativeInt = free(0)
+    """Also keep, for ever, those of steps that are a multiple of this; 0: none."""
+    keep_best: NonNegativeInt = free(0)
+    """Also keep so many with the lowest validation loss; needs an evaluation at each save."""
+    on_full: Literal["wait", "stop"] = free("stop")
+    """When the disk is full: `wait` for space (training goes on until the next save is due), or
+    `stop` with exit code 74. The checkpoints before it stay whole either way."""
 
 
 class WandbConfig(Section):

@@ -60,7 +60,7 @@ def read_checkpoint(cfg: RunConfig, checkpoint: store.Checkpoint) -> Trained:
     family = families.get(cfg.model.family)
     return Trained(
         family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len),
-        checkpoint.model_tensors(),
+        checkpoint.tensors(store.MODEL),
         cfg.tokens_dir / "tokenizer.json",
         tokens.end_of_document,
     )

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     child = subprocess.Popen(
         argv,
         start_new_session=True,
-        preexec_fn=_stop_with_parent,  # noqa: PLW1509  a system call and nothing else
+        preexec_fn=stop_with_parent,  # noqa: PLW1509  a system call and nothing else
     )
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -64,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _stop_with_parent() -> None:
+def stop_with_parent() -> None:
+    """In a child, before it becomes its program: ask for SIGTERM when the parent dies (Linux)."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ class World:
     device: torch.device
     control: dist.ProcessGroup | None
     """Gloo group for small host-side agreements; None when alone. Never waits for the device."""
+    background: dist.ProcessGroup | None = None
+    """Another one, for the thread that writes checkpoints."""
 
     @property
     def rank(self) -> int:
@@ -59,6 +61,14 @@ class World:
         if self.control is not None:
             dist.all_reduce(tensor)
         return tensor
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank; for the background thread."""
+        if self.background is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.background)
+        return values
 
     def from_first(self, value: T) -> T:
         """Rank 0's `value`, on every rank."""
@@ -97,7 +107,8 @@ def start(ranks: Ranks, device: str) -> World:
     timeout = timedelta(minutes=30)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
-    return World(ranks, chosen, control)
+    background = dist.new_group(backend="gloo", timeout=timeout)
+    return World(ranks, chosen, control, background)
 
 
 def stop() -> None:

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 
-from dtt.errors import EnvironmentUnfit, StorageError
+from dtt.errors import DiskFull, EnvironmentUnfit
+from dtt.runtime.log import log
+
+T = TypeVar("T")
+
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
+"""What a busy or just restarted file server answers, and a moment later no longer does."""
+PATIENCE = (0.5, 2.0, 8.0)
+"""Seconds to wait before each new try."""
+
+
+def retrying(action: Callable[[], T]) -> T:
+    """`action()`, again a few times if the file system fails in a way that often passes.
+
+    `action` must begin from the start each time: after a failed fsync nothing it wrote is certain.
+    """
+    for seconds in PATIENCE:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            log.warning("%s; trying again in %g s", error, seconds)
+            time.sleep(seconds)
+    return action()
 
 
 def sha256_file(path: Path) -> str:
     """sha256 of a file's content, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def forget_cached(path: Path) -> None:
+    """Let the next reader of `path` get it from the disk, not from memory, where possible."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_file(path: Path) -> None:
@@ -53,13 +87,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """StorageError if the file system of `folder` has less than `needed` bytes free for `what`."""
+    """DiskFull if the file system of `folder` has less than `needed` bytes free for `what`."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise StorageError(
+        raise DiskFull(
             f"not enough disk space for {what}",
             where=folder,
             why=f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from dtt.errors import ExitCode
 from dtt.runtime.files import write_atomically
@@ -54,26 +55,72 @@ class JobDir:
         return self.root / "control" / "save"
 
     @property
+    def acknowledged(self) -> Path:
+        """Which request the job has heard last, and at which step."""
+        return self.root / "control" / "acknowledged.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """What the job is doing, rewritten every few seconds while it runs."""
+        return self.root / "heartbeat.json"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of event files."""
         return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of what the processes said, a file for each attempt and node."""
+        return self.root / "logs"
+
+    @property
+    def script(self) -> Path:
+        """The job script that `dtt submit` wrote."""
+        return self.root / "slurm.sh"
+
+    @property
+    def submissions(self) -> Path:
+        """One JSON record a line: each time this job was handed to Slurm, with its job id."""
+        return self.root / "submissions.jsonl"
+
+    def attempt_dir(self, number: int) -> Path:
+        """Folder of one attempt."""
+        return self.root / "attempts" / str(number)
+
+    def exit_record(self, number: int) -> dict[str, Any] | None:
+        """How an attempt ended; None while it runs, or when nobody was left to write it."""
+        path = self.attempt_dir(number) / "exit.json"
+        record: dict[str, Any] | None = json.loads(path.read_bytes()) if path.exists() else None
+        return record
 
     def attempt(self) -> int:
         """Number of the newest attempt, from 1; 0 before the first."""
         taken = [int(p.name) for p in (self.root / "attempts").glob("*") if p.name.isdigit()]
         return max(taken, default=0)
 
-    def begin_attempt(self) -> None:
-        """Make the folder of a new attempt."""
+    def begin_attempt(self) -> int:
+        """Make the folder of a new attempt; returns its number."""
         self.stop.parent.mkdir(parents=True, exist_ok=True)
-        (self.root / "attempts" / str(self.attempt() + 1)).mkdir(parents=True)
+        number = self.attempt() + 1
+        self.attempt_dir(number).mkdir(parents=True)
+        return number
 
-    def end_attempt(self, code: ExitCode, reason: str, rank: int) -> None:
+    def end_attempt(
+        self,
+        code: ExitCode,
+        reason: str,
+        rank: int,
+        *,
+        attempt: int,
+        node: str | None = None,
+    ) -> None:
         """Write `exit.json`: the truth about an ending, which launchers flatten to 0 or 1.
 
         The first rank that fails is the cause; those that fail after it do not overwrite it.
+        `node`: where `rank` runs, by default this one.
         """
-        folder = self.root / "attempts" / str(self.attempt())
+        folder = self.attempt_dir(attempt)
         path = folder / "exit.json"
         if path.exists() or not folder.is_dir():
             return
@@ -82,7 +129,7 @@ class JobDir:
             "reason": reason,
             "step": self.last_step(),
             "rank": rank,
-            "node": socket.gethostname(),
+            "node": node or socket.gethostname(),
             "checkpoint": self.newest_checkpoint_name(),
         }
         write_atomically(path, json.dumps(record, indent=1) + "\n")
@@ -94,21 +141,30 @@ class JobDir:
         return newest and f"step-{newest}"
 
     def last_step(self) -> int | None:
-        """Step of the newest record in metrics.jsonl."""
+        """The newest step in metrics.jsonl."""
         if not self.metrics.exists():
             return None
         with self.metrics.open("rb") as file:
             file.seek(max(0, self.metrics.stat().st_size - 2**16))
             lines = file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"\n")]
-        return json.loads(whole[-1])["step"] if whole else None
+        return max((json.loads(line)["step"] for line in whole), default=None)
 
-    def run_id(self) -> str:
-        """The job's identity for trackers: made once, the same for every attempt."""
+    def run_id(self, known: str | None = None) -> str:
+        """The job's identity for trackers: made once, the same for every attempt.
+
+        `known` is what a checkpoint says it is: that counts when the file is lost.
+        """
         path = self.root / "run_id"
         if not path.exists():
-            write_atomically(path, secrets.token_hex(4) + "\n")
+            write_atomically(path, (known or secrets.token_hex(4)) + "\n")
         return path.read_text().strip()
+
+    def diverged_after(self) -> int | None:
+        """The last step before the latest divergence; None when there was none."""
+        records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
+        steps = [r["step"] for r in records if r and r["code"] == ExitCode.DIVERGED]
+        return max((step for step in steps if step is not None), default=None)
 
     def write_environment(self) -> None:
         """Write `env.json`: versions, the code's git state, and allow-listed variables."""

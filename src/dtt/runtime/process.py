@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtt.errors import DttError, ExitCode, InputError, StorageError
+from dtt.errors import DiskFull, DttError, ExitCode, InputError, StorageError
 from dtt.runtime.comm import abort_peers
 from dtt.runtime.log import setup_logging
 from dtt.runtime.ranks import Ranks
@@ -48,7 +48,7 @@ def command() -> Iterator[None]:
             sys.stdout.flush()
         except OSError:
             _drop_output()
-        _leave(_in_words(error))
+        _leave(in_words(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         abort_peers(ExitCode.INTERRUPTED)
@@ -74,7 +74,7 @@ def _leave(error: DttError) -> None:
     sys.exit(error.exit_code)
 
 
-def _in_words(error: OSError) -> DttError:
+def in_words(error: OSError) -> DttError:
     """What the operating system refused, as dtt says it."""
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         path = Path(os.fsdecode(error.filename))
@@ -87,4 +87,5 @@ def _in_words(error: OSError) -> DttError:
     what, where = reason[:1].lower() + reason[1:], error.filename
     if isinstance(error, FileNotFoundError):
         return InputError(what, where=where)
-    return StorageError(what, where=where, next=REMEDIES.get(error.errno or 0))
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+    return kind(what, where=where, next=REMEDIES.get(error.errno or 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ class Summary:
 
 def summarize(metrics: Path) -> Summary:
     """Read a job's metrics."""
-    by_kind: dict[str, list[Record]] = {"train": [], "eval": [], "sample": [], "perf": []}
+    by_kind: dict[str, list[Record]] = defaultdict(list)
     for record in jsonl.read(metrics):
         by_kind[record["kind"]].append(record)
     train, evals, samples = by_kind["train"], by_kind["eval"], by_kind["sample"]

@@ -43,7 +43,7 @@ class WandbTracker:
                 mode=_mode(config),
                 settings=wandb.Settings(init_timeout=20, finish_timeout=60),
             )
-            for kind in ("train", "eval", "perf"):
+            for kind in ("train", "eval", "perf", "save"):
                 self._run.define_metric(f"{kind}/*", step_metric="step")
 
         self._guarded(begin)

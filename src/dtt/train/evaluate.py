@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,18 @@ class Evaluator:
     world: World
 
     @torch.no_grad()
-    def record(self, model: Decoder, step: int) -> Record:
-        """The `eval` record: mean loss in nats per token, and in bits per byte of text."""
+    def record(self, model: Decoder, step: int, stop: Callable[[], bool]) -> Record | None:
+        """The `eval` record: mean loss in nats per token, and in bits per byte of text.
+
+        None as soon as `stop()`, which is asked on every rank between batches, is true.
+        """
         model.eval()
         total = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         rows = self.share.micro_batch * self.world.size
         for first in range(0, self.count, rows):
+            if stop():
+                model.train()
+                return None
             chunk = np.arange(first, min(first + rows, self.count), dtype=np.uint64)
             for tokens, targets in self.share.to_device(self.windows, chunk):
                 with autocast(self.world.device, self.precision):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +31,11 @@ PEAK_FLOPS = {
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
 
+RECENT = 64
+"""Steps that are remembered one by one."""
+Mark = float | torch.cuda.Event
+Span = tuple[Mark, Mark]
+
 
 def peak_flops(device: torch.device) -> float | None:
     """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
@@ -53,11 +60,45 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._start = time.perf_counter()
         self._steps = self._tokens = 0
+        self._before: deque[Span] = deque(maxlen=RECENT)
+        self._since: deque[Span] = deque(maxlen=RECENT)
 
-    def add(self, tokens: int) -> None:
-        """One more step of so many tokens, over all devices, was begun."""
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """One step of so many tokens, over all devices, happens inside."""
+        start = self._mark()
+        yield
+        self._since.append((start, self._mark()))
         self._steps += 1
         self._tokens += tokens
+
+    def save_begins(self) -> None:
+        """From now on a checkpoint is being written beside the steps."""
+        self._before, self._since = self._since, deque(maxlen=RECENT)
+
+    def slowdown(self) -> float | None:
+        """By what share the steps since `save_begins` took longer than those before.
+
+        None when there are too few to tell. Call when the device has finished those steps.
+        """
+        if not self._before or not self._since:
+            return None
+        usual = statistics.median(self._seconds(span) for span in self._before)
+        return statistics.fmean(self._seconds(span) for span in self._since) / usual - 1
+
+    def _mark(self) -> Mark:
+        """This moment: on a GPU, that of the device, which lags behind the host."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, span: Span) -> float:
+        start, end = span
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr,arg-type]
 
     def read(self) -> dict[str, float | None]:
         """Speed since the last reading; call when the device has finished those steps."""

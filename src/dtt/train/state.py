@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtt.checkpoint import store
-from dtt.checkpoint.store import Checkpoint
 from dtt.data.order import EMPTY_LEDGER
 from dtt.errors import DamagedError
+
+RNG = "rng"
 
 
 @dataclass
@@ -28,6 +28,10 @@ class Position:
     """Rolling hash of the windows trained on."""
     previous_ledger: bytes = EMPTY_LEDGER
     """The same, one step earlier: lets a resume check that the order still is what it was."""
+    evaluated: int | None = None
+    """Step of the last evaluation that came to its end."""
+    eval_loss: float | None = None
+    """What it found."""
 
     def to_json(self) -> dict[str, Any]:
         """As kept in a checkpoint."""
@@ -36,6 +40,8 @@ class Position:
             "tokens": self.tokens,
             "ledger": self.ledger.hex(),
             "previous_ledger": self.previous_ledger.hex(),
+            "evaluated": self.evaluated,
+            "eval_loss": self.eval_loss,
         }
 
     @classmethod
@@ -46,6 +52,8 @@ class Position:
             tokens=record["tokens"],
             ledger=bytes.fromhex(record["ledger"]),
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
+            evaluated=record["evaluated"],
+            eval_loss=record["eval_loss"],
         )
 
 
@@ -60,13 +68,17 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 
 def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
-    """Put the state back; DamagedError when it is that of other optimizers or parameters."""
-    if not tensors:  # saved before the first step: optimizers make their state in it
-        return
+    """Put the state back; DamagedError when it is that of other optimizers or parameters.
+
+    Tensors that belong to no optimizer (`rng/…`) are left alone.
+    """
     by_parameter: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, value in tensors.items():
-        optimizer_name, name, key = path.split("/")
-        by_parameter.setdefault((optimizer_name, name), {})[key] = value
+        owner, name, key = path.split("/")
+        if owner != RNG:
+            by_parameter.setdefault((owner, name), {})[key] = value
+    if not by_parameter:  # saved before the first step: optimizers make their state in it
+        return
     expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
     if by_parameter.keys() != expected:
         odd = sorted(by_parameter.keys() ^ expected)[0]
@@ -90,23 +102,23 @@ def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """The state of this rank's random number generators."""
-    tensors = {"cpu": torch.get_rng_state()}
+def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The state of this rank's random number generators, by `rng/rank/device`."""
+    tensors = {f"{RNG}/{rank:05d}/cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
+        tensors[f"{RNG}/{rank:05d}/cuda"] = torch.cuda.get_rng_state(device)
     return tensors
 
 
-def restore_rng(checkpoint: Checkpoint, rank: int, seed: int, device: torch.device) -> None:
-    """Go on with the generators this rank had; a rank that is new gets its own seed."""
-    if not checkpoint.holds(store.rank_file(rank)):
-        seed_rank(seed + checkpoint.step, rank)
+def restore_rng(tensors: Mapping[str, Tensor], rank: int, seed: int, device: torch.device) -> None:
+    """Go on with the generators this rank had; a rank that is new seeds its own with `seed`."""
+    mine = f"{RNG}/{rank:05d}/"
+    if f"{mine}cpu" not in tensors:
+        seed_rank(seed, rank)
         return
-    tensors = checkpoint.tensors(store.rank_file(rank))
-    torch.set_rng_state(tensors["cpu"])
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+    torch.set_rng_state(tensors[f"{mine}cpu"])
+    if device.type == "cuda" and f"{mine}cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{mine}cuda"], device)
 
 
 def seed_rank(seed: int, rank: int) -> None:

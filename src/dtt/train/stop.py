@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 if TYPE_CHECKING:  # torch is slow to import, and signals are to be heard before
     from dtt.runtime.dist import World
+
+SECONDS_BETWEEN_LOOKS = 0.2
+"""At the trigger files: each look may be a question to a file server."""
 
 
 class Request(IntEnum):
@@ -20,6 +26,8 @@ class Request(IntEnum):
     NONE = 0
     SAVE = 1
     STOP = 2
+    FAILED = 3
+    """A save in the background went wrong on some rank."""
 
 
 class Requests:
@@ -29,10 +37,12 @@ class Requests:
     saving finish in peace. A SIGINT after any other request ends the process at once.
     """
 
-    def __init__(self, job: JobDir) -> None:
-        """`job` has the trigger files `control/stop` and `control/save`."""
-        self._job = job
+    def __init__(self) -> None:
+        """Signals are heard from here on."""
         self.reason = ""
+        self._job: JobDir | None = None
+        self._looked = 0.0
+        self._acknowledged = Request.NONE
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
@@ -41,25 +51,59 @@ class Requests:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
 
-    def agreed(self, world: World) -> Request:
-        """The wish that all ranks follow now."""
-        wish = Request.NONE
-        if world.first:
-            if self._job.stop.exists():
-                self.reason = self.reason or "control/stop"
-            elif self._job.save.exists():
-                wish = Request.SAVE
-        if self.reason:
-            wish = Request.STOP
+    def watch(self, job: JobDir) -> None:
+        """Look at the trigger files of `job`, too: `control/stop` and `control/save`."""
+        self._job = job
+
+    def agreed(self, world: World, step: int, failed: bool = False) -> Request:
+        """What all ranks do now, after `step`; `failed`: this rank's last save went wrong."""
+        wish = Request.FAILED if failed else self._wish(world)
         agreed = Request(world.agree(wish))
-        if world.first and agreed != Request.NONE:
-            log.info("asked to %s", "save" if agreed == Request.SAVE else "save and stop")
-            if agreed == Request.SAVE:
-                self._job.save.unlink(missing_ok=True)
+        if world.first and agreed in (Request.SAVE, Request.STOP):
+            self._acknowledge(agreed, step)
         return agreed
+
+    def stop_wanted(self, world: World) -> bool:
+        """Whether to break off what takes long: the same on every rank that asks now."""
+        return world.agree(self._wish(world)) >= Request.STOP
+
+    def _wish(self, world: World) -> Request:
+        if self.reason:
+            return Request.STOP
+        now = time.monotonic()
+        if not world.first or self._job is None or now - self._looked < SECONDS_BETWEEN_LOOKS:
+            return Request.NONE
+        self._looked = now
+        if self._job.stop.exists():
+            self.reason = _first_line(self._job, "stop")
+            return Request.STOP
+        return Request.SAVE if self._job.save.exists() else Request.NONE
+
+    def _acknowledge(self, request: Request, step: int) -> None:
+        """Tell whoever asked that it was heard."""
+        if self._job is None or request == self._acknowledged == Request.STOP:
+            return
+        self._acknowledged = request
+        name = request.name.lower()
+        by = self.reason or (_first_line(self._job, name) if request == Request.SAVE else "a rank")
+        log.info("asked to %s by %s, after step %d", name, by, step)
+        record = {"request": name, "by": by, "step": step, "time": time.time()}
+        write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+        if request == Request.SAVE:
+            self._job.save.unlink(missing_ok=True)
 
     def forget(self, world: World) -> None:
         """Remove the trigger files, now that all is saved: they were not meant for the next run."""
-        if world.first:
+        if world.first and self._job is not None:
             self._job.stop.unlink(missing_ok=True)
             self._job.save.unlink(missing_ok=True)
+
+
+def _first_line(job: JobDir, name: str) -> str:
+    """What the trigger file says about who touched it, and why."""
+    path = job.root / "control" / name
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return lines[0] if lines and lines[0].strip() else f"control/{name}"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtt import __version__
-from dtt.artifacts import fingerprint
-from dtt.checkpoint import retain, store
+from dtt.checkpoint import store
+from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.data.loader import Batch
@@ -22,9 +21,8 @@ from dtt.optim import schedule
 from dtt.optim.groups import set_learning_rate
 from dtt.parallel.apply import autocast, gradient_sync
 from dtt.runtime.dist import World
-from dtt.runtime.files import check_space
-from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+from dtt.runtime.watchdog import Watchdog
 from dtt.track.base import Record, Tracker
 from dtt.train.evaluate import Evaluator, Sampler
 from dtt.train.guard import require_finite
@@ -48,7 +46,6 @@ class Trainer:
     cfg: RunConfig
     plan: Plan
     world: World
-    job: JobDir
     model: Decoder
     """Holds the parameters, under their plain names."""
     module: nn.Module
@@ -61,9 +58,11 @@ class Trainer:
     trackers: Sequence[Tracker]
     """On the first rank; the others have none."""
     requests: Requests
+    watchdog: Watchdog
+    saver: Saver
     meter: Meter
-    data_key: str
-    """Of the token files, for the checkpoint's manifest."""
+    run_id: str
+    """What trackers know the run by; kept in its checkpoints."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
     _unread: list[tuple[Record, Tensor, Tensor]] = field(default_factory=list)
@@ -71,43 +70,52 @@ class Trainer:
 
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (True) or until asked to stop (False); either way all is saved."""
-        cfg, steps = self.cfg, self.plan.steps
         self.restore(resume)
-        if resume is None:
-            self.evaluate()
-            self.sample()
+        if resume is None or self.evaluation_due():
+            self.look()
+        with self.watchdog.phase("step"):
+            self.train()
+            if self.saved_step != self.position.step:
+                self.save()
+            with self.watchdog.phase("save"):
+                self.saver.wait()
+        self.log_saves()
+        self.requests.forget(self.world)
+        return self.position.step == self.plan.steps and not self.evaluation_due()
+
+    def train(self) -> None:
+        """The loop: step, then whatever is due after it."""
+        cfg, steps = self.cfg, self.plan.steps
         batches = self.batches_from(self.position.step)
         self.meter.restart()
         while self.position.step < steps:
-            request = self.requests.agreed(self.world)
+            request = self.requests.agreed(self.world, self.position.step, self.saver.failed)
+            if request is Request.FAILED:
+                self.saver.wait()  # raises, on every rank
             if request is Request.STOP:
                 break
             multiplier = schedule.multiplier(cfg.schedule, self.position.step, steps)
             set_learning_rate(self.optimizers, multiplier)
-            self.step(next(batches), multiplier)
-            step, last = self.position.step, self.position.step == steps
-            if every(cfg.train.log_every, step) or last:
+            with self.meter.step(self.plan.tokens_per_step):
+                self.step(next(batches), multiplier)
+            step = self.position.step
+            self.watchdog.step(step)
+            if every(cfg.train.log_every, step) or step == steps:
                 self.log_progress()
-            if every(cfg.train.eval_every, step) or last:
-                self.evaluate()
-            if every(cfg.train.sample_every, step) or last:
-                self.sample()
+            self.look()
             if every(cfg.checkpoint.every, step) or request is Request.SAVE:
                 self.save()
-        if self.saved_step != self.position.step:
-            self.save()
-        self.requests.forget(self.world)
-        return self.position.step == steps
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Take up the state of a checkpoint, or the seeds of a fresh start."""
         if resume is None:
             seed_rank(self.cfg.seed, self.world.rank)
             return
-        self.model.load_state_dict(resume.model_tensors())
-        load_optimizers(self.optimizers, resume.tensors(store.OPTIMIZER))
-        restore_rng(resume, self.world.rank, self.cfg.seed, self.world.device)
-        self.position = Position.from_json(resume.state())
+        self.model.load_state_dict(resume.tensors(store.MODEL))
+        state = resume.tensors(store.STATE)
+        load_optimizers(self.optimizers, state)
+        restore_rng(state, self.world.rank, self.cfg.seed + resume.step, self.world.device)
+        self.position = Position.from_json(resume.position())
         self.saved_step = resume.step
         self.check_order()
         log.info("resumed from %s", resume.path)
@@ -143,7 +151,6 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         self.advance(batch)
-        self.meter.add(self.plan.tokens_per_step)
         record = {
             "kind": "train",
             "step": self.position.step,
@@ -176,20 +183,48 @@ class Trainer:
         """The console line, with the speed since the last one."""
         self.read_losses()
         self.emit({"kind": "perf", "step": self.position.step, **self.meter.read()})
+        self.log_saves()
+
+    def look(self) -> None:
+        """Validation loss and a sample, if they are due after this step.
+
+        An evaluation that a stop request broke off is due again when the run goes on.
+        """
+        step, ends = self.position.step, (0, self.plan.steps)
+        if self.evaluation_due():
+            self.evaluate()
+            if self.evaluation_due():
+                return
+        if every(self.cfg.train.sample_every, step) or step in ends:
+            self.sample()
+
+    def evaluation_due(self) -> bool:
+        """Whether there should be a validation loss of this step, and is none yet."""
+        step, ends = self.position.step, (0, self.plan.steps)
+        wanted = every(self.cfg.train.eval_every, step) or step in ends
+        return self.evaluator is not None and wanted and self.position.evaluated != step
 
     def evaluate(self) -> None:
         """Validation loss, on all ranks together."""
-        if self.evaluator is not None:
-            self.read_losses()
-            with self.meter.paused():
-                self.emit(self.evaluator.record(self.model, self.position.step))
+        assert self.evaluator is not None
+        self.read_losses()
+        with self.watchdog.phase("evaluate"), self.meter.paused():
+            record = self.evaluator.record(self.model, self.position.step, self.stop_wanted)
+        if record is not None:
+            self.position.evaluated, self.position.eval_loss = record["step"], record["loss"]
+            self.emit(record)
+
+    def stop_wanted(self) -> bool:
+        """Whether to break off what takes long; also tells the watchdog that it goes on."""
+        self.watchdog.beat()
+        return self.requests.stop_wanted(self.world)
 
     def sample(self) -> None:
         """A sample, on the first rank."""
         if self.sampler is not None:
             self.read_losses()
             if self.world.first:
-                with self.meter.paused():
+                with self.watchdog.phase("sample"), self.meter.paused():
                     self.emit(self.sampler.record(self.model, self.position.step))
 
     def emit(self, record: Record) -> None:
@@ -198,45 +233,26 @@ class Trainer:
             tracker.log(record)
 
     def save(self) -> None:
-        """Write a checkpoint, all ranks together; on return it is verified and on the disk."""
+        """Begin a checkpoint, all ranks together; it is written while training goes on."""
         self.read_losses()
-        with self.meter.paused():
-            self.write_checkpoint()
-        self.saved_step = self.position.step
-
-    def write_checkpoint(self) -> None:
-        """The commit protocol: every rank its file, the first one the rest and the manifest."""
-        folder, step = self.job.checkpoints, self.position.step
-        staging = folder / store.staging_name(step, self.job.attempt())
-        if self.world.first:
+        step = self.position.step
+        with self.watchdog.phase("save"), self.meter.paused():
             for tracker in self.trackers:
-                tracker.flush()
-            needed = 12 * self.plan.parameters + 2**20  # weights and two moments in fp32
-            check_space(folder, needed, f"the checkpoint of step {step}")
-            staging.mkdir(parents=True)
-        self.world.barrier()
-        store.write_tensors(
-            staging / store.rank_file(self.world.rank), rng_tensors(self.world.device)
-        )
-        if self.world.first:
-            store.write_tensors(staging / store.MODEL, self.model.state_dict())
-            store.write_tensors(staging / store.OPTIMIZER, optimizer_tensors(self.optimizers))
-            store.write_state(staging / store.STATE, self.position.to_json())
-        self.world.barrier()
-        if self.world.first:
-            written = store.commit(
-                staging,
-                step=step,
-                attempt=self.job.attempt(),
-                world_size=self.world.size,
-                config_sha256=fingerprint(self.cfg.model_dump(mode="json")),
-                data_key=self.data_key,
-                versions={"dtt": __version__, "torch": torch.__version__},
-            )
-            store.verify(written.path)
-            retain.prune(folder, self.cfg.checkpoint.keep_last)
-            log.info("saved %s", written.path)
-        self.world.barrier()
+                tracker.flush()  # what a checkpoint goes on from is on the disk before it
+            shared = {
+                store.MODEL: self.model.state_dict(),
+                store.STATE: optimizer_tensors(self.optimizers),
+            }
+            own = rng_tensors(self.world.rank, self.world.device)
+            position = self.position.to_json() | {"run_id": self.run_id}
+            self.saver.begin(step, shared, own, position)
+        self.meter.save_begins()
+        self.saved_step = step
+
+    def log_saves(self) -> None:
+        """What the saves took that have been finished since the last call."""
+        for save in self.saver.finished():
+            self.emit({"kind": "save", **save.record(), "slowdown": self.meter.slowdown()})
 
 
 def every(interval: int, step: int) -> bool:

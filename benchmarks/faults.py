@@ -1,0 +1,345 @@
+"""What is left of a checkpoint when its save is struck, or its files are damaged.
+
+    python benchmarks/faults.py [--json FILE] [--only NAME] [--quick]
+
+Each save is run again and again under `strace` (6 or newer). Every system call of it in turn is
+where the process gets a SIGKILL, or where an operation on files fails with EIO (bad disk, file
+server gone) or ENOSPC (disk full): that one call, or that one and all later ones of its kind. Then
+somebody loads. dtt saves step 20 after 5 and 10, and must give 10 untouched or all of 20, and must
+be able to go on; the others save over what they saved before, as is usual.
+
+Then finished checkpoints are damaged: cut short, bits flipped, files missing, swapped, mixed. Found
+means that loading refuses; unnoticed means that it gave other numbers than were saved.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # processes are forked: no threads before
+
+import argparse
+import json
+import logging
+import multiprocessing
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from keepers import OURS, THEIRS, Content, Dtt, Keeper, content
+
+from dtt.checkpoint import store
+from dtt.errors import DamagedError, DttError, InputError
+from dtt.runtime import files
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+OLD, NEW, NEXT = 10, 20, 30
+FAULTS = {
+    "SIGKILL": ("all", "signal=KILL:when={}"),
+    "EIO": ("%file,%desc", "error=EIO:when={}"),
+    "EIO from then on": ("%file,%desc", "error=EIO:when={}+"),
+    "ENOSPC": ("%file,%desc", "error=ENOSPC:when={}"),
+    "ENOSPC from then on": ("%file,%desc", "error=ENOSPC:when={}+"),
+}
+LIMIT = 30.0
+"""Seconds after which a struck process counts as hanging."""
+
+
+# ---- saving under strace ---------------------------------------------------------------------------
+
+
+def struck(keeper: Keeper, folder: Path, victim: int, strace: list[str]) -> None:
+    """Save step NEW in processes of its own, of which strace watches `victim`."""
+    links = multiprocessing.Pipe() if keeper.ranks == 2 else (None, None)
+    children = []
+    for rank in range(keeper.ranks):
+        child = os.fork()
+        if child == 0:
+            if (other := links[1 - rank]) is not None:
+                other.close()
+            _save_and_exit(lambda rank=rank: keeper.save(folder, NEW, rank, links[rank]))  # type: ignore[misc]
+        children.append(child)
+    for link in links:
+        if link is not None:
+            link.close()
+    for child in children:
+        os.waitpid(child, os.WUNTRACED)  # it has stopped itself
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-p", str(children[victim]), *strace], stderr=subprocess.PIPE
+    )
+    assert tracer.stderr is not None
+    said = tracer.stderr.readline()
+    assert b"attached" in said, said
+    for child in children:
+        os.kill(child, signal.SIGCONT)
+    for child in children:
+        _bury(child)
+    tracer.wait()
+    tracer.stderr.close()
+
+
+def _save_and_exit(save: Callable[[], None]) -> None:
+    """Wait to be watched, then save."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        save()
+    except DttError as error:
+        os._exit(error.exit_code)
+    except BaseException:  # noqa: BLE001  a fork must not go on as its parent
+        os._exit(1)
+    os._exit(0)
+
+
+def _bury(child: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def system_calls(keeper: Keeper, folder: Path, victim: int, which: str) -> list[tuple[str, int]]:
+    """Every call of an undisturbed save, as (name, how many of this name its thread has made)."""
+    trace = folder / "trace"
+    struck(keeper, folder, victim, ["-e", f"trace={which}", "-o", str(trace)])
+    counts = Counter(re.findall(r"^(\d+ +\w+)\(", trace.read_text(), flags=re.MULTILINE))
+    most: Counter[str] = Counter()
+    for call, times in counts.items():  # `when` counts for each thread by itself
+        name = call.split()[1]
+        most[name] = max(most[name], times)
+    return [(name, n) for name, times in sorted(most.items()) for n in range(1, times + 1)]
+
+
+@contextmanager
+def saved_before(keeper: Keeper) -> Iterator[Path]:
+    """A folder that holds what was saved at steps 5 and OLD."""
+    with tempfile.TemporaryDirectory(prefix="dtt-faults-") as name:
+        folder = Path(name)
+        for step in (5, OLD):
+            keeper.save(folder, step)
+        yield folder
+
+
+def strike(keeper: Keeper, fault: str) -> Counter[str]:
+    """Run all saves with one kind of fault; how many ended in what."""
+    which, injection = FAULTS[fault]
+    outcomes: Counter[str] = Counter()
+    with saved_before(keeper) as before:
+        for victim in range(keeper.ranks):
+            with saved_before(keeper) as folder:
+                calls = system_calls(keeper, folder, victim, which)
+            for name, n in calls:
+                with tempfile.TemporaryDirectory(prefix="dtt-faults-") as parent:
+                    folder = Path(shutil.copytree(before, Path(parent) / "job"))
+                    inject = f"inject={name}:{injection.format(n)}"
+                    struck(
+                        keeper,
+                        folder,
+                        victim,
+                        ["-e", f"trace={name}", "-e", inject, "-o", os.devnull],
+                    )
+                    outcome = after(keeper, folder, before)
+                    outcomes[outcome] += 1
+                    if isinstance(keeper, Dtt) and outcome not in GOOD:
+                        print(f"{keeper.name}: {fault} at {name} {n}: {outcome}", file=sys.stderr)
+    return outcomes
+
+
+GOOD = ("the one before", "the new one")
+
+
+def after(keeper: Keeper, folder: Path, before: Path) -> str:
+    """What a load gives after a struck save."""
+    outcome = in_a_fork(lambda: loaded(keeper, folder))
+    if isinstance(keeper, Dtt):
+        if outcome == "the one before" and not untouched(keeper, folder, before):
+            return "the one before, altered"
+        keeper.go_on(folder, NEXT)
+        if not same(keeper.load(folder), NEXT):
+            return "cannot go on"
+    return outcome
+
+
+def loaded(keeper: Keeper, folder: Path) -> str:
+    """Which of the states `folder` gives."""
+    try:
+        state = keeper.load(folder)
+    except Exception:  # noqa: BLE001  whatever it is: it did not give wrong numbers
+        return "refused"
+    for step, name in ((OLD, "the one before"), (NEW, "the new one"), (5, "an older one")):
+        if same(state, step):
+            return name
+    return "wrong numbers"
+
+
+def same(state: Content, step: int) -> bool:
+    """Whether a state is that of `step`, bit for bit."""
+    right = content(step)
+    return state.keys() == right.keys() and all(torch.equal(state[k], right[k]) for k in right)
+
+
+def untouched(keeper: Keeper, folder: Path, before: Path) -> bool:
+    """Whether the files of OLD are those they were before the save."""
+    now, then = keeper.files(folder, OLD), keeper.files(before, OLD)
+    return [p.name for p in now] == [p.name for p in then] and all(
+        a.read_bytes() == b.read_bytes() for a, b in zip(now, then, strict=True)
+    )
+
+
+def in_a_fork(question: Callable[[], str]) -> str:
+    """`question()`, asked where a crash, a hang or an allocation without end does no harm."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        memory = 2**36
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        there.send(question())
+        os._exit(0)
+    there.close()
+    answer = "refused"  # it crashed
+    if here.poll(LIMIT):
+        try:
+            answer = here.recv()
+        except EOFError:
+            pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    here.close()
+    return answer
+
+
+# ---- damage ----------------------------------------------------------------------------------------
+
+Damage = tuple[str, str, dict[Path, bytes | None]]
+"""Kind, name of the file that is wrong, and the new content of files; None: it is not there."""
+
+
+def damages(all_files: list[Path], other: dict[str, bytes], quick: bool) -> Iterator[Damage]:
+    """Ways to damage a checkpoint; `other` are the files of another step."""
+    rng = random.Random(0)
+    good = {path: path.read_bytes() for path in all_files}
+    for path, data in good.items():
+        cuts = {0, 1, len(data) - 1} | {rng.randrange(len(data)) for _ in range(200 // len(good))}
+        for cut in sorted(cuts):
+            yield "cut short", path.name, {path: data[:cut]}
+    for _ in range(200 if quick else 1000):
+        path = rng.choice(all_files)
+        yield (
+            "a bit flipped",
+            path.name,
+            {path: flipped(good[path], rng.randrange(8 * len(good[path])))},
+        )
+    for path in all_files:
+        if path.name == "MANIFEST.json":
+            for bit in range(0, 8 * len(good[path]), 16 if quick else 1):
+                yield "a bit of the manifest flipped", path.name, {path: flipped(good[path], bit)}
+    for path, data in good.items():
+        start = rng.randrange(len(data))
+        zeros = data[:start] + bytes(len(data[start : start + 512])) + data[start + 512 :]
+        if zeros != data:
+            yield "a block zeroed", path.name, {path: zeros}
+        yield "longer", path.name, {path: data + b"\n"}
+        yield "missing", path.name, {path: None}
+        if other.get(path.name, data) != data:
+            yield "of another step", path.name, {path: other[path.name]}
+    for one, two in combinations(good, 2):
+        yield "swapped", f"{one.name}|{two.name}", {one: good[two], two: good[one]}
+    yield "an extra file", "", {all_files[0].with_name("model-00007.safetensors"): b"\x00" * 99}
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """`data` with one other bit."""
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+def damage(keeper: Keeper, quick: bool) -> dict[str, Counter[str]]:
+    """Damage a finished checkpoint in all ways; for each kind how many ended in what."""
+    outcomes: dict[str, Counter[str]] = {}
+    with saved_before(keeper) as elsewhere, saved_before(keeper) as folder:
+        keeper.save(elsewhere, NEW)
+        step = NEW if isinstance(keeper, Dtt) else OLD
+        other = {p.name: p.read_bytes() for p in keeper.files(elsewhere, step)}
+        all_files = keeper.files(folder, OLD)
+        good = {path: path.read_bytes() for path in all_files}
+        for kind, culprit, new in damages(all_files, other, quick):
+            for path, data in new.items():
+                path.unlink() if data is None else path.write_bytes(data)
+            outcome = noticed(keeper, folder, culprit)
+            outcomes.setdefault(kind, Counter())[outcome] += 1
+            if isinstance(keeper, Dtt) and outcome not in ("found", "harmless"):
+                print(f"{keeper.name}: {kind}, {culprit}: {outcome}", file=sys.stderr)
+            for path in new:
+                if path in good:
+                    path.write_bytes(good[path])
+                else:
+                    path.unlink()
+    return outcomes
+
+
+def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
+    """Whether loading noticed; dtt must name the culprit, too, and take the checkpoint before."""
+    if isinstance(keeper, Dtt):
+        try:
+            store.verify(store.folder_of(JobDir(folder).checkpoints, OLD))
+        except (DamagedError, InputError) as error:
+            if not re.search(culprit, str(error)):
+                return "found, not named"
+            return "found" if same(keeper.load(folder), 5) else "found, no fallback"
+    outcome = in_a_fork(lambda: loaded(keeper, folder))
+    return {"refused": "found", "the one before": "harmless"}.get(outcome, "unnoticed")
+
+
+# ---- tables ----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="just the ways to save whose name begins so")
+    parser.add_argument("--quick", action="store_true", help="fewer of each")
+    parser.add_argument("--json", type=Path, help="write the counts here, too")
+    options = parser.parse_args()
+    log.setLevel(logging.CRITICAL)
+    files.PATIENCE = (0.0, 0.0, 0.0)  # a failing call is tried again, but at once
+    keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(options.only or "")]
+    faults = ["SIGKILL", "ENOSPC from then on"] if options.quick else list(FAULTS)
+    strikes = {k.name: {fault: strike(k, fault) for fault in faults} for k in keepers}
+    show("A save struck at each of its system calls", strikes, GOOD, "survived")
+    found = {
+        k.name: damage(k, options.quick) for k in keepers if k.ranks == 1 and "async" not in k.name
+    }
+    show("A checkpoint damaged", found, ("found", "harmless"), "found or harmless")
+    if options.json:
+        options.json.write_text(json.dumps({"struck": strikes, "damaged": found}, indent=1))
+
+
+def show(
+    title: str, table: dict[str, dict[str, Counter[str]]], good: tuple[str, ...], name: str
+) -> None:
+    """Print one line for each way to save and each thing that was done to it."""
+    print(f"\n{title:<62}{'times':>7}{name:>19}  of which")
+    for keeper, rows in table.items():
+        for what, outcomes in rows.items():
+            total, well = outcomes.total(), sum(outcomes[outcome] for outcome in good)
+            parts = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.most_common())
+            print(f"{keeper:<32}{what:<30}{total:>7}{well:>10} = {well / total:>5.1%}  {parts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Ways to keep a training state on disk, behind one face: dtt's, and what people do without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from dtt.checkpoint import retain, store
+from dtt.checkpoint.saver import Saver
+from dtt.config.train import CheckpointConfig
+from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+
+T = TypeVar("T")
+Content = dict[str, Tensor]
+
+
+def content(step: int) -> Content:
+    """The state after `step`: another one for each, always the same for one."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {f"w{i}": torch.randn(20 + i, 50, generator=generator) for i in range(4)}
+    moments = {f"{name}.moment": weight**2 for name, weight in weights.items()}
+    return weights | moments | {"step": torch.tensor([step])}
+
+
+class Keeper(Protocol):
+    """One way to save and load."""
+
+    name: str
+    ranks: int
+    """How many processes save together."""
+
+    def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
+        """Keep `content(step)` in `folder`; `link` leads to the other rank, if there is one."""
+
+    def load(self, folder: Path) -> Content:
+        """The newest state that it takes for whole; raises when there is none."""
+
+    def files(self, folder: Path, step: int) -> list[Path]:
+        """What was written for `step`."""
+
+
+@dataclass(frozen=True)
+class LinkedWorld(World):
+    """Two processes that exchange through a pipe: no network to set up for each of many saves."""
+
+    link: Connection | None = None
+
+    def exchange(self, value: T) -> list[T]:
+        """Both ranks' values."""
+        if self.link is None:
+            return [value]
+        self.link.send(value)
+        other: T = self.link.recv()
+        return [value, other] if self.first else [other, value]
+
+
+@dataclass(frozen=True)
+class Dtt:
+    """`dtt.checkpoint`, as the trainer uses it."""
+
+    name: str
+    ranks: int = 1
+    asynchronous: bool = False
+
+    def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
+        """Save, verify, prune to the newest two."""
+        size = 1 if link is None else 2
+        world = LinkedWorld(Ranks(rank, size), torch.device("cpu"), None, link=link)
+        config = CheckpointConfig(asynchronous=self.asynchronous, keep_last=2)
+        facts = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {}}
+        saver = Saver(JobDir(folder), 1, world, config, facts)
+        state = content(step)
+        model = {name: t for name, t in state.items() if "." not in name and name != "step"}
+        optimizer = {name: t for name, t in state.items() if "." in name}
+        own = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
+        kinds = {store.MODEL: model, store.STATE: optimizer}
+        saver.begin(step, kinds, own, {"step": step})
+        saver.wait()
+
+    def load(self, folder: Path) -> Content:
+        """From the newest checkpoint that verifies."""
+        found = store.newest(JobDir(folder).checkpoints)
+        if found is None:
+            raise FileNotFoundError(folder)
+        state = {k: t for k, t in found.tensors(store.STATE).items() if not k.startswith("rng.")}
+        step = torch.tensor([found.position()["step"]])
+        return found.tensors(store.MODEL) | state | {"step": step}
+
+    def go_on(self, folder: Path, step: int) -> None:
+        """Begin another attempt, which saves `step`."""
+        retain.sweep_staging(JobDir(folder).checkpoints)
+        self.save(folder, step)
+
+    def files(self, folder: Path, step: int) -> list[Path]:
+        """All of the checkpoint."""
+        return sorted(store.folder_of(JobDir(folder).checkpoints, step).iterdir())
+
+
+@dataclass(frozen=True)
+class TorchSave:
+    """`torch.save` over the last one; with `rename`, beside it and then into its place."""
+
+    name: str
+    ranks: int = 1
+    rename: bool = False
+
+    def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
+        """One file."""
+        path = self.files(folder, step)[0]
+        aside = path.with_suffix(".tmp") if self.rename else path
+        torch.save(content(step), aside)
+        if self.rename:
+            aside.replace(path)
+
+    def load(self, folder: Path) -> Content:
+        """That file."""
+        state: Content = torch.load(self.files(folder, 0)[0], weights_only=True)
+        return state
+
+    def files(self, folder: Path, step: int) -> list[Path]:
+        """That file."""
+        return [folder / "checkpoint.pt"]
+
+
+@dataclass(frozen=True)
+class Dcp:
+    """`torch.distributed.checkpoint` over the last one."""
+
+    name: str
+    ranks: int = 1
+
+    def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
+        """One folder."""
+        dcp.save(content(step), checkpoint_id=folder / "checkpoint", no_dist=True)
+
+    def load(self, folder: Path) -> Content:
+        """Into tensors of the same shapes."""
+        state: dict[str, Any] = {k: torch.full_like(t, -1) for k, t in content(0).items()}
+        dcp.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+        return state
+
+    def files(self, folder: Path, step: int) -> list[Path]:
+        """All of the folder."""
+        return sorted((folder / "checkpoint").iterdir())
+
+
+OURS = (
+    Dtt("dtt"),
+    Dtt("dtt, asynchronous", asynchronous=True),
+    Dtt("dtt, two ranks", ranks=2),
+)
+THEIRS = (
+    TorchSave("torch.save"),
+    TorchSave("torch.save, then rename", rename=True),
+    Dcp("torch.distributed.checkpoint"),
+)

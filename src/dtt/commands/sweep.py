@@ -1,0 +1,251 @@
+"""`dtt sweep submit | status | cancel | retry | results | plot`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dtt.artifacts import TokensManifest
+from dtt.errors import ConfigError, ExitCode, InputError
+from dtt.launch import results as told
+from dtt.launch import sweep as planning
+from dtt.launch import trials
+from dtt.launch.results import Progress
+from dtt.launch.sweep import Plan, Sweep
+from dtt.runtime.files import exclusive
+from dtt.runtime.log import log
+
+MOST_SHOWN = 20
+"""So many dropped combinations are listed before the plan says how many more there are."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How trials are started: on this machine, or through Slurm."""
+
+    kind: Literal["local", "array", "separate"]
+    at_once: int | None
+    """At most so many at a time."""
+
+    @classmethod
+    def chosen(cls, local: int | None, array: bool, separate: bool, cap: int | None) -> How:
+        """What the options ask for; without any, an array where there is Slurm, else local."""
+        if (local is not None) + array + separate > 1:
+            raise ConfigError("--local, --array and --separate exclude each other")
+        if local is not None and cap is not None:
+            raise ConfigError("--cap is for Slurm", next=f"--local {cap}")
+        if separate and cap is not None:
+            raise ConfigError("separate jobs know of no cap", next="leave out --separate")
+        if local is not None:
+            return cls("local", local)
+        if separate:
+            return cls("separate", None)
+        return cls("array" if array or shutil.which("sbatch") else "local", cap)
+
+
+def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
+    """Plan a sweep, show it, make the job directories, start the trials that never were."""
+    plan = planning.plan(file)
+    _check_tokens(plan)
+    if not as_json:
+        print("\n".join(_plan_lines(plan)))
+    if dry_run:
+        if as_json:
+            _print_json(_planned(plan))
+        return
+    _confirm(f"start {len(plan.trials)} trials in {plan.root}?", yes)
+    sweep = plan.write()
+    started = told.progress(sweep)
+    fresh = [one.trial for one in started if one.state == "new"]
+    left = Counter(one.state for one in started if one.state != "new")
+    if left:
+        log.info("left as they are: %s", ", ".join(f"{n} {state}" for state, n in left.items()))
+    _start(sweep, fresh, how, as_json=as_json)
+
+
+def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
+    """Start again what is neither done nor under way; each goes on from its checkpoint."""
+    sweep = planning.find(name)
+    ids = sweep.chosen(chosen)
+    again = [one.trial for one in told.progress(sweep) if one.trial in ids and one.idle]
+    for trial in again:
+        sweep.job(trial).stop.unlink(missing_ok=True)  # what cancelled it
+    _start(sweep, again, how, as_json=as_json)
+
+
+def _start(sweep: Sweep, ids: Sequence[str], how: How, *, as_json: bool) -> None:
+    """Start trials; on this machine, wait for them and leave with the first bad exit code."""
+    if not ids:
+        log.info("%s: no trial to start; dtt sweep status %s", sweep.root, sweep.manifest.name)
+    elif how.kind == "local":
+        jobs = [sweep.job(trial) for trial in ids]
+        at_once = how.at_once or sweep.manifest.concurrency or 1
+        with exclusive(sweep.root, "the trials of this sweep"):
+            trials.run(jobs, at_once, trials.visible_gpus())
+    else:
+        cap = how.at_once or sweep.manifest.concurrency
+        trials.submit(sweep, ids, array=how.kind == "array", cap=cap)
+    now = told.progress(sweep)
+    _print_progress(sweep, now, as_json=as_json)
+    if how.kind == "local":
+        sys.exit(next((one.code for one in now if one.trial in ids and one.code), ExitCode.DONE))
+
+
+def status(name: str, *, as_json: bool) -> None:
+    """Print every trial's state, as its own files tell it."""
+    sweep = planning.find(name)
+    _print_progress(sweep, told.progress(sweep), as_json=as_json)
+
+
+def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
+    """Ask running trials to save and stop; take waiting ones out of the queue."""
+    sweep = planning.find(name)
+    ids = sweep.chosen(chosen)
+    open_ones = [one for one in told.progress(sweep) if one.trial in ids and one.open]
+    for one in open_ones:
+        trials.cancel(sweep.job(one.trial), running=one.state == "running")
+    log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
+    _print_progress(sweep, told.progress(sweep), as_json=as_json)
+
+
+def results(name: str, *, as_csv: bool, as_json: bool) -> None:
+    """Print the metric of each combination over its seeds, best first."""
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json exclude each other")
+    sweep = planning.find(name)
+    rows = told.table(sweep)
+    keys, metric = told.varied(sweep), sweep.manifest.metric
+    if as_json:
+        _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
+                     "rows": [asdict(row) for row in rows]})  # fmt: skip
+        return
+    head = [*keys, metric, "error", "n", "trials"]
+    lines = [
+        [*told.cells(row.values, keys), _number(row.mean), _number(row.error), str(len(row.done)),
+         " ".join(row.trials)]
+        for row in rows
+    ]  # fmt: skip
+    if as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows([head, *lines])
+    else:
+        print("\n".join(_columns([head, *lines])))
+
+
+def plot(name: str, key: str | None, out: Path | None) -> None:
+    """Write the metric against each key, or `key`, and the curves of all trials, as PNG."""
+    from dtt.track import plot as draw
+
+    sweep = planning.find(name)
+    rows, metric = told.table(sweep), sweep.manifest.metric
+    keys = told.varied(sweep)
+    if key is not None and key not in keys:
+        raise InputError(f"{sweep.root} does not vary {key}", next=f"--key {' or '.join(keys)}")
+    folder = out or sweep.root / "plots"
+    for one in [key] if key else keys:
+        curves = told.against(sweep, rows, one)
+        x = [value for curve in curves for value in curve.x]
+        figure = draw.figure(
+            curves, one, metric,
+            log_x=one in sweep.manifest.logarithmic or told.spread_logarithmically(x),
+            log_y=told.spread_logarithmically([value for curve in curves for value in curve.y]),
+        )  # fmt: skip
+        _saved(figure, folder / f"{one}.png")
+    for one in [] if key else dict.fromkeys((metric, "train.loss")):
+        curves = told.histories(sweep, one)
+        y = [value for curve in curves for value in curve.y]
+        figure = draw.figure(curves, "step", one, log_x=False, log_y=told.spread_logarithmically(y))
+        _saved(figure, folder / f"curves-{one}.png")
+
+
+def _saved(figure: Any, path: Path) -> None:
+    from dtt.track import plot as draw
+
+    draw.save(figure, path)
+    print(path)
+
+
+def _check_tokens(plan: Plan) -> None:
+    """InputError if a trial's token files are not there."""
+    for folder in dict.fromkeys(trial.resolved.config.tokens_dir for trial in plan.trials):
+        if not TokensManifest.exists(folder):
+            raise InputError(
+                f"no token files in {folder}",
+                next="make them with `dtt tokenize`, or name others in `overrides`: "
+                "data.tokens=FOLDER",
+            )
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    keys = plan.file.sweep.keys
+    head = ["trial", *keys]
+    rows = [[trial.id, *told.cells(trial.values, keys)] for trial in plan.trials]
+    lines = _columns([head, *rows])
+    if plan.dropped:
+        lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
+        for one in plan.dropped[:MOST_SHOWN]:
+            lines.append(f"  {told.label(one.values, list(one.values))}: {one.why}")
+        if len(plan.dropped) > MOST_SHOWN:
+            lines.append(f"  and {len(plan.dropped) - MOST_SHOWN} more; --json lists all")
+    return [*lines, "", f"{len(plan.trials)} trials in {plan.root}"]
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    return {
+        "sweep": plan.file.sweep.name,
+        "trials": {trial.id: trial.values for trial in plan.trials},
+        "dropped": [asdict(one) for one in plan.dropped],
+    }
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Ask, where someone can answer; ConfigError if the answer is no."""
+    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        if not sys.stdin.readline().strip().lower().startswith("y"):
+            raise ConfigError("nothing was started", next="-y does not ask")
+
+
+def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool) -> None:
+    manifest = sweep.manifest
+    if as_json:
+        listed = [asdict(one) for one in progress]
+        _print_json({"sweep": manifest.name, "metric": manifest.metric, "trials": listed})
+        return
+    rows = [
+        [
+            one.trial,
+            *told.cells(one.values, manifest.keys),
+            one.state,
+            "" if one.step is None else f"{one.step}/{one.steps}",
+            _number(one.metric),
+            one.error or "",
+        ]
+        for one in progress
+    ]
+    head = ["trial", *manifest.keys, "state", "step", manifest.metric, "error"]
+    print("\n".join(_columns([head, *rows])))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=1))

@@ -1,0 +1,202 @@
+"""How a command runs as a Slurm job: what `dtt submit` asks for. Cluster profiles set these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from dtt.config.base import Section, free
+
+# What a value may hold, so that it stays one value: in a `#SBATCH` line, where Slurm reads quotes,
+# spaces and `#` in its own way, only plain characters; in the script one line, which is quoted.
+CHARACTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
+PLAIN = r"[A-Za-z0-9_.,:/@%+=&|()\[\]*-]+"
+TIME = r"[0-9]{1,9}|([0-9]{1,4}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]"
+
+
+def _must_be(pattern: str, what: str) -> AfterValidator:
+    def check(value: str | int) -> str | int:
+        if re.fullmatch(pattern, str(value), re.ASCII) is None:
+            raise PydanticCustomError("shape", "must be " + what)
+        return value
+
+    return AfterValidator(check)
+
+
+Name = Annotated[
+    str, _must_be(r"\w[\w.,-]*", "a name, or several: letters, digits, _ - . and commas between")
+]
+Nodes = Annotated[str, _must_be(r"\w[\w.,\[\]-]*", "a list of nodes, as n[1-3],n7")]
+Features = Annotated[
+    str, _must_be(r"[\w(\[][\w.,:&|()\[\]*-]*", "features of nodes, as a100&nvlink")
+]
+Memory = Annotated[str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, as 480G")]
+Time = Annotated[str | int, _must_be(TIME, "HH:MM:SS, D-HH:MM:SS or a number of minutes")]
+Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, as PrgEnv-gnu/8.5")]
+Variable = Annotated[str, _must_be(r"[A-Za-z_]\w*", "the name of a variable")]
+Value = Annotated[str | int, _must_be(f"{CHARACTER}*", "a single line without control characters")]
+Line = Annotated[str, _must_be(f"{CHARACTER}*", "a single line without control characters")]
+Text = Annotated[str, _must_be(rf"(?!-){CHARACTER}+", "a single line that starts with no dash")]
+Option = Annotated[str, _must_be(rf"-{CHARACTER}+", "an option, in a single line")]
+Directive = Annotated[
+    str, _must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
+]
+
+OWN_DIRECTIVES = frozenset(
+    (
+        "account", "array", "chdir", "constraint", "cpus-per-task", "dependency", "error",
+        "exclude", "export", "export-file", "gpus-per-node", "input", "job-name", "mem", "no-
+        requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
+        "partition", "qos", "requeue", "reservation", "signal", "test-only", "time", "wait",
+        "wrap",
+    )
+)
+"""Options of sbatch that the script sets from other keys, or that would break it."""
+
+
+class NoContainer(Section):
+    """The processes run in the node's own system."""
+
+    type: Literal["none"] = "none"
+
+
+class ApptainerConfig(Section):
+    """Apptainer or Singularity: the processes run inside an image."""
+
+    type: Literal["apptainer"] = "apptainer"
+    command: Literal["apptainer", "singularity"] = free("apptainer")
+    """The program, as this cluster calls it."""
+    image: Text | None = free(None)
+    """Image file (`.sif`), or what else `apptainer exec` takes."""
+    binds: tuple[Text, ...] = free(())
+    """Folders seen inside, as `/scratch` or `/data:/mnt:ro`; the working directory always is."""
+    options: tuple[Option, ...] = free(())
+    """More options of `apptainer exec`: `--nv` for NVIDIA GPUs, `--rocm` for AMD."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """An image is a must."""
+        if self.image is None:
+            yield "image", "is missing: the file of the image"
+
+
+class PyxisConfig(Section):
+    """Pyxis and enroot, or CSCS's container engine: `srun` itself starts the container."""
+
+    type: Literal["pyxis"] = "pyxis"
+    image: Text | None = free(None)
+    """Image, as `--container-image` takes it; null when an option below names the environment."""
+    binds: tuple[Text, ...] = free(())
+    """Folders seen inside, as `/data:/mnt:ro`; with an `image`, the working directory always is."""
+    options: tuple[Option, ...] = free(())
+    """More options of `srun`, as `--environment=/path/edf.toml` or `--container-writable`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Something must name the container."""
+        if self.image is None and not self.options:
+            yield "image", "is missing: the image, or options that name an environment"
+
+
+ContainerConfig = Annotated[
+    NoContainer | ApptainerConfig | PyxisConfig, Field(discriminator="type")
+]
+
+
+class LaunchConfig(Section):
+    """The Slurm job: resources, how processes start, and how it goes on after a time limit."""
+
+    nodes: PositiveInt = free(1)
+    """Nodes of the job; `download`, `export` and `pipeline` take one."""
+    gpus_per_node: NonNegativeInt = free(0)
+    """GPUs asked for on each node; 0: none."""
+    processes_per_node: NonNegativeInt = free(0)
+    """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one."""
+    cpus_per_task: PositiveInt | None = free(None)
+    """CPU cores of one Slurm task: under torchrun, of all processes of a node; under srun, of one
+    process. Null: the cluster's default, which is often a single core."""
+    mem: Memory | None = free(None)
+    """Memory of each node, as `480G` (no letter: megabytes); 0: all of it; null: the default."""
+    time: Time | None = free(None)
+    """Time limit: `HH:MM:SS`, `D-HH:MM:SS` or minutes; null: that of the partition."""
+    partition: Name | None = free(None)
+    """Partition, or several with commas; null: the cluster's default."""
+    account: Name | None = free(None)
+    """Account that pays."""
+    qos: Name | None = free(None)
+    """Quality of service."""
+    constraint: Features | None = free(None)
+    """Features that nodes must have, as `a100&nvlink`."""
+    reservation: Name | None = free(None)
+    """Reservation to run in."""
+    exclude: Nodes | None = free(None)
+    """Nodes to leave out, as `n[1-3],n7`."""
+    directives: tuple[Directive, ...] = free(())
+    """More options of `sbatch`, as `--exclusive` or `--mail-type=END`; each becomes a line."""
+    start: Literal["torchrun", "srun"] = free("torchrun")
+    """Who starts the processes of `train`: one torchrun per node, or `srun` every process."""
+    mpi: Literal["srun", "mpirun"] = free("srun")
+    """Who starts the processes of `tokenize`."""
+    mpi_plugin: Name | None = free(None)
+    """Plugin for `srun --mpi=…`, as `pmix` or `pmi2`; null: the cluster's default."""
+    continuation: Literal["requeue", "singleton", "none"] = free("requeue")
+    """How a job goes on after its time limit or a passing failure: put back into the queue under
+    the same id, by a successor that waits in the queue from the start, or not at all."""
+    max_stalled_attempts: PositiveInt = free(3)
+    """Give up after so many attempts in a row without a new checkpoint."""
+    lead_seconds: PositiveInt | None = free(None)
+    """Save and stop so long before the time limit; null: from the job's measured step and save
+    times, 120 before there are any."""
+    modules: tuple[Module, ...] = free(())
+    """Environment modules to load, on every node."""
+    environment: dict[Variable, Value] = free({})
+    """Variables to export to every process, by name; a `$` in a value stays one."""
+    setup: tuple[Line, ...] = free(())
+    """Shell lines that run on every node (in the container, if any) before the processes start,
+    in the folder `dtt submit` was called from; as `source env.sh`."""
+    container: ContainerConfig = NoContainer()
+    """The container that the processes run in."""
+    preflight: bool = free(False)
+    """Before training, let all processes exchange known values: a bad link or GPU is named."""
+    nccl_debug: bool = free(False)
+    """NCCL's log of every process, in the job's `logs/`."""
+    nsys: bool = free(False)
+    """Profile with NVIDIA Nsight Systems; the reports are in the job's `logs/`."""
+    template: Path | None = free(None)
+    """Jinja2 file to use in place of dtt's own job script."""
+
+    @property
+    def processes(self) -> int:
+        """Processes on each node."""
+        return self.processes_per_node or self.gpus_per_node or 1
+
+    @property
+    def time_limit(self) -> int | None:
+        """`time` in seconds."""
+        if self.time is None:
+            return None
+        text = str(self.time)
+        if text.isdigit():
+            return 60 * int(text)
+        days, _, clock = text.rpartition("-")
+        hours, minutes, seconds = map(int, clock.split(":"))
+        return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Values that do not fit together."""
+        limit = self.time_limit
+        if limit == 0:
+            yield "time", "must be more than nothing"
+        elif limit is not None and (self.lead_seconds or 0) >= limit:
+            yield "lead_seconds", f"{self.lead_seconds} is not less than launch.time ({self.time})"
+        for directive in self.directives:
+            option = directive.partition("=")[0][2:]
+            if option in OWN_DIRECTIVES:
+                yield "directives", f"--{option} is set by dtt or by another key of launch"
+        if self.mpi == "mpirun" and self.mpi_plugin is not None:
+            yield "mpi_plugin", "is for launch.mpi=srun"
+        if self.mpi == "mpirun" and isinstance(self.container, PyxisConfig):
+            yield "mpi", "a pyxis container is started by srun: leave mpirun out"

@@ -1,0 +1,296 @@
+"""A sweep: one configuration, and the values that some of its keys take."""
+
+from __future__ import annotations
+
+import math
+import random
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+from dtt.config import explain, filters, load, source
+from dtt.config.base import Section
+from dtt.config.load import Resolved
+from dtt.config.run import NAME
+from dtt.config.source import Layer, Leaf
+from dtt.errors import ConfigError, InputError
+
+Number = int | FiniteFloat
+
+TOO_MANY = 10_000
+"""No sweep looks at more combinations than this, whatever its filters leave."""
+
+
+class Values(Section):
+    """The values that one key takes. A plain list is `values`."""
+
+    values: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
+    """These, in this order."""
+    range: tuple[Number, Number, Number] | None = None
+    """`[start, stop, step]`, without `stop`, as in Python."""
+    linspace: tuple[Number, Number, PositiveInt] | None = None
+    """`[first, last, n]`: n values at equal distances."""
+    logspace: tuple[Number, Number, PositiveInt] | None = None
+    """`[first, last, n]`: n values at equal ratios."""
+    choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
+    """`count` of these, drawn without putting back."""
+    uniform: tuple[Number, Number] | None = None
+    """`[low, high]`: `count` numbers between these."""
+    loguniform: tuple[Number, Number] | None = None
+    """`[low, high]`: `count` numbers between these, their logarithms evenly spread."""
+    count: PositiveInt | None = None
+    """How many are drawn."""
+
+    @property
+    def kind(self) -> str:
+        """Which of the ways to say it is used."""
+        return next((name for name in KINDS if getattr(self, name) is not None), "")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What cannot be values."""
+        kinds = [name for name in KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            given = " and ".join(kinds) or "none"
+            yield "", f"takes a list, or one of {', '.join(KINDS[1:])} (got {given})"
+            return
+        if self.count is not None and self.kind not in DRAWN:
+            yield "count", f"is for {', '.join(DRAWN)}, not for {self.kind}"
+        if self.choice is not None and (self.count or 0) > len(self.choice):
+            yield "count", f"{self.count} of {len(self.choice)} values cannot be drawn"
+        if self.range is not None:
+            start, stop, step = self.range
+            steps = (stop - start) / step if step else 0
+            if not 0 < steps <= TOO_MANY:
+                yield "range", f"holds no value, or too many: [start, stop, step] = {[*self.range]}"
+        for name in ("logspace", "loguniform"):
+            ends = getattr(self, name)
+            if ends is not None and not (ends[0] > 0 and ends[1] > 0):
+                yield name, f"needs ends above 0, got {list(ends[:2])}"
+
+    def listed(self, rng: random.Random) -> list[Any]:
+        """All values; what is drawn is drawn `count` times from `rng`."""
+        if self.choice is not None:
+            shuffled = sorted(self.choice, key=lambda _: rng.random())
+            return shuffled[: self.count or len(shuffled)]
+        if self.kind in DRAWN:
+            return [self.drawn(rng) for _ in range(self.count or 1)]
+        if self.range is not None:
+            start, stop, step = map(_exact, self.range)
+            amount = math.ceil((stop - start) / step)
+            return _numbers([start + i * step for i in range(amount)], *self.range)
+        if self.linspace is not None:
+            first, last, n = self.linspace
+            ways = [Fraction(i, max(n - 1, 1)) for i in range(n)]
+            return _numbers([_exact(first) + (_exact(last) - _exact(first)) * w for w in ways],
+                            first, last)  # fmt: skip
+        if self.logspace is not None:
+            first, last, n = self.logspace
+            inner = [first * (last / first) ** (i / (n - 1)) for i in range(1, n - 1)]
+            ends = [_exact(first), _exact(last)]
+            middle = [_exact(float(f"{value:.12g}")) for value in inner]
+            return _numbers([ends[0], *middle, *ends[1:]][:n], first, last)
+        return list(self.values or ())
+
+    def drawn(self, rng: random.Random) -> Any:
+        """One value, drawn from `rng`."""
+        if self.uniform is not None:
+            low, high = self.uniform
+            return float(f"{low + (high - low) * rng.random():.6g}")
+        if self.loguniform is not None:
+            low, high = self.loguniform
+            return float(f"{low * (high / low) ** rng.random():.6g}")
+        values = list(self.choice or self.listed(rng))
+        return values[int(rng.random() * len(values))]
+
+
+DRAWN = ("choice", "uniform", "loguniform")
+KINDS = tuple(name for name in Values.model_fields if name != "count")
+
+
+def _exact(number: int | float) -> Fraction:
+    """The decimal number that was written, so that 0.1 + 2 · 0.1 is 0.3."""
+    return Fraction(repr(number))
+
+
+def _numbers(values: list[Fraction], *given: int | float) -> list[int | float]:
+    """As integers if integers were given and all are; else as floats."""
+    whole = all(isinstance(number, int) for number in given)
+    if whole and all(value.denominator == 1 for value in values):
+        return [int(value) for value in values]
+    return [float(value) for value in values]
+
+
+class SweepConfig(Section):
+    """What a sweep file says. `base` may be a mapping, too."""
+
+    name: str = Field(pattern=f"^{NAME}$")
+    """The folder is `jobs/<name>`; as the file's, without suffix, if absent."""
+    base: str | None = None
+    """What every trial begins with: a config file, a shipped config by name, or the keys."""
+    overrides: tuple[str, ...] = ()
+    """`key=value`, above the base in every trial."""
+    parameters: dict[str, Values] = Field(default={})
+    """Dotted keys, and the values each takes."""
+    mode: Literal["product", "zip", "random"] = "product"
+    """Every combination; the first values together, then the second, …; or `samples` drawn ones."""
+    samples: PositiveInt | None = None
+    """How many combinations `mode: random` draws."""
+    draw_seed: NonNegativeInt = 0
+    """Decides all that is drawn."""
+    seeds: tuple[NonNegativeInt, ...] = ()
+    """Every combination is trained with each of these as its `seed`."""
+    filters: tuple[str, ...] = ()
+    """Expressions over the swept keys; a combination stays if all hold."""
+    max_trials: PositiveInt = 100
+    """More are refused."""
+    metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
+    """Kind and field of a record in metrics.jsonl; a trial counts with its last."""
+    goal: Literal["min", "max"] = "min"
+    """Whether a low or a high metric is good."""
+    concurrency: PositiveInt | None = None
+    """At most so many trials at once."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Keys that are none, and modes that do not fit."""
+        known = {".".join(key) for key, _, _ in explain.all_fields()}
+        known -= {".".join(key) for key in explain.sections()} | {"name"}
+        for key, values in self.parameters.items():
+            for name, why in values.problems():
+                yield f"parameters.{key}.{name}".rstrip("."), why
+            if key not in known:
+                close = explain.nearest(key)
+                why = f"; did you mean {close}?" if close in known else ""
+                yield f"parameters.{key}", "is no key that a sweep can change" + why
+            if self.mode == "random" and values.count is not None:
+                yield f"parameters.{key}.count", "mode: random draws `samples` of every key"
+            if self.mode != "random" and values.kind in DRAWN and values.count is None:
+                yield f"parameters.{key}", f"{values.kind} needs a count with mode: {self.mode}"
+        if (self.mode == "random") != (self.samples is not None):
+            yield "samples", "mode: random needs it, and no other mode takes it"
+        if self.seeds and "seed" in self.parameters:
+            yield "seeds", "the parameters have a seed already"
+        if not self.seeds and not self.parameters:
+            yield "parameters", "nothing varies: name a key here, or some seeds"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What varies."""
+        return (*self.parameters, *(("seed",) if self.seeds else ()))
+
+
+def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
+    """What each trial would set, in order, before filters; ConfigError if they are too many."""
+    rngs = {key: random.Random(f"{sweep.draw_seed} {key}") for key in sweep.parameters}
+    columns = {
+        key: [values.drawn(rngs[key]) for _ in range(sweep.samples or 0)]
+        if sweep.mode == "random"
+        else values.listed(rngs[key])
+        for key, values in sweep.parameters.items()
+    }
+    lengths = {key: len(column) for key, column in columns.items()}
+    together = sweep.mode != "product" and bool(columns)
+    if together and len(set(lengths.values())) > 1:
+        raise ConfigError(
+            "mode: zip takes as many values for each key",
+            why="there are " + ", ".join(f"{n} of {key}" for key, n in lengths.items()),
+            next="give each key as many, or leave out `mode` to try every combination",
+        )
+    seeds: list[dict[str, Any]] = [{"seed": seed} for seed in sweep.seeds] or [{}]
+    rows = max(lengths.values()) if together else math.prod(lengths.values())
+    if rows * len(seeds) > TOO_MANY:
+        raise ConfigError(
+            f"{rows * len(seeds):,} combinations are too many even to look at",
+            why=", ".join(f"{n} values of {key}" for key, n in lengths.items()),
+            next="mode: random draws some of them",
+        )
+    combine = zip if together else product
+    return [
+        dict(zip(columns, row, strict=True)) | seed
+        for row in combine(*columns.values())
+        for seed in seeds
+    ]
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A checked sweep file and what lies below its trials."""
+
+    path: Path
+    sweep: SweepConfig
+    base: str | Path | Layer | None
+
+    def resolve(self, values: Mapping[str, Any], name: str) -> Resolved:
+        """The configuration of the trial `name` with these values of the swept keys."""
+        resolved = load.resolve(self.base, self.sweep.overrides, {**values, "name": name})
+        said = {
+            key: Leaf(leaf.value, f"sweep {self.path}") if leaf.origin == "option" else leaf
+            for key, leaf in resolved.layer.items()
+        }
+        return Resolved(resolved.config, said)
+
+    def keeps(self, values: Mapping[str, Any]) -> str | None:
+        """None if every filter holds for these values; else the first that does not."""
+        return next((text for text in self.sweep.filters if not filters.keeps(text, values)), None)
+
+
+def read(path: Path) -> SweepFile:
+    """Read a sweep file: YAML, JSON or TOML, or Python, which is run.
+
+    ConfigError lists every mistake with its line.
+    """
+    layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
+    layer = {tuple(".".join(key).split(".")): leaf for key, leaf in layer.items()}
+    layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
+    base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
+    values = source.nested({k: v for k, v in layer.items() if k[0] != "parameters"})
+    values["parameters"] = _parameters(layer)
+    if base:
+        del values["base"]
+    sweep, problems = load.validate(SweepConfig, values)
+    if sweep is None:
+        raise load.Mistakes(problems, layer, "the sweep", next="docs/sweep.md shows each key")
+    beside = path.parent / (sweep.base or "")
+    return SweepFile(path, sweep, base or (beside if beside.is_file() else sweep.base))
+
+
+def _from_text(path: Path) -> Layer:
+    extends, layer = source.read_file(path)
+    if extends:
+        raise ConfigError(f"{path}: a sweep extends nothing", next=f"base: {extends[0]}")
+    return layer
+
+
+def _from_python(path: Path) -> Layer:
+    """What the file's `sweep` is, or returns. It is the user's own program, and runs as such."""
+    if not path.is_file():
+        raise InputError(
+            f"no sweep file {path}", next="name a .yaml or .py file; see docs/sweep.md"
+        )
+    found: Any = runpy.run_path(str(path)).get("sweep")
+    values = found() if isinstance(found, Callable) else found  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{path} defines no sweep",
+            why=f"`sweep` is {values!r}",
+            next="sweep = {'base': …, 'parameters': {…}}, or a function that returns it",
+        )
+    return source.from_mapping(values, str(path))
+
+
+def _parameters(layer: Layer) -> Any:
+    """`parameters` by dotted key; a plain list becomes its `values`."""
+    if ("parameters",) in layer:
+        return layer[("parameters",)].value  # no mapping, as validation will say
+    found: dict[str, dict[str, Any]] = {}
+    for key, leaf in layer.items():
+        if key[0] == "parameters":
+            worded = len(key) > 2 and key[-1] in Values.model_fields
+            dotted, word = (key[1:-1], key[-1]) if worded else (key[1:], "values")
+            found.setdefault(".".join(dotted), {})[word] = leaf.value
+    return found

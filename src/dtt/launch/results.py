@@ -1,0 +1,231 @@
+"""What the trials of a sweep measured: told from each trial's own metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, stdev
+from typing import Any
+
+import psutil
+
+from dtt.artifacts import fingerprint
+from dtt.config.explain import scalar
+from dtt.config.load import load_job
+from dtt.errors import InputError
+from dtt.launch.sweep import Sweep, TrialRecord
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+from dtt.track.plot import Curve
+
+
+@dataclass(frozen=True)
+class Row:
+    """Trials that differ in their seed only."""
+
+    values: dict[str, Any]
+    """Of the swept keys but the seed."""
+    trials: tuple[str, ...]
+    done: tuple[str, ...]
+    """Those that have ended well; only they count."""
+    mean: float | None
+    """Of the metric; None if none is done."""
+    error: float | None
+    """Standard error of the mean; None for fewer than two."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trial is."""
+
+    trial: str
+    values: dict[str, Any]
+    state: str
+    step: int | None
+    """The last that was measured; None before the first."""
+    steps: int
+    """Of the whole run."""
+    metric: float | None
+    """Its newest value; None before the first."""
+    error: str | None
+    """The last line that says what went wrong; None if nothing did."""
+    code: int
+    """Exit code of the last attempt, 0 without one."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it is under way, or waits for its turn."""
+        return self.state in ("new", "queued", "running")
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is neither done nor under way."""
+        return self.state not in ("done", "queued", "running")
+
+
+def progress(sweep: Sweep) -> list[Progress]:
+    """Every trial's progress, from its own files; what they cannot tell, Slurm is asked."""
+    return [_progress(sweep, trial, record) for trial, record in sweep.manifest.trials.items()]
+
+
+def _progress(sweep: Sweep, trial: str, record: TrialRecord) -> Progress:
+    job = sweep.job(trial)
+    points = measured(job, sweep.manifest.metric)
+    ending = job.exit_record(job.attempt()) or {"code": 0, "reason": ""}
+    state = _state(job)
+    return Progress(
+        trial=trial,
+        values=record.values,
+        state=state,
+        step=job.last_step(),
+        steps=load_job(job.root).train.steps,
+        metric=points[-1][1] if points else None,
+        error=_error(job, state, ending),
+        code=ending["code"],
+    )
+
+
+def _state(job: JobDir) -> str:
+    number = job.attempt()
+    if number == 0:
+        return "cancelled" if job.stop.exists() else "new"
+    record = job.exit_record(number)
+    if record is None:
+        beat = json.loads(job.heartbeat.read_bytes()) if job.heartbeat.exists() else None
+        if beat is None:
+            return (
+                "running" if time.time() - job.attempt_dir(number).stat().st_mtime < 60 else "lost"
+            )
+        here = beat["node"] == socket.gethostname()
+        if time.time() - beat["time"] > 60 or (here and not psutil.pid_exists(beat["pid"])):
+            return "lost"
+        return "running"
+    return {0: "done", 75: "stopped"}.get(record["code"], "failed")
+
+
+def _error(job: JobDir, state: str, ending: dict[str, Any]) -> str | None:
+    """The first line of why the last attempt ended; without one, the last of its log."""
+    if state in ("failed", "stopped"):
+        return str(ending["reason"]).splitlines()[0]
+    if state == "lost":
+        lines = [
+            x for p in sorted(job.logs.glob("*")) for x in p.read_text().splitlines() if x.strip()
+        ]
+        return lines[-1] if lines else None
+    return None
+
+
+def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
+    """Every `(step, value)` of a metric such as `eval.loss`."""
+    kind, field = metric.split(".")
+    return [
+        (record["step"], record[field])
+        for record in jsonl.read(job.metrics)
+        if record["kind"] == kind and isinstance(record.get(field), int | float)
+    ]
+
+
+def table(sweep: Sweep) -> list[Row]:
+    """The rows, best first; those of which no trial is done come last."""
+    done = {one.trial for one in progress(sweep) if one.state == "done"}
+    groups: dict[str, list[str]] = {}
+    for trial, record in sweep.manifest.trials.items():
+        groups.setdefault(fingerprint(_without_seed(record.values)), []).append(trial)
+    rows = [_row(sweep, trials, done) for trials in groups.values()]
+    sign = 1 if sweep.manifest.goal == "min" else -1
+    return sorted(rows, key=lambda row: math.inf if row.mean is None else sign * row.mean)
+
+
+def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "seed"}
+
+
+def _row(sweep: Sweep, trials: Sequence[str], done: Set[str]) -> Row:
+    last: dict[str, float] = {}
+    for trial in trials:
+        values = measured(sweep.job(trial), sweep.manifest.metric) if trial in done else []
+        if values and math.isfinite(values[-1][1]):
+            last[trial] = values[-1][1]
+    error = stdev(last.values()) / math.sqrt(len(last)) if len(last) > 1 else None
+    return Row(
+        values=_without_seed(sweep.manifest.trials[trials[0]].values),
+        trials=tuple(trials),
+        done=tuple(last),
+        mean=fmean(last.values()) if last else None,
+        error=error,
+    )
+
+
+def varied(sweep: Sweep) -> list[str]:
+    """The swept keys but the seed; they are the columns of the results."""
+    return [key for key in sweep.manifest.keys if key != "seed"]
+
+
+def cells(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """The values of these keys, each as one line of YAML."""
+    return [scalar(values[key]) for key in keys]
+
+
+def spread_logarithmically(values: Sequence[Any]) -> bool:
+    """Whether a logarithmic axis fits: all above zero, the largest over 100 times the smallest."""
+    return all(map(_is_number, values)) and 0 < 100 * min(values) < max(values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def against(sweep: Sweep, rows: Sequence[Row], key: str) -> list[Curve]:
+    """The metric against a key: a curve for each combination of the other keys.
+
+    InputError if no trial is done.
+    """
+    others = [other for other in varied(sweep) if other != key]
+    points = [row for row in rows if row.mean is not None]
+    if not points:
+        raise InputError(
+            f"there is nothing to plot in {sweep.root}",
+            why=f"no trial is done and has measured {sweep.manifest.metric}",
+            next=f"dtt sweep status {sweep.root}",
+        )
+    # Numbers in their order, before words in theirs.
+    points.sort(
+        key=lambda r: (label(r.values, others), not _is_number(r.values[key]), _order(r, key))
+    )
+    return [
+        Curve(
+            label=name,
+            x=[row.values[key] if _is_number(row.values[key]) else scalar(row.values[key])
+               for row in curve],
+            y=[row.mean for row in curve if row.mean is not None],
+            error=[row.error or 0.0 for row in curve],
+        )
+        for name, group in groupby(points, key=lambda row: label(row.values, others))
+        if (curve := list(group))
+    ]  # fmt: skip
+
+
+def label(values: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The values of these keys in a line: `optim.lr=0.001, model.dim=64`."""
+    return ", ".join(f"{key}={cell}" for key, cell in zip(keys, cells(values, keys), strict=True))
+
+
+def _order(row: Row, key: str) -> Any:
+    value = row.values[key]
+    return value if _is_number(value) else scalar(value)
+
+
+def histories(sweep: Sweep, metric: str) -> list[Curve]:
+    """A metric over the steps: a curve for each trial that has any."""
+    curves = []
+    for trial, record in sweep.manifest.trials.items():
+        points = [(s, v) for s, v in measured(sweep.job(trial), metric) if math.isfinite(v)]
+        if points:
+            name = label(record.values, list(record.values))
+            curves.append(Curve(name, [step for step, _ in points], [v for _, v in points]))
+    return curves

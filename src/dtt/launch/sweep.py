@@ -1,0 +1,237 @@
+"""What a sweep consists of: its trials, planned from a sweep file and kept in a manifest.
+
+A trial is a job of its own, `jobs/<sweep>/<trial>/`. What it sets is in the manifest, never in its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from dtt.artifacts import Manifest, Record, fingerprint
+from dtt.config import explain, load
+from dtt.config.load import Mistakes, Resolved, changes_on_resume, load_job
+from dtt.config.source import SUFFIXES, Leaf
+from dtt.config.sweep import SweepConfig, SweepFile, combinations, read
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.files import write_atomically
+from dtt.runtime.jobdir import JobDir
+
+
+class TrialRecord(Record):
+    """One trial: what it sets, and its job directory within the sweep's folder."""
+
+    values: dict[str, Any]
+    folder: str
+
+
+class SweepManifest(Manifest):
+    """The trials of a sweep by id. Made by `sweep submit`, grown by submitting a longer file."""
+
+    holds: ClassVar[str] = "sweep"
+    made_by: ClassVar[str] = "dtt sweep submit"
+
+    format: Literal["dtt-sweep-1"] = "dtt-sweep-1"
+    name: str
+    source: str
+    """The sweep file, as it was named."""
+    keys: tuple[str, ...]
+    """What varies."""
+    logarithmic: tuple[str, ...]
+    """Those whose values are spread over a logarithmic axis."""
+    metric: str
+    goal: Literal["min", "max"]
+    concurrency: int | None
+    trials: dict[str, TrialRecord]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep on disk."""
+
+    root: Path
+    manifest: SweepManifest
+
+    def job(self, trial: str) -> JobDir:
+        """The job directory of a trial."""
+        return JobDir(self.root / self.manifest.trials[trial].folder)
+
+    def chosen(self, names: list[str]) -> list[str]:
+        """These trials, named by id or folder, or all if none is; InputError for one unknown."""
+        ids = [Path(name).name for name in names]
+        unknown = [trial for trial in ids if trial not in self.manifest.trials]
+        if unknown:
+            raise InputError(
+                f"{self.root} has no trial {', '.join(unknown)}",
+                next=f"dtt sweep status {self.root} lists them",
+            )
+        return list(dict.fromkeys(ids)) or list(self.manifest.trials)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that is planned."""
+
+    id: str
+    values: dict[str, Any]
+    resolved: Resolved
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A combination that makes no trial."""
+
+    values: dict[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every combination of a sweep file: a trial, or dropped."""
+
+    file: SweepFile
+    trials: tuple[Trial, ...]
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def root(self) -> Path:
+        """Folder of the sweep."""
+        return Path("jobs") / self.file.sweep.name
+
+    def write(self) -> Sweep:
+        """Make the job directories and, last, the manifest; trials of before stay."""
+        for trial in self.trials:
+            config = trial.resolved.config
+            text = explain.show(config, trial.resolved.layer)
+            write_atomically(JobDir(config.job_dir).config, text)
+        before = _known(self.root)
+        records = {t.id: TrialRecord(values=t.values, folder=t.id) for t in self.trials}
+        manifest = _manifest(self.file, (before.trials if before else {}) | records)
+        write_atomically(self.root / manifest.filename, manifest.dump())
+        return Sweep(self.root, manifest)
+
+
+def _manifest(file: SweepFile, trials: dict[str, TrialRecord]) -> SweepManifest:
+    sweep = file.sweep
+    return SweepManifest(
+        name=sweep.name,
+        source=str(file.path),
+        keys=sweep.keys,
+        logarithmic=tuple(k for k, v in sweep.parameters.items() if v.kind in LOGARITHMIC),
+        metric=sweep.metric,
+        goal=sweep.goal,
+        concurrency=sweep.concurrency,
+        trials=trials,
+    )
+
+
+LOGARITHMIC = ("logspace", "loguniform")
+
+
+def _known(root: Path) -> SweepManifest | None:
+    """The sweep that is there already."""
+    return SweepManifest.read(root) if SweepManifest.exists(root) else None
+
+
+def plan(path: Path) -> Plan:
+    """Turn a sweep file into trials; writes nothing.
+
+    A combination that a filter excludes, that cannot be configured or that equals another is
+    dropped and says why. ConfigError if none is left, if there are more than `max_trials`, or if
+    the folder holds another sweep.
+    """
+    file = read(path)
+    root = Path("jobs") / file.sweep.name
+    before = _known(root)
+    if before and set(before.keys) != set(file.sweep.keys):
+        raise ConfigError(
+            f"{root} holds a sweep over other keys: {', '.join(before.keys)}",
+            where=path,
+            next="give this one another `name`",
+        )
+    number = _numbering(before)
+    trials: dict[str, Trial] = {}
+    dropped: list[Dropped] = []
+    for values in combinations(file.sweep):
+        excluded = file.keeps(values)
+        if excluded is not None:
+            dropped.append(Dropped(values, f"excluded by {excluded}"))
+            continue
+        try:
+            resolved = file.resolve(values, f"{file.sweep.name}/trial")
+        except Mistakes as error:
+            dropped.append(Dropped(values, "; ".join(_in_words(error))))
+            continue
+        same = fingerprint(resolved.config.model_dump(mode="json"))
+        if same in trials:
+            dropped.append(Dropped(values, f"comes to the same as {trials[same].id}"))
+            continue
+        trial = _named(file, number(values), values, resolved)
+        _check_unchanged(root / trial.id, trial)
+        trials[same] = trial
+    _check_number(file.sweep, len(trials), dropped)
+    return Plan(file, tuple(trials.values()), tuple(dropped))
+
+
+def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
+    """A function from values to a trial's id: the one it has, or the next number and a hash."""
+    known = {fingerprint(t.values): id for id, t in before.trials.items()} if before else {}
+
+    def number(values: Mapping[str, Any]) -> str:
+        identity = fingerprint(values)
+        return known.setdefault(identity, f"{len(known) + 1:03d}-{identity[:6]}")
+
+    return number
+
+
+def _named(file: SweepFile, id: str, values: dict[str, Any], resolved: Resolved) -> Trial:
+    """The trial, its configuration with its name."""
+    name = f"{file.sweep.name}/{id}"
+    layer = resolved.layer | {("name",): Leaf(name, resolved.origin("name"))}
+    return Trial(id, values, load.check(layer))
+
+
+def _in_words(error: Mistakes) -> Iterator[str]:
+    return (f"{'.'.join(key)}: {why}" for key, why in error.problems)
+
+
+def _check_unchanged(folder: Path, trial: Trial) -> None:
+    """ConfigError if the trial exists and was made from another base."""
+    if not JobDir(folder).config.exists():
+        return
+    changed = changes_on_resume(load_job(folder), trial.resolved.config)
+    if changed:
+        raise ConfigError(
+            f"{folder} was made with other values of: {', '.join(changed)}",
+            where=", ".join(dict.fromkeys(trial.resolved.origin(key) for key in changed)),
+            why="the trials of one sweep differ in its keys only",
+            next="give the sweep another `name`",
+        )
+
+
+def _check_number(sweep: SweepConfig, number: int, dropped: list[Dropped]) -> None:
+    if number == 0:
+        reasons = list(dict.fromkeys(one.why for one in dropped))[:5]
+        raise ConfigError(
+            f"no trial is left of {len(dropped)} combinations",
+            why="\n         ".join(reasons),
+            next="mend the base, the parameters or the filters",
+        )
+    if number > sweep.max_trials:
+        raise ConfigError(
+            f"{number} trials are more than max_trials = {sweep.max_trials}",
+            next=f"max_trials: {number} allows them; filters, zip or random make them fewer",
+        )
+
+
+def find(name: str) -> Sweep:
+    """The sweep in a folder, of a name, or of a sweep file; InputError if there is none."""
+    path = Path(name)
+    if path.is_file() and path.suffix in (*SUFFIXES, ".py"):
+        path = Path("jobs") / read(path).sweep.name
+    elif not SweepManifest.exists(path) and "/" not in name:
+        path = Path("jobs") / name
+    return Sweep(path, SweepManifest.read(path))

@@ -1,0 +1,134 @@
+"""Trials as processes of this machine, N at a time; whatever ends the parent, each one saves."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtt.config.load import load_job
+from dtt.launch import local
+from dtt.launch.sweep import Sweep
+from dtt.runtime.files import write_atomically
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+
+def run(jobs: Sequence[JobDir], at_once: int, gpus: Sequence[str]) -> bool:
+    """Train each job to its end, `at_once` side by side; returns whether none was left waiting.
+
+    SIGINT and SIGTERM go to every trial under way, which saves and stops; no further one begins.
+    """
+    return asyncio.run(_Crew(deque(jobs)).run(shares(gpus, min(at_once, len(jobs)))))
+
+
+def shares(gpus: Sequence[str], slots: int) -> list[list[str]]:
+    """The GPUs of each of so many trials at once; where there are fewer, trials share one."""
+    if not gpus:
+        return [[] for _ in range(slots)]
+    each = len(gpus) // slots
+    return [
+        list(gpus[slot * each : (slot + 1) * each]) if each else [gpus[slot % len(gpus)]]
+        for slot in range(slots)
+    ]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, told without torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name.strip()]
+    nvidia = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    amd = sum(node.read_text().strip() not in ("", "0") for node in nodes)
+    return [str(number) for number in range(nvidia or amd)]
+
+
+@dataclass
+class _Crew:
+    """What waits, and what runs."""
+
+    waiting: deque[JobDir]
+    running: set[asyncio.subprocess.Process] = field(default_factory=set)
+    told_to_stop: bool = False
+
+    async def run(self, devices: list[list[str]]) -> bool:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        threads = str(max(1, local.cores() // max(1, len(devices))))
+        await asyncio.gather(*(self._work(own, threads) for own in devices))
+        return not self.waiting
+
+    def _stop(self, number: signal.Signals) -> None:
+        if not self.told_to_stop:
+            log.info("%s: saving and stopping %d trials", number.name, len(self.running))
+        self.told_to_stop = True
+        for process in self.running:
+            if process.returncode is None:
+                process.send_signal(number)
+
+    async def _work(self, gpus: list[str], threads: str) -> None:
+        """Train one after the other on these GPUs."""
+        env = {"OMP_NUM_THREADS": threads} | os.environ
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        while self.waiting and not self.told_to_stop:
+            job = self.waiting.popleft()
+            if job.stop.exists():
+                log.info("%s: cancelled before it began", job.root)
+                continue
+            await self._train(job, gpus, env)
+
+    async def _train(self, job: JobDir, gpus: list[str], env: dict[str, str]) -> None:
+        number = job.attempt() + 1
+        job.logs.mkdir(parents=True, exist_ok=True)
+        path = job.logs / f"{number}.log"
+        log.info("%s: attempt %d, log in %s", job.root, number, path)
+        with path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *_argv(job, len(gpus)),
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=local.stop_with_parent,
+            )
+        self.running.add(process)
+        if self.told_to_stop:  # in the moment between
+            process.terminate()
+        code = await process.wait()
+        self.running.discard(process)
+        log.info("%s: %s", job.root, _ending(job, number, code))
+
+
+def _argv(job: JobDir, gpus: int) -> list[str]:
+    """A process per GPU, or as many as `pipeline.train_processes` says."""
+    config = load_job(job.root)
+    wanted = config.pipeline.train_processes
+    processes = wanted or (gpus if config.train.device != "cpu" else 1) or 1
+    if processes == 1:
+        return local.dtt_argv("train", str(job.root))
+    return local.torchrun_argv(processes, ["train", str(job.root)])
+
+
+def _ending(job: JobDir, attempt: int, code: int) -> str:
+    """How an attempt ended, in a line."""
+    record = job.exit_record(attempt)
+    if record is None:
+        return f"exit code {code}, and nothing more was said"
+    return str(record["reason"]).splitlines()[0]
+
+
+def cancel(job: JobDir, *, running: bool) -> None:
+    """Ask a job to save and stop; one that waits for its turn does not begin."""
+    write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
+
+
+def submit(sweep: Sweep, ids: Sequence[str], *, array: bool, cap: int | None) -> None: ...

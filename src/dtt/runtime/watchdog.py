@@ -1,0 +1,345 @@
+"""Watching a run from beside it: a heartbeat for people, and an end for a run that hangs.
+
+A thread of every rank. Ranks talk through files of the attempt: collectives are what hangs.
+
+    heartbeat.json                        what the run is doing, from the first rank
+    attempts/<n>/ranks/00003.json         where rank 3 runs, written when it starts
+    attempts/<n>/hang                     some rank has made no progress for too long
+    attempts/<n>/stacks/rank-00003.txt    what each thread of rank 3 was doing then
+    attempts/<n>/stacks/rank-00003.json   the same in short, a `Report`
+    attempts/<n>/judge                    taken by the rank that names the culprit
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Self
+
+from dtt.errors import DttError, ExitCode
+from dtt.runtime.files import write_atomically
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
+
+Phase = Literal["start", "step", "evaluate", "sample", "save", "stop"]
+
+FACTOR = 20
+"""A step may take so many times what the recent ones took, and the floor at least."""
+RECENT = 50
+"""How many steps are recent. Their mean counts: on a GPU only some of them wait for the device."""
+COMPILING = 2
+"""The first steps of an attempt compile, for as long as they like."""
+PACKAGE = Path(__file__).parents[1]
+# The backward pass waits, too: DDP exchanges gradients in it.
+WAITING = ("/torch/distributed/", "/torch/autograd/graph.py")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank was doing when the run hung."""
+
+    rank: int
+    node: str
+    step: int
+    phase: Phase
+    seconds: float
+    """Since its last progress."""
+    where: str
+    """Innermost line of dtt that its main thread was in."""
+    waiting: bool
+    """Whether that line waits for other ranks."""
+
+
+class Watchdog:
+    """Told of each step by the main thread; ends the whole run when it hangs.
+
+    A step hangs when it takes longer than `hang_seconds` and longer than `FACTOR` recent steps.
+    Every other phase may take as long as it likes, on one rank or all. `hang_seconds` None or 0:
+    only the heartbeat. `attempt` is the first rank's: a late rank's own look might find another.
+    """
+
+    def __init__(
+        self,
+        job: JobDir,
+        ranks: Ranks,
+        steps: int,
+        *,
+        attempt: int,
+        hang_seconds: float | None = 600.0,
+        interval: float = 5.0,
+        patience: float = 90.0,
+    ) -> None:
+        """`interval` seconds between looks; silent ranks get `patience` seconds to report.
+
+        NFS may hide a new file for a minute.
+        """
+        self._job, self._ranks, self._steps, self._attempt = job, ranks, steps, attempt
+        self._floor, self._interval, self._patience = hang_seconds, interval, patience
+        folder = job.attempt_dir(attempt)
+        self._hang, self._judge = folder / "hang", folder / "judge"
+        self._places, self._stacks = folder / "ranks", folder / "stacks"
+        # Written by the main thread.
+        self._phase: Phase = "start"
+        self._step = self._steps_done = self._marks = 0
+        self._progress = self._step_began = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        # Written by the watching thread.
+        self._seen_marks = 0
+        self._idle = 0.0
+        self._alarmed: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        place = {"rank": self._ranks.rank, "node": socket.gethostname(), "pid": os.getpid()}
+        self._places.mkdir(parents=True, exist_ok=True)
+        self._place(self._ranks.rank).write_text(json.dumps(place) + "\n")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop watching; the last heartbeat says so."""
+        self._phase = "stop"
+        self.beat()
+        self._over.set()
+        self._thread.join(timeout=self._interval)  # a file system that hangs must not hold us
+
+    # ---- what the main thread says ---------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What the run does inside; afterwards it does again what it did before."""
+        before, began = self._phase, time.monotonic()
+        if phase == "step":
+            self._step_began = began
+        self._phase = phase
+        self.beat()
+        try:
+            yield
+        finally:
+            self.beat()  # before the phase changes: what was allowed counts for nothing after it
+            if before == "step":  # its own time is no part of the step
+                self._step_began += self._progress - began
+            self._phase = before
+
+    def step(self, step: int) -> None:
+        """`step` optimizer steps of the run are done."""
+        self.beat()
+        if self._steps_done >= COMPILING:
+            self._recent.append(self._progress - self._step_began)
+        self._step_began = self._progress
+        self._step = step
+        self._steps_done += 1
+
+    def beat(self) -> None:
+        """There is progress."""
+        self._marks += 1
+        self._progress = time.monotonic()
+
+    # ---- what the thread does --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        looked, over, working = time.monotonic(), False, True
+        while True:
+            now = time.monotonic()
+            try:
+                if self._ranks.first:
+                    self._write_heartbeat()
+                self._look(now - looked)
+                working = True
+            except OSError as error:  # a full disk is for the checkpoints to report
+                if working:
+                    log.warning("the watchdog cannot write: %s", error)
+                working = False
+            if over:
+                return
+            looked = now
+            over = self._over.wait(self._interval)
+
+    def _write_heartbeat(self) -> None:
+        """Not flushed to the disk: after a power failure nobody asks what the run was doing."""
+        now = time.time()
+        record = {
+            "time": now,
+            "progress": now - (time.monotonic() - self._progress),
+            "attempt": self._attempt,
+            "phase": self._phase,
+            "step": self._step,
+            "steps": self._steps,
+            "seconds_per_step": self._typical(),
+            "world_size": self._ranks.size,
+            "node": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        aside = self._job.heartbeat.with_name(".heartbeat.json.tmp")
+        aside.write_text(json.dumps(record) + "\n")
+        aside.replace(self._job.heartbeat)
+
+    def _typical(self) -> float | None:
+        recent = list(self._recent)
+        return sum(recent) / len(recent) if recent else None
+
+    def _look(self, elapsed: float) -> None:
+        """Raise an alarm, answer one, take one back, or end the run."""
+        moved = self._count(elapsed)
+        if self._alarmed is None:
+            if self._overdue():
+                _create(self._hang, self._ranks.rank)
+            if self._hang.exists():
+                if self._excused():
+                    self._take_back()
+                else:
+                    self._alarmed = time.monotonic()
+                    self._report()
+        elif self._judge.exists():  # also when an exchange now fails because another rank has ended
+            self._end()
+        elif not self._hang.exists():
+            self._forget()
+        elif moved:
+            self._take_back()
+            self._forget()
+        elif self._all_reported() or time.monotonic() - self._alarmed > self._patience:
+            self._end()
+
+    def _count(self, elapsed: float) -> bool:
+        """Whether there was progress since the last look; if not, the time without grows."""
+        marks = self._marks
+        moved = marks != self._seen_marks
+        self._seen_marks = marks
+        # While the process was stopped or the machine asleep nobody looked: that does not count.
+        self._idle = 0.0 if moved else self._idle + min(elapsed, 2 * self._interval)
+        return moved
+
+    def _excused(self) -> bool:
+        return self._phase != "step" or self._steps_done < COMPILING
+
+    def _overdue(self) -> bool:
+        if not self._floor or self._excused():
+            return False
+        return self._idle > max(self._floor, FACTOR * (self._typical() or 0.0))
+
+    def _take_back(self) -> None:
+        """This rank takes its time, and the others wait for it: nobody hangs."""
+        log.warning("no hang: rank %d goes on, in phase %s", self._ranks.rank, self._phase)
+        self._hang.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """The alarm was a false one."""
+        self._alarmed, self._idle = None, 0.0
+        for path in (self._stack(self._ranks.rank, "json"), self._stack(self._ranks.rank, "txt")):
+            path.unlink(missing_ok=True)
+
+    def _report(self) -> None:
+        """Write what this rank is doing, the short form last."""
+        rank = self._ranks.rank
+        self._stacks.mkdir(exist_ok=True)
+        with self._stack(rank, "txt").open("w") as file:
+            faulthandler.dump_traceback(file)
+        frames = sys._current_frames()  # noqa: SLF001  its documented name
+        where, waiting = _position(frames[threading.main_thread().ident or 0])
+        report = Report(
+            rank, socket.gethostname(), self._step, self._phase, self._idle, where, waiting
+        )
+        write_atomically(self._stack(rank, "json"), json.dumps(asdict(report)) + "\n")
+
+    def _all_reported(self) -> bool:
+        return all(self._stack(rank, "json").exists() for rank in range(self._ranks.size))
+
+    def _end(self) -> None:
+        """End this process; the first rank to come here says why, the others let it."""
+        record = self._job.attempt_dir(self._attempt) / "exit.json"
+        if _create(self._judge, self._ranks.rank):
+            reports = [
+                Report(**json.loads(path.read_bytes())) for path in self._stacks.glob("*.json")
+            ]
+            culprit, why = judge(reports, self._ranks.size, self._node)
+            seconds = max((report.seconds for report in reports), default=self._idle)
+            reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
+            print(f"dtt: {reason}", file=sys.stderr, flush=True)
+            self._job.end_attempt(
+                ExitCode.BUG, reason, culprit, attempt=self._attempt, node=self._node(culprit)
+            )
+        else:
+            deadline = time.monotonic() + self._patience
+            while not record.exists() and time.monotonic() < deadline:
+                time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one has ended
+        os._exit(ExitCode.BUG)
+
+    def _node(self, rank: int) -> str:
+        try:
+            return str(json.loads(self._place(rank).read_bytes())["node"])
+        except (OSError, ValueError):
+            return "unknown"
+
+    def _place(self, rank: int) -> Path:
+        return self._places / f"{rank:05d}.json"
+
+    def _stack(self, rank: int, suffix: str) -> Path:
+        return self._stacks / f"rank-{rank:05d}.{suffix}"
+
+
+def judge(reports: Sequence[Report], size: int, node: Callable[[int], str]) -> tuple[int, str]:
+    """The rank that a hang is due to (the first of them), and a sentence that names them all.
+
+    A rank that wrote no report is frozen or gone. Else it is one that does not wait for others;
+    among equals the one that has come least far.
+    """
+    heard = {report.rank for report in reports}
+    silent = [rank for rank in range(size) if rank not in heard]
+    if silent:
+        return silent[0], f"{_named(silent, node)} is silent: frozen, or gone"
+    suspects = [report for report in reports if not report.waiting] or list(reports)
+    behind = min(report.step for report in suspects)
+    culprits = sorted(
+        (report for report in suspects if report.step == behind), key=lambda report: report.rank
+    )
+    first = culprits[0]
+    who = _named([report.rank for report in culprits], node)
+    why = f"{who} is in {first.where} after step {behind}"
+    if len(culprits) < size:
+        why += ", and the others wait for it"
+    elif first.waiting:
+        why += ": all wait for each other"
+    return first.rank, why
+
+
+def _named(ranks: Sequence[int], node: Callable[[int], str], most: int = 8) -> str:
+    named = ", ".join(f"rank {rank} ({node(rank)})" for rank in ranks[:most])
+    return named + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
+
+def _position(innermost: FrameType) -> tuple[str, bool]:
+    """The innermost line of dtt's own code, and whether it waits for other ranks."""
+    frames = [innermost]
+    while (caller := frames[-1].f_back) is not None:
+        frames.append(caller)
+    package = f"{PACKAGE}{os.sep}"
+    own = next((i for i, f in enumerate(frames) if f.f_code.co_filename.startswith(package)), None)
+    below = frames if own is None else frames[:own]
+    waiting = any(part in frame.f_code.co_filename for frame in below for part in WAITING)
+    frame = frames[own or 0]
+    file = frame.f_code.co_filename.removeprefix(package)
+    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})", waiting
+
+
+def _create(path: Path, rank: int) -> bool:
+    """Whether this rank made `path`, and not another one before."""
+    try:
+        with path.open("x") as file:
+            file.write(f"{rank}\n")
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,325 @@
+"""A sweep file says which values; every way to say it comes to the numbers one expects."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtt.config import filters, sweep
+from dtt.config.load import shipped_configs, validate
+from dtt.config.sweep import SweepConfig, combinations
+from dtt.errors import ConfigError, InputError
+
+SHIPPED = sorted((shipped_configs() / "sweeps").glob("*.yaml"))
+
+
+def checked(**said: Any) -> SweepConfig:
+    config, problems = validate(SweepConfig, {"name": "s"} | said)
+    assert config is not None, problems
+    return config
+
+
+def values(said: Any, **more: Any) -> list[Any]:
+    """What one key takes."""
+    config = checked(parameters={"optim.lr": said}, **more)
+    return [combination["optim.lr"] for combination in combinations(config)]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"values": [3, "a-b c", None, [1, 2]]}, [3, "a-b c", None, [1, 2]]),
+        ({"range": [0, 6, 2]}, [0, 2, 4]),
+        ({"range": [0.1, 0.45, 0.1]}, [0.1, 0.2, 0.3, 0.4]),
+        ({"range": [3, 0, -1]}, [3, 2, 1]),
+        ({"linspace": [0, 1, 5]}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ({"linspace": [128, 512, 4]}, [128, 256, 384, 512]),
+        ({"linspace": [0.1, 0.3, 3]}, [0.1, 0.2, 0.3]),
+        ({"linspace": [7, 9, 1]}, [7]),
+        ({"logspace": [1e-4, 1e-2, 3]}, [1e-4, 1e-3, 1e-2]),
+        ({"logspace": [64, 1024, 5]}, [64, 128, 256, 512, 1024]),
+        ({"logspace": [1e-2, 1e-4, 2]}, [1e-2, 1e-4]),
+    ],
+)
+def test_values_are_those_that_were_meant(said: Any, expected: list[Any]) -> None:
+    got = values(said)
+    assert got == expected
+    assert list(map(type, got)) == list(map(type, expected))
+
+
+ends = st.floats(1e-12, 1e12).map(lambda number: float(f"{number:.3g}"))
+
+
+@given(
+    ends, ends, st.integers(2, 50),
+    st.sampled_from(["linspace", "logspace"]),
+)  # fmt: skip
+def test_spaces_have_their_ends_their_number_and_their_order(
+    first: float, last: float, n: int, kind: str
+) -> None:
+    got = values({kind: [first, last, n]})
+    assert (len(got), got[0], got[-1]) == (n, first, last)
+    assert got == sorted(got, reverse=first > last)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "loguniform"])
+def test_what_is_drawn_depends_on_the_seed_alone(kind: str) -> None:
+    said = {kind: [1e-4, 1e-1], "count": 200}
+    got = values(said)
+    assert got == values(said)
+    assert got != values(said, draw_seed=1)
+    assert all(1e-4 <= value <= 1e-1 for value in got)
+    middle = math.sqrt(1e-4 * 1e-1) if kind == "loguniform" else 0.05
+    assert 70 < sum(value < middle for value in got) < 130
+
+
+def test_a_choice_takes_none_twice() -> None:
+    got = values({"choice": list(range(20)), "count": 15})
+    assert len(set(got)) == 15
+    assert set(got) <= set(range(20))
+
+
+def test_random_draws_every_key_anew() -> None:
+    config = checked(
+        mode="random", samples=40,
+        parameters={"optim.lr": {"loguniform": [1e-4, 1e-2]}, "model.dim": {"values": [64, 128]}},
+    )  # fmt: skip
+    drawn = combinations(config)
+    assert len(drawn) == 40
+    assert len({c["optim.lr"] for c in drawn}) > 35
+    assert {c["model.dim"] for c in drawn} == {64, 128}
+
+
+KEYS = ["optim.lr", "model.dim", "train.steps", "train.sample_prompt"]
+lists = st.lists(st.integers(0, 9) | st.text(max_size=3), min_size=1, max_size=4)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), lists, min_size=1), st.integers(0, 3))
+def test_a_product_is_every_combination_with_every_seed(
+    parameters: dict[str, list[Any]], seeds: int
+) -> None:
+    config = checked(
+        parameters={key: {"values": said} for key, said in parameters.items()},
+        seeds=list(range(seeds)),
+    )
+    got = [tuple(c.values()) for c in combinations(config)]
+    columns = [*parameters.values(), *([range(seeds)] if seeds else [])]
+    assert got == list(itertools.product(*columns))
+
+
+@given(st.integers(1, 5), st.integers(1, 3))
+def test_zip_goes_through_all_lists_together(n: int, seeds: int) -> None:
+    parameters = {key: {"values": [f"{key}{i}" for i in range(n)]} for key in KEYS}
+    config = checked(parameters=parameters, mode="zip", seeds=list(range(seeds)))
+    expected = [
+        {key: f"{key}{i}" for key in KEYS} | {"seed": s} for i in range(n) for s in range(seeds)
+    ]
+    assert combinations(config) == expected
+
+
+def test_zip_refuses_lists_of_unequal_length() -> None:
+    with pytest.raises(ConfigError, match=r"2 of optim\.lr, 1 of model\.dim"):
+        combinations(
+            checked(
+                mode="zip",
+                parameters={"optim.lr": {"values": [1, 2]}, "model.dim": {"values": [1]}},
+            )
+        )
+
+
+def test_a_product_beyond_reason_is_refused_before_it_is_made() -> None:
+    parameters = {key: {"linspace": [0, 1, 1000]} for key in KEYS}
+    with pytest.raises(ConfigError, match=r"1,000,000,000,000 combinations"):
+        combinations(checked(parameters=parameters))
+
+
+VALUES = {"optim.lr": 1e-3, "model.dim": 64, "optim.type": "muon", "model.n_kv_heads": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("optim.lr < 1e-2", True),
+        ("optim.lr * model.dim < 0.05", False),
+        ("0 < optim.lr <= 1e-3", True),
+        ("optim.type == 'muon' and not model.dim > 64", True),
+        ("optim.type in ['adamw', 'sgd'] or model.dim % 3 == 0", False),
+        ("model.n_kv_heads == null", True),
+        ("model.n_kv_heads is not None", False),
+        ("-optim.lr + model.dim // 2 - 1 > 30", True),
+        ("true", True),
+    ],
+)
+def test_filters_compare_and_compute(text: str, holds: bool) -> None:
+    assert filters.keeps(text, VALUES) is holds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('touch pwned')", "open('pwned', 'w')", "().__class__", "(lambda: 1)()",
+        "[x for x in [1]]", "optim.lr.real", "model['dim']", "2 ** 9999999", "'a' * 10", "f'{model}'",
+        "model.dim if true else 1", "(x := 1)", "optim.lr <", "model.dimm > 1", "", "1 / 0",
+        "model.dim & 1", "~1", "b'' == b''", "model.n_kv_heads < 1", "optim.lr; 1", "\0",
+    ],
+)  # fmt: skip
+def test_filters_refuse_all_else_and_run_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cannot tell the filter"):
+        filters.keeps(text, VALUES)
+    assert list(tmp_path.iterdir()) == []
+
+
+SAID = {
+    "name": "s",
+    "base": "quickstart",
+    "parameters": {"optim.lr": [1e-3, -1e-3], "train.sample_prompt": ["a-b c", '"', "-1e-3"]},
+    "seeds": [0, 1],
+}
+FILES = {
+    "s.yaml": """\
+name: s
+base: quickstart
+parameters:
+  optim.lr: [1e-3, -1e-3]
+  train: {sample_prompt: [a-b c, '"', "-1e-3"]}
+seeds: [0, 1]
+""",
+    "s.json": '{"name": "s", "base": "quickstart", "seeds": [0, 1], "parameters": '
+    '{"optim.lr": [1e-3, -1e-3], "train.sample_prompt": ["a-b c", "\\"", "-1e-3"]}}',
+    "s.toml": """\
+base = "quickstart"
+seeds = [0, 1]
+[parameters]
+"optim.lr" = [1e-3, -1e-3]
+train.sample_prompt = ['a-b c', '"', "-1e-3"]
+""",
+    "s.py": f"sweep = {SAID!r}",
+    "function.py": f"name = 's'\ndef sweep():\n    return dict({SAID!r}, name=name)",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_says_the_same(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FILES[name])
+    file = sweep.read(tmp_path / name)
+    expected = checked(
+        **SAID | {"parameters": {k: {"values": v} for k, v in SAID["parameters"].items()}}  # type: ignore[attr-defined]
+    )
+    assert file.sweep == expected
+    assert file.base == "quickstart"
+
+
+def test_all_mistakes_are_told_at_once_each_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("""\
+name: a/b
+base: quickstart
+mode: grid
+parameters:
+  optim.lr: {logspace: [0, 1, 3]}
+  optim.lrr: [1]
+  model.dim: 64
+  model.n_layers: {range: [4, 2, 1]}
+  model.n_heads: {uniform: [1, 2]}
+  train.steps: {linspace: [1, 2, 3], count: 2}
+  name: [a]
+seds: [1]
+""")
+    with pytest.raises(ConfigError) as first:
+        sweep.read(path)
+    text = str(first.value)
+    for line, key in ((1, "name"), (3, "mode"), (7, "parameters.model.dim"), (12, "seds")):
+        assert f"{path}:{line}  {key}" in text
+    assert "did you mean seeds?" in text
+
+    path.write_text(
+        path.read_text()
+        .replace("a/b", "a").replace("grid", "product").replace(": 64", ": [64]")
+        .replace("seds", "seeds")
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as second:
+        sweep.read(path)
+    text = str(second.value)
+    for line, key, why in (
+        (5, "optim.lr.logspace", "above 0"),
+        (6, "optim.lrr", "did you mean optim.lr?"),
+        (8, "model.n_layers.range", "no value"),
+        (9, "model.n_heads", "needs a count"),
+        (10, "train.steps.count", "not for linspace"),
+        (11, "name", "no key"),
+    ):
+        assert any(
+            f"{path}:{line}  parameters.{key}" in said and why in said for said in text.splitlines()
+        ), (line, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("base: quickstart", "nothing varies"),
+        ("parameters: [1, 2]", "parameters"),
+        ("parameters: {optim.lr: {list: [1]}}", "list"),
+        ("parameters: {optim.lr: {values: [1], choice: [2]}}", "values and choice"),
+        ("parameters: {optim: [{lr: 1}]}", "no key that a sweep can change"),
+        ("parameters: {optim.lr: [1]}\nmode: random", "samples"),
+        ("parameters: {optim.lr: [1]}\nsamples: 3", "samples"),
+        ("parameters: {seed: [1]}\nseeds: [1]", "a seed already"),
+        ("parameters: {optim.lr: [1]}\nextends: quickstart", "base: quickstart"),
+        ("parameters: {optim.lr: {choice: [1], count: 2}}", "2 of 1"),
+        ("parameters: {optim.lr: []}", "at least 1"),
+        ("parameters: {optim.lr: [1]}\nmetric: loss", "metric"),
+    ],
+)
+def test_what_cannot_be_a_sweep_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        sweep.read(tmp_path / "s.yaml")
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "sweep = 3", "def sweep(): return None"])
+def test_a_python_file_must_define_a_sweep(text: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(text)
+    with pytest.raises(ConfigError, match="defines no sweep"):
+        sweep.read(tmp_path / "s.py")
+
+
+@pytest.mark.parametrize("name", ["absent.py", "absent.yaml"])
+def test_an_absent_file_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=name):
+        sweep.read(tmp_path / name)
+
+
+def test_the_base_may_be_a_file_beside_a_name_or_the_keys_themselves(tmp_path: Path) -> None:
+    (tmp_path / "beside.yaml").write_text("train.steps: 7")
+    tail = "\nparameters: {optim.lr: [1e-3]}\noverrides: [train.seq_len=64]"
+    for base, steps in (
+        ("beside.yaml", 7),
+        ("quickstart", 500),
+        ("{extends: quickstart, train: {steps: 9}, model.dim: 96}", 9),
+    ):
+        (tmp_path / "s.yaml").write_text(f"base: {base}{tail}")
+        config = sweep.read(tmp_path / "s.yaml").resolve({"optim.lr": 5e-3}, "s/1").config
+        assert config.train.steps == steps
+        assert config.train.seq_len == 64
+        assert config.optim.lr == 5e-3
+        assert config.name == "s/1"
+    assert config.model.dim == 96
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_sweep_makes_trials(path: Path) -> None:
+    file = sweep.read(path)
+    kept = [c for c in combinations(file.sweep) if file.keeps(c) is None]
+    assert 1 < len(kept) <= file.sweep.max_trials
+    for combination in kept:
+        file.resolve(combination, "s/1")
