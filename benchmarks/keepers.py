@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dtt.checkpoint import retain, store
 from dtt.checkpoint.saver import Saver
@@ -33,9 +34,13 @@ def content(step: int) -> Content:
 class Keeper(Protocol):
     """One way to save and load."""
 
-    name: str
-    ranks: int
-    """How many processes save together."""
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+
+    @property
+    def ranks(self) -> int:
+        """How many processes save together."""
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
         """Keep `content(step)` in `folder`; `link` leads to the other rank, if there is one."""
@@ -139,12 +144,12 @@ class Dcp:
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
         """One folder."""
-        dcp.save(content(step), checkpoint_id=folder / "checkpoint", no_dist=True)
+        save(content(step), checkpoint_id=folder / "checkpoint", no_dist=True)
 
     def load(self, folder: Path) -> Content:
         """Into tensors of the same shapes."""
         state: dict[str, Any] = {k: torch.full_like(t, -1) for k, t in content(0).items()}
-        dcp.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+        load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
         return state
 
     def files(self, folder: Path, step: int) -> list[Path]:
@@ -152,12 +157,12 @@ class Dcp:
         return sorted((folder / "checkpoint").iterdir())
 
 
-OURS = (
+OURS: tuple[Keeper, ...] = (
     Dtt("dtt"),
     Dtt("dtt, asynchronous", asynchronous=True),
     Dtt("dtt, two ranks", ranks=2),
 )
-THEIRS = (
+THEIRS: tuple[Keeper, ...] = (
     TorchSave("torch.save"),
     TorchSave("torch.save, then rename", rename=True),
     Dcp("torch.distributed.checkpoint"),

@@ -29,6 +29,10 @@ config_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Look at the configuration."
 )
 cli.add_typer(config_cli, name="config")
+ckpt_cli = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Look after the checkpoints of a job."
+)
+cli.add_typer(ckpt_cli, name="ckpt")
 sweep_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Train one configuration with many values."
 )
@@ -234,6 +238,62 @@ def pipeline(
         from dtt.commands import pipeline
 
         pipeline.run(config, overrides or [], dataset)
+
+
+JobFolder = Annotated[Path, typer.Argument(help="Job directory, as jobs/quickstart.")]
+
+
+@ckpt_cli.command("ls")
+def ckpt_ls(job: JobFolder, json: Json = False) -> None:
+    """List the checkpoints, oldest first."""
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.ls(job, as_json=json)
+
+
+@ckpt_cli.command("verify")
+def ckpt_verify(
+    job: JobFolder,
+    step: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    json: Json = False,
+) -> None:
+    """Read every file of every checkpoint; exits with 65 if one differs from what was written."""
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.verify(job, step, as_json=json)
+
+
+@ckpt_cli.command(
+    "prune", epilog=_examples("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run")
+)
+def ckpt_prune(
+    job: JobFolder,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+) -> None:
+    """Delete checkpoints that the job's rules do not keep, and superseded ones.
+
+    The newest that is whole always stays, as does the newest from before the last divergence.
+    """
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.prune(job, overrides or [], dry_run=dry_run)
+
+
+@ckpt_cli.command("diff", epilog=_examples("dtt ckpt diff jobs/run@500 jobs/run@1000"))
+def ckpt_diff(
+    one: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="The newest if no step.")],
+    other: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="To compare it with.")],
+    json: Json = False,
+) -> None:
+    """Tell what differs between two checkpoints: position, weights, optimizer state."""
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.diff(one, other, as_json=json)
 
 
 @config_cli.command()

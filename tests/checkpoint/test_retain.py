@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dtt.checkpoint import retain, store
+from dtt.config.train import CheckpointConfig
 
 
 @pytest.fixture
@@ -14,10 +16,10 @@ def folder(tmp_path: Path) -> Path:
     """Folders of four committed steps, one save and one pruning that were interrupted."""
     for name in ("step-000005", "step-000010", "step-000015", "step-1000000"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text(name)
+        (tmp_path / name / "model-00000.safetensors").write_text(name)
     for name in (".tmp-step-000020-3", ".tmp-step-000001-pruned"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text("half")
+        (tmp_path / name / "model-00000.safetensors").write_text("half")
     (tmp_path / "step-000005-by-hand").mkdir()
     return tmp_path
 
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_the_newest_few_stay(folder: Path, keep_last: int, left: list[int]) -> None:
-    retain.prune(folder, keep_last)
+    retain.prune(folder, CheckpointConfig(keep_last=keep_last))
     assert store.steps(folder) == left
     assert (folder / "step-000005-by-hand").exists()
 
@@ -42,3 +44,37 @@ def test_leftovers_of_interrupted_saves_go_and_nothing_else(folder: Path) -> Non
     assert list(folder.glob(".tmp*")) == []
     assert store.steps(folder) == [5, 10, 15, 1_000_000]
     assert (folder / "step-000005-by-hand").exists()
+
+
+def losses(folder: Path, losses: dict[int, float | None]) -> None:
+    """Let each step have been evaluated, or not (None)."""
+    for step, loss in losses.items():
+        position = {"step": step, "evaluated": None if loss is None else step, "eval_loss": loss}
+        (folder / f"step-{step:06d}" / store.POSITION).write_text(json.dumps(position))
+
+
+@pytest.mark.parametrize(
+    ("rules", "diverged", "left"),
+    [
+        ({"keep_every": 10}, None, [10, 1_000_000]),
+        ({"keep_best": 1}, None, [5, 1_000_000]),
+        ({"keep_best": 2, "keep_every": 15}, None, [5, 15, 1_000_000]),
+        ({}, 14, [10, 1_000_000]),
+        ({}, 15, [15, 1_000_000]),
+        ({}, 4, [1_000_000]),
+    ],
+)
+def test_rules_keep_more_than_the_newest(
+    folder: Path, rules: dict[str, int], diverged: int | None, left: list[int]
+) -> None:
+    losses(folder, {5: 1.0, 10: 3.0, 15: 2.0, 1_000_000: None})
+    gone = retain.prune(folder, CheckpointConfig(keep_last=1, **rules), diverged)
+    assert store.steps(folder) == left
+    assert sorted([*gone, *left]) == [5, 10, 15, 1_000_000]
+
+
+def test_a_damaged_checkpoint_is_no_candidate_for_the_best(folder: Path) -> None:
+    losses(folder, {10: 3.0, 15: 2.0})
+    (folder / "step-000005" / store.POSITION).write_bytes(b"\xff")
+    retain.prune(folder, CheckpointConfig(keep_last=1, keep_best=1))
+    assert store.steps(folder) == [15, 1_000_000]

@@ -20,8 +20,9 @@ import torch
 
 import dtt
 from dtt.artifacts import CheckpointManifest
-from dtt.checkpoint import retain, store
+from dtt.checkpoint import retain, store, tensors
 from dtt.checkpoint.store import Checkpoint
+from dtt.config.train import CheckpointConfig
 from dtt.errors import DamagedError, InputError
 
 fork = multiprocessing.get_context("fork")
@@ -32,15 +33,22 @@ FACTS = {
 }  # fmt: skip
 
 
+FILES = [
+    store.rank_file(store.MODEL, 0), store.rank_file(store.STATE, 0), store.POSITION,
+    CheckpointManifest.filename,
+]  # fmt: skip
+
+
 def save(folder: Path, step: int, numbers: int = 100) -> Checkpoint:
     """Write the checkpoint of a step, as the trainer does."""
     staging = folder / store.staging_name(step, 1)
     staging.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
-    for name in (store.MODEL, store.OPTIMIZER, store.rank_file(0)):
-        store.write_tensors(staging / name, {"w": torch.randn(numbers, generator=generator)})
-    store.write_state(staging / store.STATE, {"step": step, "ledger": "00"})
-    return store.commit(staging, step=step, **FACTS)
+    files = [tensors.write_bytes(staging / store.POSITION, [json.dumps({"step": step}).encode()])]
+    for name in FILES[:-2]:
+        values = {"w": torch.randn(numbers, generator=generator)}
+        files.append(tensors.write(staging / name, tensors.cut(values, 0, 1)))
+    return store.commit(staging, files, step=step, **FACTS)
 
 
 @pytest.fixture
@@ -49,11 +57,6 @@ def folder(tmp_path: Path) -> Path:
     save(tmp_path / "checkpoints", 5)
     save(tmp_path / "checkpoints", 10)
     return tmp_path / "checkpoints"
-
-
-FILES = [
-    store.MODEL, store.OPTIMIZER, store.STATE, store.rank_file(0), CheckpointManifest.filename,
-]  # fmt: skip
 
 
 def falls_back(folder: Path, culprit: str, caplog: pytest.LogCaptureFixture) -> bool:
@@ -70,8 +73,8 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     assert found is not None
     assert (found.step, found.path) == (10, folder / "step-000010")
     generator = torch.Generator().manual_seed(10)
-    assert torch.equal(found.model_tensors()["w"], torch.randn(100, generator=generator))
-    assert found.state() == {"step": 10, "ledger": "00"}
+    assert torch.equal(found.tensors(store.MODEL)["w"], torch.randn(100, generator=generator))
+    assert found.position() == {"step": 10}
     assert [f.path for f in found.manifest.files] == sorted(set(FILES) - {"MANIFEST.json"})
     assert store.at_step(folder, 5).step == 5
     assert sorted(p.name for p in folder.iterdir()) == ["step-000005", "step-000010"]
@@ -96,7 +99,7 @@ def save_for_ever(folder: Path, done: Connection) -> None:
     for step in count(1 if newest is None else newest.step + 1):
         store.verify(save(folder, step, numbers=300_000).path)
         done.send(step)
-        retain.prune(folder, keep_last=2)
+        retain.prune(folder, CheckpointConfig())
 
 
 def test_killed_at_any_moment_what_was_promised_is_there_and_whole(tmp_path: Path) -> None:
@@ -230,7 +233,7 @@ def test_when_all_are_damaged_nothing_starts_over_by_itself(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in ("step-000005", "step-000010"):
-        (folder / step / store.MODEL).write_bytes(b"")
+        (folder / step / FILES[0]).write_bytes(b"")
     with pytest.raises(DamagedError, match="none of the 2 checkpoints"):
         store.newest(folder)
     assert "step-000005" in caplog.text
@@ -261,13 +264,15 @@ def test_a_pickle_that_the_manifest_vouches_for_is_not_executed_either(tmp_path:
     went_off = tmp_path / "went off"
     staging = tmp_path / "checkpoints" / store.staging_name(1, 1)
     staging.mkdir(parents=True)
-    for name in (store.MODEL, store.STATE):
+    files = []
+    for name in (FILES[0], store.POSITION):
         torch.save({"w": Bomb(went_off)}, staging / name)
-    checkpoint = store.commit(staging, step=1, **FACTS)
+        files.append(tensors.write_bytes(staging / name, [(staging / name).read_bytes()]))
+    checkpoint = store.commit(staging, files, step=1, **FACTS)
     with pytest.raises(Exception, match=r"(?i)header"):
-        checkpoint.model_tensors()
+        checkpoint.tensors(store.MODEL)
     with pytest.raises(ValueError, match=r"codec|JSON|Expecting"):
-        checkpoint.state()
+        checkpoint.position()
     assert not went_off.exists()
 
 
@@ -285,27 +290,35 @@ def test_no_line_of_dtt_loads_pickles() -> None:
 
 
 def test_files_that_the_manifest_does_not_name_are_no_part_of_a_checkpoint(folder: Path) -> None:
-    for name in ("notes.txt", ".nfs0000000000c0ffee", store.rank_file(1)):
+    for name in ("notes.txt", ".nfs0000000000c0ffee", store.rank_file(store.MODEL, 1)):
         (folder / "step-000010" / name).write_text("something")
     found = store.newest(folder)
     assert found is not None
     assert found.step == 10
-    assert found.holds(store.rank_file(0))
-    assert not found.holds(store.rank_file(1))
+    assert list(found.tensors(store.MODEL)) == ["w"]
 
 
 def test_saving_a_step_again_takes_the_place_of_the_rejected_one(folder: Path) -> None:
-    (folder / "step-000010" / store.MODEL).write_bytes(b"")
+    (folder / "step-000010" / FILES[0]).write_bytes(b"")
     save(folder, 10)
     assert store.verify(folder / "step-000010").step == 10
 
 
 def test_rejected_checkpoints_do_not_outlive_newer_whole_ones(folder: Path) -> None:
     """Step 10 is damaged, training goes on from 5 and is stopped at 7: 7 is the newest."""
-    (folder / "step-000010" / store.MODEL).write_bytes(b"")
+    (folder / "step-000010" / FILES[0]).write_bytes(b"")
     save(folder, 7)
-    retain.prune(folder, keep_last=1)
+    retain.prune(folder, CheckpointConfig(keep_last=1))
     assert store.steps(folder) == [7]
     found = store.newest(folder)
     assert found is not None
     assert found.step == 7
+
+
+def test_newer_checkpoints_are_set_aside_with_their_content(folder: Path) -> None:
+    [moved] = store.supersede(folder, 5, attempt=3)
+    assert moved == folder / "superseded-step-000010-3"
+    assert store.steps(folder) == [5]
+    save(folder, 10)
+    moved.rename(folder / "step-000010.old")
+    assert store.verify(folder / "step-000010").step == 10

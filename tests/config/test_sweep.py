@@ -163,8 +163,9 @@ def test_filters_compare_and_compute(text: str, holds: bool) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('touch pwned')", "open('pwned', 'w')", "().__class__", "(lambda: 1)()",
-        "[x for x in [1]]", "optim.lr.real", "model['dim']", "2 ** 9999999", "'a' * 10", "f'{model}'",
+        "__import__('os').system('touch pwned')", "open('pwned', 'w')", "().__class__",
+        "(lambda: 1)()", "[x for x in [1]]", "optim.lr.real", "model['dim']", "2 ** 9999999",
+        "'a' * 10", "f'{model}'",
         "model.dim if true else 1", "(x := 1)", "optim.lr <", "model.dimm > 1", "", "1 / 0",
         "model.dim & 1", "~1", "b'' == b''", "model.n_kv_heads < 1", "optim.lr; 1", "\0",
     ],

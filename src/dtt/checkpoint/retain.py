@@ -22,21 +22,21 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
     if rules.keep_every:
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
     if rules.keep_best:
-        scored = [(_loss(store.folder_of(folder, step), step), step) for step in steps]
-        keep |= {step for _, step in sorted(scored)[: rules.keep_best]}
+        scored = sorted((eval_loss(store.folder_of(folder, step)), step) for step in steps)
+        keep |= {step for _, step in scored[: rules.keep_best]}
     if diverged is not None:
         keep |= set([step for step in steps if step <= diverged][-1:])
     return keep
 
 
-def _loss(path: Path, step: int) -> float:
-    """Validation loss of a checkpoint; infinite without an evaluation at that very step."""
+def eval_loss(path: Path) -> float:
+    """Validation loss of a checkpoint; infinite without an evaluation at its very step."""
     try:
         position = json.loads((path / store.POSITION).read_bytes())
-    except (OSError, ValueError):  # damaged
+        evaluated = position["evaluated"] == position["step"]
+        return float(position["eval_loss"]) if evaluated else math.inf
+    except (OSError, ValueError, TypeError, KeyError):  # damaged
         return math.inf
-    loss: float = position["eval_loss"] if position["evaluated"] == step else math.inf
-    return loss
 
 
 def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:

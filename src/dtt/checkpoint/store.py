@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dtt.artifacts import CheckpointManifest, FileRecord
 from dtt.errors import DamagedError, DttError, InputError
 from dtt.runtime.files import fsync_folder, retrying, sha256_file, write_atomically
+from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 if TYPE_CHECKING:  # `dtt ckpt ls` needs no torch
@@ -167,6 +168,24 @@ def _newest_first(folder: Path) -> Iterator[Checkpoint | DttError]:
             yield verify(folder_of(folder, step))
         except (DamagedError, InputError) as error:
             yield error
+
+
+def find(reference: str) -> Checkpoint:
+    """The verified checkpoint that `JOB` (its newest) or `JOB@STEP` means; InputError if none."""
+    job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
+    folder = JobDir(Path(job)).checkpoints
+    if step:
+        if not step.isdigit():
+            raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
+        return at_step(folder, int(step))
+    found = newest(folder)
+    if found is None:
+        raise InputError(
+            f"no checkpoint in {folder}",
+            why="that job has not saved one" if folder.parent.is_dir() else "there is no such job",
+            next="name a job directory, as jobs/base or jobs/base@500",
+        )
+    return found
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:

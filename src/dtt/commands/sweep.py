@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import getpass
 import json
 import shutil
 import sys
@@ -14,12 +15,12 @@ from typing import Any, Literal
 
 from dtt.artifacts import TokensManifest
 from dtt.errors import ConfigError, ExitCode, InputError
+from dtt.launch import arrays, trials
 from dtt.launch import results as told
 from dtt.launch import sweep as planning
-from dtt.launch import trials
 from dtt.launch.results import Progress
 from dtt.launch.sweep import Plan, Sweep
-from dtt.runtime.files import exclusive
+from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.log import log
 
 MOST_SHOWN = 20
@@ -82,16 +83,17 @@ def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
 
 def _start(sweep: Sweep, ids: Sequence[str], how: How, *, as_json: bool) -> None:
     """Start trials; on this machine, wait for them and leave with the first bad exit code."""
-    if not ids:
+    jobs = [sweep.job(trial) for trial in ids]
+    if not jobs:
         log.info("%s: no trial to start; dtt sweep status %s", sweep.root, sweep.manifest.name)
     elif how.kind == "local":
-        jobs = [sweep.job(trial) for trial in ids]
         at_once = how.at_once or sweep.manifest.concurrency or 1
         with exclusive(sweep.root, "the trials of this sweep"):
             trials.run(jobs, at_once, trials.visible_gpus())
+    elif how.kind == "array":
+        arrays.submit(sweep, jobs, how.at_once or sweep.manifest.concurrency)
     else:
-        cap = how.at_once or sweep.manifest.concurrency
-        trials.submit(sweep, ids, array=how.kind == "array", cap=cap)
+        arrays.submit_each(jobs)
     now = told.progress(sweep)
     _print_progress(sweep, now, as_json=as_json)
     if how.kind == "local":
@@ -110,7 +112,11 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     ids = sweep.chosen(chosen)
     open_ones = [one for one in told.progress(sweep) if one.trial in ids and one.open]
     for one in open_ones:
-        trials.cancel(sweep.job(one.trial), running=one.state == "running")
+        job = sweep.job(one.trial)
+        # Whoever starts it after all finds this, too.
+        write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
+        if one.state == "queued":
+            arrays.dequeue(job)
     log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
     _print_progress(sweep, told.progress(sweep), as_json=as_json)
 
@@ -127,14 +133,19 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
                      "rows": [asdict(row) for row in rows]})  # fmt: skip
         return
     head = [*keys, metric, "error", "n", "trials"]
+    number = _exact if as_csv else _number
     lines = [
-        [*told.cells(row.values, keys), _number(row.mean), _number(row.error), str(len(row.done)),
-         " ".join(row.trials)]
+        [
+            *told.cells(row.values, keys),
+            number(row.mean),
+            number(row.error),
+            str(len(row.done)),
+            " ".join(row.trials),
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     if as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([head, *lines])
+        csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
     else:
         print("\n".join(_columns([head, *lines])))
 
@@ -245,6 +256,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else repr(value)
 
 
 def _print_json(document: Any) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.loader import Share
     from dtt.data.windows import Windows
+    from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
     from dtt.track.base import Tracker
     from dtt.train.evaluate import Evaluator, Sampler
@@ -258,6 +259,8 @@ def build(
     with world.device:
         model = Decoder(plan.arch)
     initialize(model, cfg.seed)
+    if resume is None and cfg.init.source is not None:
+        begin_with(cfg.init.source, model, world)
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     share = Share(world.rank, world.size, cfg.train.micro_batch, world.device)
     order = Order(cfg.seed, len(source))
@@ -286,6 +289,16 @@ def build(
         meter=Meter(world.device, world.size, plan.flops_per_token, plan.precision),
         run_id=run_id,
     )
+
+
+def begin_with(source: str, model: Decoder, world: World) -> None:
+    """Take the weights of another job; the first rank verifies them for all."""
+    from dtt.checkpoint import store
+    from dtt.train.state import take_weights
+
+    found = world.from_first(store.find(source) if world.first else None)
+    assert found is not None
+    log.info("%s", take_weights(model, found.tensors(store.MODEL), str(found.path)))
 
 
 def make_evaluator(

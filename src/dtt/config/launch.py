@@ -47,14 +47,11 @@ Directive = Annotated[
     str, _must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
 ]
 
-OWN_DIRECTIVES = frozenset(
-    (
-        "account", "array", "chdir", "constraint", "cpus-per-task", "dependency", "error",
-        "exclude", "export", "export-file", "gpus-per-node", "input", "job-name", "mem", "no-
-        requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
-        "partition", "qos", "requeue", "reservation", "signal", "test-only", "time", "wait",
-        "wrap",
-    )
+OWN_DIRECTIVES = (
+    *("account", "array", "chdir", "constraint", "cpus-per-task", "dependency", "error"),
+    *("exclude", "export", "export-file", "gpus-per-node", "input", "job-name", "mem"),
+    *("no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
+    *("partition", "qos", "requeue", "reservation", "signal", "test-only", "time", "wait", "wrap"),
 )
 """Options of sbatch that the script sets from other keys, or that would break it."""
 
@@ -194,7 +191,7 @@ class LaunchConfig(Section):
             yield "lead_seconds", f"{self.lead_seconds} is not less than launch.time ({self.time})"
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
-            if option in OWN_DIRECTIVES:
+            if any(own.startswith(option) for own in OWN_DIRECTIVES):  # sbatch takes beginnings
                 yield "directives", f"--{option} is set by dtt or by another key of launch"
         if self.mpi == "mpirun" and self.mpi_plugin is not None:
             yield "mpi_plugin", "is for launch.mpi=srun"

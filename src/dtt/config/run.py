@@ -18,6 +18,7 @@ from dtt.config.data import (
 )
 from dtt.config.export import ExportConfig
 from dtt.config.launch import LaunchConfig
+from dtt.config.init import InitConfig
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig, OptimConfig, ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
@@ -43,6 +44,8 @@ class RunConfig(Section):
     """What training reads."""
     model: ModelConfig = ModelConfig()
     """Family and sizes."""
+    init: InitConfig = InitConfig()
+    """First weights."""
     optim: OptimConfig = MuonConfig()
     """Optimizer."""
     schedule: ScheduleConfig = WsdConfig()

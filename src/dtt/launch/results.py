@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import socket
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
-
-import psutil
 
 from dtt.artifacts import fingerprint
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
 from dtt.errors import InputError
+from dtt.launch import arrays
 from dtt.launch.sweep import Sweep, TrialRecord
+from dtt.launch.trials import last_line
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 from dtt.track.plot import Curve
@@ -70,14 +69,16 @@ class Progress:
 
 def progress(sweep: Sweep) -> list[Progress]:
     """Every trial's progress, from its own files; what they cannot tell, Slurm is asked."""
-    return [_progress(sweep, trial, record) for trial, record in sweep.manifest.trials.items()]
+    records = sweep.manifest.trials
+    queue = arrays.queued([sweep.job(trial) for trial in records])
+    return [_progress(sweep, trial, record, queue) for trial, record in records.items()]
 
 
-def _progress(sweep: Sweep, trial: str, record: TrialRecord) -> Progress:
+def _progress(sweep: Sweep, trial: str, record: TrialRecord, queue: Mapping[Path, str]) -> Progress:
     job = sweep.job(trial)
     points = measured(job, sweep.manifest.metric)
     ending = job.exit_record(job.attempt()) or {"code": 0, "reason": ""}
-    state = _state(job)
+    state = _state(job, queue.get(job.root))
     return Progress(
         trial=trial,
         values=record.values,
@@ -90,34 +91,36 @@ def _progress(sweep: Sweep, trial: str, record: TrialRecord) -> Progress:
     )
 
 
-def _state(job: JobDir) -> str:
+def _state(job: JobDir, queue: str | None) -> str:
+    own = _own_state(job)
+    if own in ("running", "done") or queue in (None, "COMPLETING"):
+        return own
+    return "queued" if queue in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"
+
+
+def _own_state(job: JobDir) -> str:
+    """What a job's own files tell of it."""
     number = job.attempt()
     if number == 0:
         return "cancelled" if job.stop.exists() else "new"
     record = job.exit_record(number)
     if record is None:
-        beat = json.loads(job.heartbeat.read_bytes()) if job.heartbeat.exists() else None
-        if beat is None:
-            return (
-                "running" if time.time() - job.attempt_dir(number).stat().st_mtime < 60 else "lost"
-            )
-        here = beat["node"] == socket.gethostname()
-        if time.time() - beat["time"] > 60 or (here and not psutil.pid_exists(beat["pid"])):
-            return "lost"
-        return "running"
+        return "running" if _alive(job, number) else "lost"
     return {0: "done", 75: "stopped"}.get(record["code"], "failed")
 
 
+def _alive(job: JobDir, attempt: int) -> bool:
+    """Whether an attempt has shown a sign of life of late."""
+    newest = max(p.stat().st_mtime for p in (job.attempt_dir(attempt), job.heartbeat) if p.exists())
+    return time.time() - newest < 60
+
+
 def _error(job: JobDir, state: str, ending: dict[str, Any]) -> str | None:
-    """The first line of why the last attempt ended; without one, the last of its log."""
+    """The first line of why the last attempt ended; if it could not say, the last of its log."""
     if state in ("failed", "stopped"):
         return str(ending["reason"]).splitlines()[0]
-    if state == "lost":
-        lines = [
-            x for p in sorted(job.logs.glob("*")) for x in p.read_text().splitlines() if x.strip()
-        ]
-        return lines[-1] if lines else None
-    return None
+    logs = sorted(job.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    return last_line(logs[-1]) if state == "lost" and logs else None
 
 
 def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:

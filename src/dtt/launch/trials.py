@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import os
 import signal
 from collections import deque
@@ -12,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtt.config.load import load_job
+from dtt.errors import ExitCode
 from dtt.launch import local
-from dtt.launch.sweep import Sweep
-from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -105,7 +103,7 @@ class _Crew:
             process.terminate()
         code = await process.wait()
         self.running.discard(process)
-        log.info("%s: %s", job.root, _ending(job, number, code))
+        log.info("%s: %s", job.root, _ending(job, number, code, path))
 
 
 def _argv(job: JobDir, gpus: int) -> list[str]:
@@ -118,17 +116,21 @@ def _argv(job: JobDir, gpus: int) -> list[str]:
     return local.torchrun_argv(processes, ["train", str(job.root)])
 
 
-def _ending(job: JobDir, attempt: int, code: int) -> str:
-    """How an attempt ended, in a line."""
+def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
+    """How an attempt ended, in a line; written down where the trial itself no longer could."""
+    if job.exit_record(attempt) is None and code != ExitCode.DONE:
+        if job.attempt() < attempt:
+            job.begin_attempt()
+        known = ExitCode(code) if code in set(ExitCode) else ExitCode.BUG
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else last_line(path)
+        job.end_attempt(known, reason or f"exit code {code}", rank=0, attempt=attempt)
     record = job.exit_record(attempt)
-    if record is None:
-        return f"exit code {code}, and nothing more was said"
-    return str(record["reason"]).splitlines()[0]
+    return str(record["reason"]).splitlines()[0] if record else "done"
 
 
-def cancel(job: JobDir, *, running: bool) -> None:
-    """Ask a job to save and stop; one that waits for its turn does not begin."""
-    write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
-
-
-def submit(sweep: Sweep, ids: Sequence[str], *, array: bool, cap: int | None) -> None: ...
+def last_line(path: Path) -> str | None:
+    """The last line of a log that says anything."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)

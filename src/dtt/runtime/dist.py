@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,10 @@ class World:
 
 
 def start(ranks: Ranks, device: str) -> World:
-    """Choose the device (`auto`, `cpu`, `cuda`) and join the process group torchrun prepared."""
+    """Choose the device (`auto`, `cpu`, `cuda`) and join the process group of all ranks.
+
+    They find each other at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentUnfit(
             "train.device is cuda, but torch sees no GPU",
@@ -99,13 +103,18 @@ def start(ranks: Ranks, device: str) -> World:
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
         return World(ranks, chosen, None)
-    if ranks.launcher != "torchrun":
+    by_srun = (
+        ranks.launcher in ("slurm", "pmi") and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    )
+    if ranks.launcher != "torchrun" and not by_srun:
         raise EnvironmentUnfit(
             f"train was started by {ranks.launcher} as {ranks.size} processes",
             next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main train …",
         )
     timeout = timedelta(minutes=30)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
+    )
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
     background = dist.new_group(backend="gloo", timeout=timeout)
     return World(ranks, chosen, control, background)

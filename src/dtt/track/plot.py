@@ -47,8 +47,9 @@ def figure(
     )
     words = not all(isinstance(x, int | float) for curve in curves for x in curve.x)
     for number, curve in enumerate(curves):
-        label = curve.label if number < MOST_IN_LEGEND else "_"  # which keeps it out of the legend
-        x = [str(value) for value in curve.x] if words else list(curve.x)
+        # A label that begins with `_` stays out of the legend.
+        label = _plain(curve.label) if number < MOST_IN_LEGEND else "_"
+        x = [_plain(str(value)) for value in curve.x] if words else list(curve.x)
         if curve.error:
             axes.errorbar(x, curve.y, yerr=curve.error, label=label, marker="o", capsize=3)
         else:
@@ -58,6 +59,11 @@ def figure(
         axes.legend(fontsize="small", title=f"and {more} more" if more > 0 else None)
     axes.grid(alpha=0.3)
     return drawing
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return text.replace("$", r"\$")
 
 
 def save(drawing: Figure, path: Path) -> None:

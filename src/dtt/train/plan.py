@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtt.artifacts import TokensManifest
 from dtt.config.run import RunConfig
-from dtt.errors import ConfigError
+from dtt.data import fit
 from dtt.model import count, families
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
 from dtt.runtime.dist import World, native_bf16
@@ -44,22 +44,8 @@ class Plan:
 def make_plan(cfg: RunConfig, tokens: TokensManifest, windows: int, world: World) -> Plan:
     """Resolve what depends on data and devices; ConfigError when they do not fit the config."""
     train = cfg.train
-    sequences = train.global_batch_tokens // train.seq_len
-    if sequences % world.size:
-        enough = -(-sequences // world.size) * world.size * train.seq_len
-        raise ConfigError(
-            f"a global batch of {sequences} sequences does not divide over {world.size} processes",
-            why="train.global_batch_tokens / train.seq_len must be a multiple of the processes",
-            next=f"train.global_batch_tokens={enough}",
-        )
-    if windows == 0:
-        total = tokens.counts("train").tokens
-        fits = 2 ** max(0, (total // 2).bit_length() - 1)  # divides the usual batch sizes
-        raise ConfigError(
-            "the training data is shorter than one sequence",
-            why=f"{total} tokens in all, train.seq_len = {train.seq_len}",
-            next=f"train.seq_len={fits}, or more text",
-        )
+    sequences = fit.sequences_per_step(train, world.size)
+    fit.check_length(tokens, windows, train.seq_len)
     arch = families.get(cfg.model.family).architecture(
         cfg.model,
         fit_vocabulary(cfg.model, tokens.vocab_size),

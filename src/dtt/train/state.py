@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtt.data.order import EMPTY_LEDGER
-from dtt.errors import DamagedError
+from dtt.errors import ConfigError, DamagedError
 
 RNG = "rng"
 
@@ -55,6 +55,33 @@ class Position:
             evaluated=record["evaluated"],
             eval_loss=record["eval_loss"],
         )
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> str:
+    """Copy what fits in name and shape into `model`; returns a report of what did and what not.
+
+    ConfigError when nothing does.
+    """
+    parameters = dict(model.named_parameters())
+    fitting = {n for n, p in parameters.items() if n in tensors and tensors[n].shape == p.shape}
+    for name in fitting:
+        parameters[name].copy_(tensors[name])
+    rest = [
+        f"  {name}: {_shape(parameters.get(name))} here, {_shape(tensors.get(name))} there"
+        for name in sorted((parameters.keys() | tensors.keys()) - fitting)
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"nothing in {source} fits this model", why="\n".join(rest), next="look at init.from"
+        )
+    count = sum(parameters[name].numel() for name in fitting)
+    taken = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"
+    return "\n".join([f"weights from {source}: {taken}", *rest])
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else str(list(tensor.shape))
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:

@@ -1,0 +1,166 @@
+"""`dtt ckpt`: what checkpoints there are, whether they are whole, which may go, what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dtt.artifacts import CheckpointManifest
+from dtt.checkpoint import retain, store
+from dtt.config.load import load_job, resolve
+from dtt.errors import DamagedError, DttError, InputError
+from dtt.runtime.files import exclusive
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+
+def ls(job: Path, *, as_json: bool) -> None:
+    """One line per checkpoint, oldest first; reads manifests, verifies nothing."""
+    load_job(job)
+    folder = JobDir(job).checkpoints
+    found = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
+    found += [_facts(path) for path in sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))]
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    print(f"{'checkpoint':<28}{'saved':<18}{'GB':>9}{'ranks':>7}{'attempt':>9}  validation loss")
+    for facts in found:
+        saved = datetime.fromtimestamp(facts["saved"]).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006  the reader's own clock
+        loss = "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"
+        print(
+            f"{facts['name']:<28}{saved:<18}{facts['bytes'] / 1e9:>9.3f}"
+            f"{facts['world_size'] or '?':>7}{facts['attempt'] or '?':>9}"
+            f"  {facts['problem'] or loss}"
+        )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": path.name,
+        "saved": path.stat().st_mtime,
+        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+        "world_size": None,
+        "attempt": None,
+        "eval_loss": None,
+        "problem": None,
+    }
+    try:
+        manifest = CheckpointManifest.read(path)
+    except DttError as error:
+        return facts | {"problem": str(error).splitlines()[0]}
+    loss = retain.eval_loss(path)
+    return facts | {
+        "world_size": manifest.world_size,
+        "attempt": manifest.attempt,
+        "eval_loss": loss if math.isfinite(loss) else None,
+    }
+
+
+def verify(job: Path, step: int | None, *, as_json: bool) -> None:
+    """Read every file of every checkpoint (or of one) and compare; DamagedError if any differs."""
+    load_job(job)
+    folder = JobDir(job).checkpoints
+    steps = store.steps(folder)
+    if step is not None and step not in steps:
+        store.at_step(folder, step)  # raises, naming those that are there
+    results = []
+    for one in steps if step is None else [step]:
+        problem = None
+        try:
+            store.verify(store.folder_of(folder, one))
+        except DttError as error:
+            problem = str(error)
+        results.append({"step": one, "whole": problem is None, "problem": problem})
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        for result in results:
+            print(f"step {result['step']:<10} {result['problem'] or 'whole'}")
+    damaged = [result for result in results if not result["whole"]]
+    if damaged:
+        raise DamagedError(
+            f"{len(damaged)} of {len(results)} checkpoints in {folder} are damaged",
+            next="training resumes from the newest that is whole; `dtt ckpt prune` removes none "
+            "of the whole ones it would need",
+        )
+
+
+def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
+    """Delete what the job's rules (or `overrides` of them) do not keep, and what was superseded.
+
+    The newest whole checkpoint always stays, as does one older than the last divergence.
+    """
+    load_job(job)
+    rules = resolve(None, overrides, job_config=job / "config.yaml").config.checkpoint
+    places = JobDir(job)
+    folder = places.checkpoints
+    with nullcontext() if dry_run else exclusive(places.root, "dtt train"):
+        newest = store.newest(folder)  # DamagedError when none is whole: nothing goes then
+        if newest is None:
+            raise InputError(f"no checkpoint in {folder}", why="training has not saved one yet")
+        keep = retain.kept(folder, rules, places.diverged_after()) | {newest.step}
+        gone = [store.folder_of(folder, s) for s in store.steps(folder) if s not in keep]
+        gone += sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
+        for path in gone:
+            print(f"{'would delete' if dry_run else 'deleted'}  {path}")
+            if not dry_run:
+                doomed = folder / f"{store.STAGING_PREFIX}{path.name}-pruned"
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+        log.info(
+            "%d stay, %d go", len(store.steps(folder)) if not dry_run else len(keep), len(gone)
+        )
+
+
+def diff(one: str, other: str, *, as_json: bool) -> None:
+    """What differs between two checkpoints, each `JOB` or `JOB@STEP`: facts, then tensors."""
+    a, b = store.find(one), store.find(other)
+    facts = _differing_facts(a, b)
+    tensors = [line for kind in (store.MODEL, store.STATE) for line in _tensors(a, b, kind)]
+    if as_json:
+        print(json.dumps({"facts": facts, "tensors": tensors}, indent=1))
+        return
+    print(f"{a.path}  {b.path}")
+    for name, (left, right) in facts.items():
+        print(f"  {name:<24} {left}  {right}")
+    for line in tensors:
+        distance = line["distance"]
+        how = line["problem"] or f"largest difference {distance:.3g}"
+        print(f"  {line['kind']:<6} {line['name']:<40} {how}")
+    if not facts and not tensors:
+        print("  equal, bit for bit")
+
+
+def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tuple[Any, Any]]:
+    left, right = (
+        c.manifest.model_dump(mode="json", exclude={"files", "format"}) | c.position()
+        for c in (a, b)
+    )
+    return {n: (left.get(n), right.get(n)) for n in left | right if left.get(n) != right.get(n)}
+
+
+def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:
+    """One line for each tensor that is not equal bit for bit."""
+    import torch
+
+    left, right = a.tensors(kind), b.tensors(kind)
+    lines = []
+    for name in sorted(left.keys() | right.keys()):
+        x, y = left.get(name), right.get(name)
+        problem, distance = None, None
+        if x is None or y is None:
+            problem = f"only in {(a if y is None else b).path}"
+        elif x.shape != y.shape or x.dtype != y.dtype:
+            problem = f"{x.dtype} {list(x.shape)}, {y.dtype} {list(y.shape)}"
+        elif torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x.equal(y):
+            continue
+        else:
+            distance = (x.double() - y.double()).abs().max().item()
+        lines.append({"kind": kind, "name": name, "problem": problem, "distance": distance})
+    return lines

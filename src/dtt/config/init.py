@@ -1,0 +1,41 @@
+"""Where the weights begin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, create_model
+
+from dtt.config.base import Section
+
+
+class _Init(Section):
+    @property
+    def source(self) -> str | None:
+        """The knob `from`, which Python's grammar does not let one name."""
+        value: str | None = getattr(self, "from")
+        return value
+
+
+if TYPE_CHECKING:
+
+    class InitConfig(_Init):
+        """Where the weights begin."""
+
+else:
+    InitConfig = create_model(
+        "InitConfig",
+        __base__=_Init,
+        __doc__="Where the weights begin.",
+        **{
+            "from": (
+                str | None,
+                Field(
+                    default=None,
+                    description="Another job whose weights a new job begins with: `JOB` or "
+                    "`JOB@STEP`, as `jobs/base@5000`. What does not fit in name and shape keeps "
+                    "its random start, and is listed. null: all weights are random.",
+                ),
+            )
+        },
+    )

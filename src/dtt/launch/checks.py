@@ -1,0 +1,134 @@
+"""What a login node can know of a job before it waits in the queue. Imports no torch, no numpy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dtt.artifacts import CorpusManifest, TokensManifest
+from dtt.config.data import GivenTokenizerConfig
+from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
+from dtt.config.run import RunConfig
+from dtt.data import fit
+from dtt.errors import ConfigError, DamagedError, DttError, EnvironmentUnfit, InputError
+from dtt.model import count, families
+from dtt.runtime.files import check_space, sha256_file
+from dtt.runtime.jobdir import JobDir
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: fp32 weights and two moments."""
+
+
+def raise_all(problems: list[DttError]) -> None:
+    """Raise what was found: a single problem as it is, several as one ConfigError."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        told = "\n".join(str(problem) for problem in problems)
+        raise ConfigError(f"{len(problems)} problems, so nothing was submitted\n{told}")
+
+
+def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    """Everything that would end `dtt COMMAND` at its start; `job` is that of `train`."""
+    if command in ("download", "pipeline") and cfg.download.dataset is None:
+        if command == "download" or not CorpusManifest.exists(cfg.corpus_dir):
+            yield ConfigError("no dataset is named", next="download.dataset=org/name, or a folder")
+    elif command == "tokenize":
+        yield from _caught(lambda: CorpusManifest.read(cfg.corpus_dir))
+    elif command == "train":
+        yield from _train_problems(cfg, job)
+    elif command == "export" and job.newest_checkpoint_name() is None:
+        yield InputError(f"no checkpoint in {job.root}", next=f"dtt train {job.root}")
+    yield from _launch_problems(cfg.launch)
+
+
+def _caught(check: Callable[[], object]) -> Iterator[DttError]:
+    try:
+        check()
+    except DttError as error:
+        yield error
+
+
+def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    train, processes = cfg.train, cfg.launch.nodes * cfg.launch.processes
+    yield from _caught(lambda: fit.sequences_per_step(train, processes))
+    try:
+        tokens = TokensManifest.read(cfg.tokens_dir)
+    except DttError as error:
+        yield error
+        return
+    yield from fit.shard_problems(cfg.tokens_dir, tokens)
+    yield from _tokenizer_problems(cfg, tokens)
+    windows = (tokens.counts("train").tokens - 1) // train.seq_len
+    yield from _caught(lambda: fit.check_length(tokens, max(0, windows), train.seq_len))
+    yield from _caught(lambda: _check_model(cfg, tokens, job))
+
+
+def _tokenizer_problems(cfg: RunConfig, tokens: TokensManifest) -> Iterator[DttError]:
+    path = cfg.tokens_dir / "tokenizer.json"
+    if not path.is_file():
+        yield InputError("the tokenizer is missing", where=path, next="make its folder again")
+    elif sha256_file(path) != tokens.tokenizer_sha256:
+        yield DamagedError(
+            "the tokenizer is not the one the token files were made with",
+            where=path,
+            next="copy the right one back, or dtt tokenize --overwrite",
+        )
+    if isinstance(cfg.tokenizer, GivenTokenizerConfig):
+        given = Path(cfg.tokenizer.path).expanduser()
+        given = given / "tokenizer.json" if given.is_dir() else given
+        if given.is_file() and sha256_file(given) != tokens.tokenizer_sha256:
+            yield ConfigError(
+                f"the token files in {cfg.tokens_dir} were made with another tokenizer",
+                where=given,
+                next="dtt tokenize, or name other token files with data.tokens=FOLDER",
+            )
+
+
+def _check_model(cfg: RunConfig, tokens: TokensManifest, job: JobDir) -> None:
+    """ConfigError if vocabulary or context do not fit; StorageError if checkpoints will not."""
+    family = families.get(cfg.model.family)
+    arch = family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len)
+    there = sum(1 for _ in job.checkpoints.glob("step-*"))
+    more = max(1, cfg.checkpoint.keep_last + 1 - there)  # one is written before one is deleted
+    needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
+    check_space(job.checkpoints, needed, f"{more} checkpoints")
+
+
+def _launch_problems(launch: LaunchConfig) -> Iterator[DttError]:
+    inside = not isinstance(launch.container, NoContainer)
+    for line in launch.setup:
+        parsed = subprocess.run(["bash", "-nc", line], capture_output=True, text=True, check=False)
+        if parsed.returncode != 0:
+            why = parsed.stderr.strip().splitlines()
+            yield ConfigError(
+                f"a line of launch.setup is not bash: {line}", why=why[0] if why else None
+            )
+        words = line.split()
+        if len(words) > 1 and words[0] in (".", "source"):
+            yield from _missing(words[1], "launch.setup", inside=inside)
+    image = getattr(launch.container, "image", None)
+    if image is not None and (
+        (isinstance(launch.container, ApptainerConfig) and "://" not in image)
+        or (isinstance(launch.container, PyxisConfig) and image.startswith(("/", ".")))
+    ):
+        yield from _missing(image, "launch.container.image", inside=False)
+
+
+def _missing(name: str, key: str, *, inside: bool) -> Iterator[DttError]:
+    """Complain of a file that is not here; not of what bash expands, or only a container has."""
+    path = Path(name)
+    known = not any(c in name for c in "$~`'\"\\*") and not (inside and path.is_absolute())
+    if known and not path.exists():
+        yield InputError(f"{key} names a file that is not here", where=path.absolute())
+
+
+def sbatch_problems() -> Iterator[DttError]:
+    """Whether jobs can be submitted from this machine at all."""
+    if shutil.which("sbatch") is None:
+        yield EnvironmentUnfit(
+            "there is no sbatch here",
+            next="submit from a login node; --dry-run and --print-script work everywhere",
+        )

@@ -1,0 +1,280 @@
+"""The job script: typed parameters in, text out; and the little that dtt asks of Slurm itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
+from dtt.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.runtime.jobdir import JobDir
+
+TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
+PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
+
+DEFAULT_LEAD = 120
+SHORTEST_LEAD = 60  # Slurm looks at time limits about every half minute
+LONGEST_LEAD = 65_535  # what `--signal` can hold
+
+# Words that would open or close something if a line of set-up began with them.
+RESERVED = frozenset(
+    "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
+)
+
+Kind = Literal["train", "tokenize", "other"]
+
+
+@dataclass(frozen=True)
+class Array:
+    """A Slurm array: one task per trial."""
+
+    trials: tuple[Path, ...]
+    """Job directories, relative to the working directory."""
+    cap: int | None = None
+    """Most tasks at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Everything that decides the text of a job script."""
+
+    job_name: str
+    """Slurm's name of the job; a `/` becomes a `.`."""
+    job: Path
+    """Job directory, relative to `directory`; of an array the folder of the sweep."""
+    directory: Path
+    """Absolute working directory; the job is submitted from here."""
+    argv: tuple[str, ...]
+    """Arguments of dtt; those of `train` without the job directory."""
+    kind: Kind
+    launch: LaunchConfig
+    lead: int = DEFAULT_LEAD
+    """Seconds before the time limit at which the job is asked to save and stop."""
+    array: Array | None = None
+    code: bool = False
+    """Whether the job runs the copy of dtt in `code/` of its directory."""
+
+    def __post_init__(self) -> None:
+        folders = [self.job, *(self.array.trials if self.array else ())]
+        odd = [f for f in folders if not re.fullmatch(PLAIN_PATH, str(f))]
+        if odd:
+            raise ConfigError(
+                f"{str(odd[0])!r} cannot be the directory of a Slurm job",
+                why="its path may hold letters, digits and _ . / + = @ , -",
+                next="submit from a folder above it, with another name",
+            )
+        if re.search(r"[\x00-\x1f\x7f-\x9f]", str(self.directory)) or (
+            isinstance(self.launch.container, ApptainerConfig)
+            and re.search("[:,]", str(self.directory))
+        ):
+            raise ConfigError(
+                "the working directory cannot be that of a Slurm job",
+                where=repr(str(self.directory)),
+                why="line breaks, and with apptainer `:` and `,`, cannot be passed on",
+                next="submit from another folder",
+            )
+        if self.array is not None and self.launch.continuation == "singleton":
+            raise ConfigError(
+                "an array cannot go on as a chain of singletons",
+                next="launch.continuation=requeue",
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job."""
+        return 1 if self.kind == "other" else self.launch.nodes
+
+    @property
+    def tasks_per_node(self) -> int:
+        """What Slurm itself starts on a node: one torchrun, or every process."""
+        one = self.kind == "other" or (self.kind == "train" and self.launch.start == "torchrun")
+        return 1 if one else self.launch.processes
+
+
+def render(script: Script) -> str:
+    """The text of the job script; ConfigError when the user's own template does not work."""
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(q=_quoted, shell_line=shell_line)
+    path = script.launch.template or TEMPLATE
+    try:
+        template = environment.from_string(path.read_text(encoding="utf-8"))
+        return str(template.render(_variables(script)))
+    except FileNotFoundError:
+        raise InputError(f"no template {path}", next="launch.template=FILE, or null") from None
+    except TemplateError as error:
+        raise ConfigError(
+            f"cannot render {path}", why=str(error), next="docs/slurm.md lists what it may use"
+        ) from None
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def shell_line(line: str) -> str:
+    """A line of the user's set-up, such that it cannot open or close what stands around it."""
+    words = line.split()
+    simple = re.fullmatch(r"[A-Za-z0-9_./+=:@, -]+", line) and words
+    return line.strip() if simple and words[0] not in RESERVED else f"eval {shlex.quote(line)}"
+
+
+def _variables(script: Script) -> dict[str, Any]:
+    """What a template may use."""
+    launch = script.launch
+    folder = script.job / "logs"
+    mpirun = script.kind == "tokenize" and launch.mpi == "mpirun"
+    stem = "%x-%A_%a" if script.array else "%x-%j"
+    return {
+        "job_name": script.job_name.replace("/", "."),
+        "job": script.job,
+        "script": JobDir(script.job).script,
+        "log": folder / f"{stem}.log",
+        "directory": script.directory,
+        "argv": script.argv,
+        "kind": script.kind,
+        "launch": launch,
+        "lead": script.lead,
+        "array": script.array,
+        "code": script.directory / script.job / "code" if script.code else None,
+        "nodes": script.nodes,
+        "tasks_per_node": script.tasks_per_node,
+        "resources": list(_resources(launch)),
+        "starter": "mpirun" if mpirun else "srun",
+        "srun_options": list(_srun_options(script)),
+        "container": launch.container.type,
+        "container_options": list(_container_options(script)),
+        "profiler": 'nsys profile --output="$job/logs/nsys-$tag-%h-%p" ' if launch.nsys else "",
+    }
+
+
+def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
+    """Options of sbatch and their values; what is not asked for is left to the cluster."""
+    values = {
+        "gpus-per-node": launch.gpus_per_node or None,
+        "cpus-per-task": launch.cpus_per_task,
+        "mem": launch.mem,
+        "time": launch.time,
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "constraint": launch.constraint,
+        "reservation": launch.reservation,
+        "exclude": launch.exclude,
+    }
+    return ((option, value) for option, value in values.items() if value is not None)
+
+
+def _srun_options(script: Script) -> Iterator[str]:
+    """Options of srun that depend on the parameters."""
+    yield f'--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
+    if script.launch.cpus_per_task is not None:  # since Slurm 22.05 a step does not inherit it
+        yield f"--cpus-per-task={script.launch.cpus_per_task}"
+    if script.kind == "tokenize" and script.launch.mpi_plugin is not None:
+        yield f"--mpi={script.launch.mpi_plugin}"
+    if script.kind == "train":
+        # Each rank ends by itself, but none waits for those of a lost node.
+        yield "--kill-on-bad-exit=0 --wait=60"
+
+
+def _container_options(script: Script) -> Iterator[str]:
+    container = script.launch.container
+    match container:
+        case NoContainer():
+            pass
+        case ApptainerConfig():
+            yield from (f"--bind={bind}" for bind in container.binds)
+            yield from container.options
+            yield str(container.image)
+        case PyxisConfig():
+            if container.image is not None:
+                directory = f"{script.directory}:{script.directory}"
+                yield f"--container-image={container.image}"
+                yield f"--container-mounts={','.join([directory, *container.binds])}"
+            elif container.binds:
+                yield f"--container-mounts={','.join(container.binds)}"
+            yield from container.options
+        case _:
+            assert_never(container)
+
+
+def lead(job: JobDir, launch: LaunchConfig) -> int:
+    """Seconds before the time limit at which to stop: asked for, or from what the job measured.
+
+    Twice the slowest recent step and save, and half a minute in which Slurm may be early or late.
+    Never more than half of the time limit.
+    """
+    if launch.lead_seconds is not None:
+        return min(launch.lead_seconds, LONGEST_LEAD)
+    measured = _step_and_save(_records(job.metrics))
+    seconds = DEFAULT_LEAD
+    if measured is not None:
+        seconds = max(SHORTEST_LEAD, math.ceil(30 + 2 * measured))
+    if launch.time_limit is not None:
+        seconds = min(seconds, max(1, launch.time_limit // 2))
+    return min(seconds, LONGEST_LEAD)
+
+
+def _step_and_save(records: Iterable[dict[str, Any]]) -> float | None:
+    """Seconds of a step and a save together, the slowest of the last ten of each."""
+    steps: list[float] = []
+    saves: list[float] = []
+    for record in records:
+        if record.get("kind") == "perf":
+            steps.append(record["seconds_per_step"])
+        elif record.get("kind") == "save":
+            parts = ("blocked_seconds", "write_seconds", "verify_seconds")
+            saves.append(sum(record.get(part) or 0.0 for part in parts))
+    return max(steps[-10:]) + max(saves[-10:]) if steps and saves else None
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("}\n") and ('"perf"' in line or '"save"' in line):
+                    yield json.loads(line)
+
+
+def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
+    """Hand a job script to Slurm from the current folder; returns the job id.
+
+    EnvironmentUnfit, with sbatch's own words, when it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise EnvironmentUnfit(
+            "there is no sbatch here", next="submit from a login node, or run the command itself"
+        )
+    argv = ["sbatch", "--parsable", *options, str(script), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EnvironmentUnfit(
+            "Slurm refused the job",
+            where=script,
+            why=done.stderr.strip() or f"sbatch ended with {done.returncode}",
+            next="mend it under `launch`, then submit again",
+        )
+    return done.stdout.strip().partition(";")[0]
+
+
+def active(job_ids: Sequence[str]) -> dict[str, str]:
+    """State of those of the jobs that Slurm has queued or running, as `{"17": "PENDING"}`."""
+    if not job_ids or shutil.which("squeue") is None:
+        return {}
+    argv = ["squeue", "--noheader", "--format=%A %T", f"--jobs={','.join(job_ids)}"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:  # it has forgotten the only job it was asked about
+        return {}
+    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

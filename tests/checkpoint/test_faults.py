@@ -1,0 +1,59 @@
+"""A save struck at any system call, a checkpoint damaged in any way: nothing is lost or taken wrong.
+
+The harness is a benchmark, which shows other ways to save beside; here a part of it, dtt's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
+    """Counts of `struck` saves and `damaged` checkpoints, by way of saving and what was done."""
+    counts = tmp_path_factory.mktemp("faults") / "counts.json"
+    # Each of thousand processes would write what it has covered.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    run = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/faults.py", "--quick", "--only", "dtt", "--json", counts],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(counts.read_text())
+    merged: dict[str, dict[str, dict[str, int]]] = {}
+    for part, by_name in found.items():
+        for name, by_kind in by_name.items():
+            for kind, times in by_kind.items():
+                merged.setdefault(part, {})[f"{name}: {kind}"] = times
+    return merged
+
+
+def test_killed_at_every_system_call_of_a_save_the_one_before_or_the_new_one_is_whole(
+    outcomes: dict[str, dict[str, dict[str, int]]],
+) -> None:
+    assert len(outcomes["struck"]) == 3
+    for times in outcomes["struck"].values():
+        assert times.keys() <= {"the one before", "the new one", "not struck"}
+        assert times["the one before"] > 20
+        assert times["the new one"] > 20
+        assert times.get("not struck", 0) < 20
+
+
+def test_any_damage_is_found_its_file_named_and_the_one_before_taken(
+    outcomes: dict[str, dict[str, dict[str, int]]],
+) -> None:
+    damaged = {name.split(": ")[1]: times for name, times in outcomes["damaged"].items()}
+    # Without its last line break a manifest says the same; a file it does not name is not read.
+    assert damaged.pop("an extra file") == {"harmless": 1}
+    assert damaged.pop("longer")["harmless"] == 1
+    assert damaged.pop("cut short")["harmless"] <= 1
+    for kind, times in damaged.items():
+        assert times.keys() == {"found"}, kind
+    assert sum(times["found"] for times in damaged.values()) > 500

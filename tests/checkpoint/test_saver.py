@@ -1,0 +1,204 @@
+"""Saving beside training: what is written is what was there, and what fails fails on every rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from dtt.checkpoint import saver as module
+from dtt.checkpoint import store, tensors
+from dtt.checkpoint.saver import Saver
+from dtt.config.train import CheckpointConfig
+from dtt.errors import DiskFull, DttError, StorageError
+from dtt.runtime import files
+from dtt.runtime.dist import World, start
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+
+FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
+
+
+def make(folder: Path, world: World, **config: Any) -> Saver:
+    job = JobDir(folder)
+    job.checkpoints.mkdir(parents=True, exist_ok=True)
+    return Saver(job, 1, world, CheckpointConfig(**config), FACTS)
+
+
+def state(value: float) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        store.MODEL: {"w": torch.full((1000, 8), value), "b": torch.full((3,), value)},
+        store.STATE: {"muon/w/momentum": torch.full((1000, 8), -value)},
+    }
+
+
+def own(rank: int) -> dict[str, torch.Tensor]:
+    return {f"rng/{rank:05d}/cpu": torch.full((5,), rank, dtype=torch.uint8)}
+
+
+def save_twice(world: World, folder: Path, asynchronous: bool) -> list[dict[str, Any]]:
+    saver = make(folder, world, asynchronous=asynchronous)
+    for step in (1, 2):
+        values = state(float(step))
+        saver.begin(step, values, own(world.rank), {"step": step})
+        for named in values.values():
+            for tensor in named.values():
+                tensor.fill_(99.0)  # training goes on
+    saver.wait()
+    return [save.record() for save in saver.finished()]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_checkpoint_is_of_the_moment_it_was_begun(
+    tmp_path: Path, size: int, asynchronous: bool
+) -> None:
+    for records in on_ranks(size, save_twice, tmp_path, asynchronous):
+        assert [r["step"] for r in records] == [1, 2]
+        assert all(r["bytes"] == 64012 for r in records)
+    for step in (1, 2):
+        found = store.at_step(tmp_path / "checkpoints", step)
+        assert found.manifest.world_size == size
+        assert found.position() == {"step": step}
+        expected = state(float(step))
+        for kind in (store.MODEL, store.STATE):
+            held = found.tensors(kind)
+            for name, value in expected[kind].items():
+                assert torch.equal(held[name], value), name
+        for rank in range(size):
+            assert torch.equal(held[f"rng/{rank:05d}/cpu"], own(rank)[f"rng/{rank:05d}/cpu"])
+
+
+def fail_on_the_last_rank(world: World, folder: Path) -> tuple[str, str, list[int]]:
+    saver = make(folder, world)
+    saver.begin(1, state(1.0), own(world.rank), {})
+    saver.wait()
+    if world.rank == world.size - 1:
+        tensors.write = full  # type: ignore[assignment]
+    saver.begin(2, state(2.0), own(world.rank), {})
+    try:
+        saver.wait()
+    except DttError as error:
+        return type(error).__name__, str(error), store.steps(folder / "checkpoints")
+    return "", "", []
+
+
+def full(path: Path, pieces: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_full_disk_on_one_rank_is_told_by_all_and_the_last_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    told = on_ranks(3, fail_on_the_last_rank, tmp_path)
+    assert told[0] == told[1] == told[2]
+    name, message, steps = told[0]
+    assert name == "DiskFull"
+    assert "no space left on device" in message
+    assert "00002.safetensors" in message
+    assert steps == [1]
+    assert store.verify(tmp_path / "checkpoints/step-000001").step == 1
+
+
+@pytest.fixture
+def alone() -> World:
+    return start(Ranks(), "cpu")
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make(tmp_path, alone)
+    usage = files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    saver.begin(1, state(1.0), {}, {})
+    with pytest.raises(DiskFull, match="not enough disk space for the checkpoint of step 1"):
+        saver.wait()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_waiting_for_space_the_checkpoint_is_written_once_there_is_some(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = make(tmp_path, alone, on_full="wait")
+    looked = threading.Event()
+    write = tensors.write
+
+    def full_at_first(path: Path, pieces: Any) -> Any:
+        if not looked.is_set():
+            looked.set()
+            full(path, pieces)
+        return write(path, pieces)
+
+    monkeypatch.setattr(tensors, "write", full_at_first)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS_FOR_SPACE", 0.01)
+    saver.begin(1, state(1.0), {}, {})
+    saver.wait()
+    assert looked.is_set()
+    assert "waits for space" in caplog.text
+    assert store.at_step(tmp_path / "checkpoints", 1).step == 1
+
+
+def test_an_error_that_passes_is_tried_again_from_the_start_of_the_file(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+    fsync = os.fsync
+
+    def flaky(fd: int) -> None:
+        code = next(failures, None)
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", flaky)
+    monkeypatch.setattr(files, "PATIENCE", (0.0, 0.0, 0.0))
+    saver = make(tmp_path, alone)
+    saver.begin(1, state(1.0), own(0), {})
+    saver.wait()
+    assert next(failures, None) is None
+    assert store.at_step(tmp_path / "checkpoints", 1).step == 1
+
+
+def test_a_checkpoint_that_reads_back_otherwise_is_no_success(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\x01")
+
+    monkeypatch.setattr(module, "forget_cached", damage)
+    saver = make(tmp_path, alone)
+    saver.begin(1, state(1.0), own(0), {})
+    with pytest.raises(StorageError, match="reads back otherwise"):
+        saver.wait()
+
+
+def test_one_save_at_most_is_on_its_way(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, release = threading.Event(), threading.Event()
+    commit = store.commit
+
+    def slow(*arguments: Any, **facts: Any) -> Any:
+        going.set()
+        release.wait(10)
+        return commit(*arguments, **facts)
+
+    monkeypatch.setattr(store, "commit", slow)
+    saver = make(tmp_path, alone)
+    saver.begin(1, state(1.0), {}, {})
+    assert going.wait(10)  # `begin` has returned, the commit has not
+    assert saver.finished() == []
+    threading.Timer(0.05, release.set).start()
+    saver.begin(2, state(2.0), {}, {})
+    assert [save.step for save in saver.finished()] == [1]
+    saver.wait()
+    assert store.steps(tmp_path / "checkpoints") == [1, 2]

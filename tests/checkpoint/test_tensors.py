@@ -1,0 +1,78 @@
+"""Any number of ranks writes, any other reads: the same tensors, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dtt.checkpoint import tensors
+from dtt.errors import DamagedError
+
+SHAPES = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6),
+    st.tuples(
+        st.lists(st.integers(1, 9), max_size=3).map(tuple),
+        st.sampled_from(list(tensors.DTYPES)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else (
+        torch.randint(0, 100, shape).to(dtype)
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(1, 7))
+def test_what_any_number_of_ranks_writes_is_read_back_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    size: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("tensors")
+    named = {name: random(*kind) for name, kind in shapes.items()}
+    shuffled = dict(reversed(named.items()))  # another rank may have filled its dict otherwise
+    for rank in range(size):
+        pieces = tensors.cut(named if rank % 2 else shuffled, rank, size)
+        tensors.write(folder / f"x-{rank}.safetensors", pieces)
+    found = tensors.read(sorted(folder.iterdir()))
+    assert found.keys() == named.keys()
+    for name, value in named.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)
+
+
+def test_all_ranks_write_the_same_number_of_bytes_but_for_a_row() -> None:
+    named = {"embed": torch.zeros(5000, 64), "norm": torch.zeros(64), "mlp": torch.zeros(256, 64)}
+    for size in (2, 3, 8):
+        shares = [sum(p.tensor.nbytes for p in tensors.cut(named, r, size)) for r in range(size)]
+        assert max(shares) - min(shares) <= 2 * 64 * 4
+
+
+def test_the_files_are_safetensors_and_say_their_hash(tmp_path: Path) -> None:
+    named = {"w": torch.randn(3, 4), "step": torch.tensor(7.0), "rng": torch.arange(9).byte()}
+    path = tmp_path / "x.safetensors"
+    record = tensors.write(path, tensors.cut(named, 0, 1))
+    theirs = load_file(path)
+    assert theirs.keys() == named.keys()
+    assert all(torch.equal(theirs[name], value) for name, value in named.items())
+    assert record.bytes == path.stat().st_size
+    assert record.sha256 == tensors.hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_piece_that_is_in_no_file_is_named(tmp_path: Path) -> None:
+    named = {"embed": torch.randn(100, 4)}
+    for rank in range(3):
+        tensors.write(tmp_path / f"x-{rank}.safetensors", tensors.cut(named, rank, 3))
+    (tmp_path / "x-1.safetensors").unlink()
+    with pytest.raises(DamagedError, match=r"embed is not whole[\s\S]*1[0-9]{2} of 400 elements"):
+        tensors.read(sorted(tmp_path.iterdir()))

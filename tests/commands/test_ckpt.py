@@ -1,0 +1,120 @@
+"""`dtt ckpt`, --from-step and init.from: what is there, what differs, where to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dtt
+
+Settings = Any
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 12 steps with checkpoints of steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("trained")
+    Dtt(folder)("train", f"data.tokens={tokens}", *SMALL, "name=t", "checkpoint.keep_last=3")
+    return folder
+
+
+SMALL = (
+    "model.dim=16", "model.n_layers=2", "model.n_heads=2", "train.steps=12", "train.seq_len=32",
+    "train.micro_batch=4", "train.global_batch_tokens=256", "train.eval_every=4",
+    "train.sample_tokens=0", "checkpoint.every=4", "schedule.warmup_steps=2",
+)  # fmt: skip
+
+
+@pytest.fixture
+def dtt(trained: Path, tmp_path: Path) -> Dtt:
+    """The command beside a copy of that job."""
+    shutil.copytree(trained / "jobs", tmp_path / "jobs")
+    return Dtt(tmp_path)
+
+
+def checkpoints(dtt: Dtt) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(dtt("ckpt", "ls", "jobs/t", "--json").stdout)
+    return found
+
+
+def test_what_is_there_is_listed_with_its_loss(dtt: Dtt) -> None:
+    found = checkpoints(dtt)
+    assert [c["name"] for c in found] == ["step-000004", "step-000008", "step-000012"]
+    records = [json.loads(line) for line in (dtt.folder / "jobs/t/metrics.jsonl").open()]
+    losses = {r["step"]: r["loss"] for r in records if r["kind"] == "eval"}
+    assert [c["eval_loss"] for c in found] == [losses[4], losses[8], losses[12]]
+    assert all(c["world_size"] == c["attempt"] == 1 and c["bytes"] > 1000 for c in found)
+    table = dtt("ckpt", "ls", "jobs/t").stdout
+    assert f"{losses[8]:.4f}" in table.splitlines()[2]
+
+
+def test_damage_is_named_and_ends_with_65(dtt: Dtt) -> None:
+    assert dtt("ckpt", "verify", "jobs/t").stdout.count("whole") == 3
+    os.truncate(dtt.folder / "jobs/t/checkpoints/step-000008/state-00000.safetensors", 100)
+    told = dtt("ckpt", "verify", "jobs/t", expect=65)
+    assert "state-00000.safetensors has 100 bytes" in told.stdout
+    assert "1 of 3 checkpoints" in told.stderr
+    dtt("ckpt", "verify", "jobs/t", "--step", "12")
+    assert "there are: 4, 8, 12" in dtt("ckpt", "verify", "jobs/t", "--step", 5, expect=66).stderr
+
+
+def test_pruning_follows_the_rules_but_never_takes_the_last_whole_one(dtt: Dtt) -> None:
+    (dtt.folder / "jobs/t/checkpoints/step-000012/MANIFEST.json").write_text("{}")
+    said = dtt("ckpt", "prune", "jobs/t", "checkpoint.keep_last=1", "--dry-run").stdout
+    assert said == "would delete  jobs/t/checkpoints/step-000004\n"
+    assert len(checkpoints(dtt)) == 3
+    dtt("ckpt", "prune", "jobs/t", "checkpoint.keep_last=1")
+    left = checkpoints(dtt)
+    assert [c["name"] for c in left] == ["step-000008", "step-000012"]
+    assert left[1]["problem"]
+
+
+def test_the_difference_of_two_checkpoints(dtt: Dtt) -> None:
+    assert "equal, bit for bit" in dtt("ckpt", "diff", "jobs/t", "jobs/t@12").stdout
+    found = json.loads(dtt("ckpt", "diff", "jobs/t@4", "jobs/t@8", "--json").stdout)
+    assert found["facts"]["step"] == [4, 8]
+    assert found["facts"]["tokens"] == [1024, 2048]
+    names = {t["name"]: t["distance"] for t in found["tensors"] if t["kind"] == "model"}
+    assert "layers.1.mlp.down.weight" in names
+    assert all(0 < distance < 1 for distance in names.values())
+
+
+def test_from_an_older_step_the_newer_ones_are_set_aside(dtt: Dtt) -> None:
+    dtt("train", "jobs/t", "--from-step", 4, "train.steps=6", "--allow-change", "train.steps")
+    names = [c["name"] for c in checkpoints(dtt)]
+    assert names == [
+        "step-000004", "step-000006", "superseded-step-000008-2", "superseded-step-000012-2",
+    ]  # fmt: skip
+    again = dtt("train", "jobs/t", "train.steps=8", "--allow-change", "train.steps")
+    assert "resumed from jobs/t/checkpoints/step-000006" in again.stderr
+    steps = [json.loads(line)["step"] for line in (dtt.folder / "jobs/t/metrics.jsonl").open()]
+    assert max(steps) == 8
+    dtt("ckpt", "prune", "jobs/t")
+    assert not [c for c in checkpoints(dtt) if c["name"].startswith("superseded")]
+
+
+def test_a_step_that_is_not_there_supersedes_nothing(dtt: Dtt) -> None:
+    assert "there are: 4, 8, 12" in dtt("train", "jobs/t", "--from-step", 5, expect=66).stderr
+    assert len(checkpoints(dtt)) == 3
+
+
+def test_a_new_job_begins_with_the_weights_of_another(dtt: Dtt, tokens: Path) -> None:
+    where = (f"data.tokens={tokens}", *SMALL)
+    whole = dtt("train", *where, "name=u", "init.from=jobs/t@8", "train.steps=1")
+    assert "21 of 21 tensors" in whole.stderr
+    first = json.loads((dtt.folder / "jobs/u/metrics.jsonl").open().readline())
+    assert (first["kind"], first["step"]) == ("eval", 0)
+    assert first["loss"] == checkpoints(dtt)[1]["eval_loss"]
+
+    deeper = dtt("train", *where, "name=v", "init.from=jobs/t", "model.n_layers=3")
+    assert "21 of 30 tensors" in deeper.stderr
+    assert "layers.2.mlp.down.weight: [16, 64] here, none there" in deeper.stderr
+
+    wider = dtt("train", *where, "name=w", "init.from=jobs/t", "model.dim=20", expect=2)
+    assert "nothing in jobs/t/checkpoints/step-000012 fits" in wider.stderr
+    absent = dtt("train", *where, "name=x", "init.from=jobs/no", expect=66)
+    assert "there is no such job" in absent.stderr

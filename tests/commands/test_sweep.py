@@ -1,0 +1,221 @@
+"""`dtt sweep` in real processes: what it tells is what the trials' own files say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import psutil
+import pytest
+from running import Dtt
+
+Settings = Callable[..., list[str]]
+
+
+def write_sweep(dtt: Dtt, settings: list[str], parameters: dict[str, Any], **said: Any) -> None:
+    """s.json over a tiny run."""
+    overrides = [one for one in settings if not one.startswith("name=")]
+    document = {"overrides": overrides, "parameters": parameters} | said
+    (dtt.folder / "s.json").write_text(json.dumps(document))
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    """Return when `true()` is; the test's own time limit ends a wait in vain."""
+    while not true():
+        time.sleep(0.01)
+
+
+def records(job: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (
+        (job / "metrics.jsonl").read_text().splitlines() if (job / "metrics.jsonl").exists() else []
+    )
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def endings(job: Path) -> list[int]:
+    """Exit code of every attempt."""
+    paths = sorted(job.glob("attempts/*/exit.json"))
+    return [json.loads(path.read_text())["code"] for path in paths]
+
+
+def jobs_by_values(folder: Path) -> dict[tuple[Any, ...], Path]:
+    """The trials' job directories, found without dtt, by what their configs say."""
+    import yaml
+
+    found = {}
+    for path in folder.glob("*/config.yaml"):
+        said = yaml.safe_load(path.read_text())
+        key = float(said["optim"]["lr"]), said["train"]["sample_prompt"], said["seed"]
+        found[key] = path.parent
+    return found
+
+
+def process_of(parent: int, job: Path) -> psutil.Process:
+    """The process that trains `job`."""
+    while True:
+        for child in psutil.Process(parent).children(recursive=True):
+            if child.cmdline()[-1:] == [str(Path("jobs/s") / job.name)]:
+                return child
+        time.sleep(0.01)
+
+
+LRS, PROMPTS, SEEDS = [1e-3, 3e-3, 1e30], ["a-b c", "-1e-3"], [0, 1]
+
+
+@pytest.mark.slow
+def test_status_and_results_equal_an_independent_reading_of_the_logs(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    parameters = {"optim.lr": [*LRS, -1e-3], "train.sample_prompt": PROMPTS}
+    write_sweep(dtt, tiny(), parameters, seeds=SEEDS)
+    planned = json.loads(dtt("sweep", "submit", "s.json", "--dry-run", "--json").stdout)
+    assert (len(planned["trials"]), len(planned["dropped"])) == (12, 4)
+    assert not (dtt.folder / "jobs").exists()
+
+    run = dtt.start("sweep", "submit", "s.json", "--local", 2)
+    manifest = dtt.folder / "jobs/s/manifest.json"
+    wait_until(manifest.exists)
+    jobs = jobs_by_values(manifest.parent)
+    assert sorted(jobs) == sorted((lr, p, s) for lr in LRS for p in PROMPTS for s in SEEDS)
+    killed, last = jobs[1e-3, "a-b c", 0], jobs[3e-3, "-1e-3", 1]
+    wait_until((killed / "attempts/1").exists)
+    process_of(run.pid, killed).kill()
+    dtt("sweep", "cancel", "s", last.name)
+    assert dtt.wait(run).returncode == 1  # what the first trial that failed ended with
+
+    diverged = [job for (lr, _, _), job in jobs.items() if lr == 1e30]
+    expected = {job.name: "done" for job in jobs.values()}
+    expected |= {job.name: "failed" for job in [killed, *diverged]}
+    check_status(dtt, jobs, expected | {last.name: "cancelled"})
+    check_results(dtt, jobs, done=set(jobs.values()) - {killed, last, *diverged})
+
+    metrics = {job: (job / "metrics.jsonl").stat() for job in jobs.values() if endings(job) == [0]}
+    dtt("sweep", "retry", "s", "--local", 2, expect=76)
+    check_status(dtt, jobs, expected | {killed.name: "done"})
+    check_results(dtt, jobs, done=set(jobs.values()) - set(diverged))
+    assert (endings(killed), endings(last)) == ([1, 0], [0])
+    assert all(endings(job) == [76, 76] for job in diverged)
+    for job, stat in metrics.items():  # what was done was left alone
+        assert (job / "metrics.jsonl").stat() == stat
+        assert endings(job) == [0]
+
+    pictures = dtt("sweep", "plot", "jobs/s").stdout.splitlines()
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert (dtt.folder / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def check_status(dtt: Dtt, jobs: dict[Any, Path], expected: dict[str, str]) -> None:
+    """What status tells of each trial is what its files say."""
+    told = json.loads(dtt("sweep", "status", "s", "--json").stdout)["trials"]
+    assert {one["trial"]: one["state"] for one in told} == expected
+    for (lr, prompt, seed), job in jobs.items():
+        [one] = [one for one in told if one["trial"] == job.name]
+        assert list(one["values"].values()) == [lr, prompt, seed]
+        evals, trained = records(job, "eval"), records(job, "train")
+        assert one["metric"] == (evals[-1]["loss"] if evals else None)
+        assert one["step"] == max((r["step"] for r in evals + trained), default=None)
+        if one["state"] == "failed":
+            ending = json.loads(sorted(job.glob("attempts/*/exit.json"))[-1].read_text())
+            assert one["error"] == ending["reason"].splitlines()[0]
+
+
+def check_results(dtt: Dtt, jobs: dict[Any, Path], done: set[Path]) -> None:
+    """What results tells is what the metrics of the trials that are done say."""
+    expected = {}
+    for lr in LRS:
+        for prompt in PROMPTS:
+            group = [jobs[lr, prompt, seed] for seed in SEEDS if jobs[lr, prompt, seed] in done]
+            losses = [records(job, "eval")[-1]["loss"] for job in group]
+            expected[lr, prompt] = (
+                fmean(losses) if losses else None,
+                stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None,
+                len(losses),
+            )
+    rows = json.loads(dtt("sweep", "results", "s.json", "--json").stdout)["rows"]
+    means = [row["mean"] for row in rows if row["mean"] is not None]
+    assert means == sorted(means)
+    assert [row["mean"] for row in rows[len(means) :]] == [None] * (6 - len(means))
+    assert len(rows) == len(expected)
+    for row in rows:
+        mean, error, n = expected[tuple(row["values"].values())]
+        assert (row["mean"], row["error"]) == (pytest.approx(mean), pytest.approx(error))
+        assert len(row["done"]) == n
+    table = list(csv.DictReader(dtt("sweep", "results", "s", "--csv").stdout.splitlines()))
+    assert [float(line["eval.loss"]) for line in table[: len(means)]] == means
+    assert [int(line["n"]) for line in table] == [len(row["done"]) for row in rows]
+    assert [float(line["optim.lr"]) for line in table] == [r["values"]["optim.lr"] for r in rows]
+
+
+def test_a_stop_saves_every_trial_and_a_retry_goes_on_from_there(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(train__steps=100_000, train__eval_every=0, checkpoint__every=100_000)
+    write_sweep(dtt, settings, {"seed": [0, 1, 2]})
+    run = dtt.start("sweep", "submit", "s.json", "--local", 2)
+    wait_until((dtt.folder / "jobs/s/manifest.json").exists)
+    first, second, third = sorted((dtt.folder / "jobs/s").glob("0*"))
+    wait_until(lambda: records_begun(first) and records_begun(second))
+    dtt("sweep", "cancel", "s", first.name, third.name)
+    wait_until(lambda: endings(first) == [75])
+    second_run = dtt("sweep", "retry", "s", "--local", 1, expect=78)
+    assert "is in use" in second_run.stderr
+    run.send_signal(signal.SIGINT)
+    done = dtt.wait(run)
+    assert done.returncode == 75, done.stderr
+    assert (endings(second), endings(third)) == ([75], [])
+
+    steps = {job: records(job, "train")[-1]["step"] for job in (first, second)}
+    again = dtt.start("sweep", "retry", "s", first.name, second.name, "--local", 2)
+    wait_until(lambda: all(records(job, "train")[-1]["step"] > steps[job] for job in steps))
+    again.send_signal(signal.SIGTERM)
+    assert dtt.wait(again).returncode == 75
+    for job in steps:
+        assert endings(job) == [75, 75]
+        seen = [record["step"] for record in records(job, "train")]
+        assert seen == list(range(1, len(seen) + 1))
+    told = json.loads(dtt("sweep", "status", "s", "--json").stdout)["trials"]
+    assert [one["state"] for one in told] == ["stopped", "stopped", "cancelled"]
+
+
+def records_begun(job: Path) -> bool:
+    return (job / "metrics.jsonl").exists() and '"train"' in (job / "metrics.jsonl").read_text()
+
+
+def test_a_trial_that_cannot_begin_says_why(dtt: Dtt, tiny: Settings) -> None:
+    write_sweep(dtt, tiny(), {"seed": [0]})
+    dtt("sweep", "submit", "s.json", "--dry-run")
+    run = dtt("sweep", "submit", "s.json", "--local", 1, expect=78, CUDA_VISIBLE_DEVICES="",
+              DTT_TRAIN__DEVICE="cuda")  # fmt: skip
+    assert "failed" in run.stdout
+    [one] = json.loads(dtt("sweep", "status", "s", "--json").stdout)["trials"]
+    assert (one["state"], one["code"]) == ("failed", 78)
+
+
+def test_a_sweep_without_token_files_is_refused_before_anything_is_made(dtt: Dtt) -> None:
+    (dtt.folder / "s.yaml").write_text("base: quickstart\nseeds: [0]\n")
+    run = dtt("sweep", "submit", "s.yaml", expect=66)
+    assert "no token files in data/tokens/python-stdlib-bpe4096" in run.stderr
+    assert [path.name for path in dtt.folder.iterdir()] == ["s.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--local", 2, "--array"], "exclude each other"),
+        (["--local", 2, "--cap", 3], "--local 3"),
+        (["--separate", "--cap", 3], "no cap"),
+    ],
+)
+def test_options_that_contradict_are_refused(dtt: Dtt, options: list[object], why: str) -> None:
+    assert why in dtt("sweep", "submit", "s.yaml", *options, expect=2).stderr
+
+
+def test_the_sweep_commands_need_no_torch(dtt: Dtt, tiny: Settings) -> None:
+    write_sweep(dtt, tiny(), {"seed": [0]})
+    (dtt.folder / "torch.py").write_text("raise RuntimeError('imported')")
+    dtt("sweep", "submit", "s.json", "--dry-run")
