@@ -55,7 +55,7 @@ FAULTS = {
     "ENOSPC": ("%file,%desc", "error=ENOSPC:when={}"),
     "ENOSPC from then on": ("%file,%desc", "error=ENOSPC:when={}+"),
 }
-LIMIT = 30.0
+LIMIT = 10.0
 """Seconds after which a struck process counts as hanging."""
 
 
@@ -221,11 +221,13 @@ def in_a_fork(question: Callable[[], str]) -> str:
     here, there = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        memory = 2**36
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        there.send(question())
-        os._exit(0)
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            memory = 2**36
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+            there.send(question())
+        finally:
+            os._exit(0)
     there.close()
     answer = "refused"  # it crashed
     if here.poll(LIMIT):

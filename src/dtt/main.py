@@ -296,6 +296,66 @@ def ckpt_diff(
         ckpt.diff(one, other, as_json=json)
 
 
+@cli.command(
+    epilog=_examples(
+        "dtt submit train -c run.yaml --cluster lumi launch.nodes=4",
+        "dtt submit train jobs/run           # go on with a job",
+        "dtt submit tokenize -c run.yaml --print-script",
+    )
+)
+def submit(
+    what: Annotated[
+        str, typer.Argument(metavar="COMMAND", help="download, tokenize, train, export, pipeline.")
+    ],
+    job_or_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB] [KEY=VALUE]…", help="A job directory (train, export); config keys."
+        ),
+    ] = None,
+    config: Config = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Cluster profile: a name in configs/clusters/, or a file."),
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="When a job goes on, let this key change what is trained; repeatable."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and show the plan; write and submit nothing.")
+    ] = False,
+    print_script: Annotated[
+        bool, typer.Option("--print-script", help="Print the job script and nothing else.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+    code_copy: Annotated[
+        bool, typer.Option("--code-copy", help="Copy dtt's code into the job, and run that.")
+    ] = False,
+) -> None:
+    """Run a command as a Slurm job, which goes on after its time limit.
+
+    Checks all a login node can know, writes jobs/<name>/ (jobs/<name>-<command>/ but for train) and
+    submits jobs/<name>/slurm.sh; `sbatch` with that file does it again.
+    """
+    with command():
+        from dtt.commands import submit
+
+        submit.run(
+            what,
+            config,
+            job_or_overrides or [],
+            cluster=cluster,
+            allow_change=allow_change or [],
+            dry_run=dry_run,
+            print_script=print_script,
+            yes=yes,
+            as_json=json,
+            code_copy=code_copy,
+        )
+
+
 @config_cli.command()
 def show(overrides: Overrides = None, config: Config = None, dataset: Dataset = None) -> None:
     """Print the resolved configuration as YAML, each value with where it came from."""

@@ -65,7 +65,13 @@ def process_of(parent: int, job: Path) -> psutil.Process:
         time.sleep(0.01)
 
 
-LRS, PROMPTS, SEEDS = [1e-3, 3e-3, 1e30], ["a-b c", "-1e-3"], [0, 1]
+LRS, PROMPTS, SEEDS = [1e-3, 3e-3, 1e30], ["a-b c", "-1e-3", "null"], [0, 1]
+FILTERS = [
+    "optim.lr < 1 or train.sample_prompt == 'a-b c' and seed == 0",  # 1e30 diverges
+    "not (optim.lr == 3e-3 and train.sample_prompt == 'null' and seed == 1)",
+]
+TWELVE = {(lr, prompt, seed) for lr in LRS[:2] for prompt in PROMPTS for seed in SEEDS}
+TWELVE = TWELVE - {(3e-3, "null", 1)} | {(1e30, "a-b c", 0)}
 
 
 @pytest.mark.slow
@@ -73,16 +79,16 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
     dtt: Dtt, tiny: Settings
 ) -> None:
     parameters = {"optim.lr": [*LRS, -1e-3], "train.sample_prompt": PROMPTS}
-    write_sweep(dtt, tiny(), parameters, seeds=SEEDS)
+    write_sweep(dtt, tiny(), parameters, seeds=SEEDS, filters=FILTERS)
     planned = json.loads(dtt("sweep", "submit", "s.json", "--dry-run", "--json").stdout)
-    assert (len(planned["trials"]), len(planned["dropped"])) == (12, 4)
+    assert (len(planned["trials"]), len(planned["dropped"])) == (12, 12)
     assert not (dtt.folder / "jobs").exists()
 
     run = dtt.start("sweep", "submit", "s.json", "--local", 2)
     manifest = dtt.folder / "jobs/s/manifest.json"
     wait_until(manifest.exists)
     jobs = jobs_by_values(manifest.parent)
-    assert sorted(jobs) == sorted((lr, p, s) for lr in LRS for p in PROMPTS for s in SEEDS)
+    assert jobs.keys() == TWELVE
     killed, last = jobs[1e-3, "a-b c", 0], jobs[3e-3, "-1e-3", 1]
     wait_until((killed / "attempts/1").exists)
     process_of(run.pid, killed).kill()
@@ -129,19 +135,18 @@ def check_status(dtt: Dtt, jobs: dict[Any, Path], expected: dict[str, str]) -> N
 def check_results(dtt: Dtt, jobs: dict[Any, Path], done: set[Path]) -> None:
     """What results tells is what the metrics of the trials that are done say."""
     expected = {}
-    for lr in LRS:
-        for prompt in PROMPTS:
-            group = [jobs[lr, prompt, seed] for seed in SEEDS if jobs[lr, prompt, seed] in done]
-            losses = [records(job, "eval")[-1]["loss"] for job in group]
-            expected[lr, prompt] = (
-                fmean(losses) if losses else None,
-                stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None,
-                len(losses),
-            )
+    for lr, prompt in {(lr, prompt) for lr, prompt, _ in TWELVE}:
+        group = [job for (*key, _), job in jobs.items() if key == [lr, prompt] and job in done]
+        losses = [records(job, "eval")[-1]["loss"] for job in group]
+        expected[lr, prompt] = (
+            fmean(losses) if losses else None,
+            stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None,
+            len(losses),
+        )
     rows = json.loads(dtt("sweep", "results", "s.json", "--json").stdout)["rows"]
     means = [row["mean"] for row in rows if row["mean"] is not None]
     assert means == sorted(means)
-    assert [row["mean"] for row in rows[len(means) :]] == [None] * (6 - len(means))
+    assert [row["mean"] for row in rows[len(means) :]] == [None] * (len(expected) - len(means))
     assert len(rows) == len(expected)
     for row in rows:
         mean, error, n = expected[tuple(row["values"].values())]

@@ -253,3 +253,70 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Set
     record = exit_record(job, 1)
     assert record["code"] == 75, stopped.stderr
     assert record["checkpoint"] == f"step-{record['step']:06d}"
+
+
+def test_an_evaluation_breaks_off_on_request_and_is_made_anew(
+    dtt: Dtt, tiny: Settings, tokens: Path
+) -> None:
+    """Here evaluation takes most of the time, so that is when the requests come."""
+    settings = tiny(train__eval_every=1, train__micro_batch=1, train__steps=6)
+    dtt("train", *settings, "name=whole")
+    job = dtt.folder / "jobs/t"
+    broken_off = 0
+    for stops in range(1, 30):
+        process = dtt.start("train", *settings, "checkpoint.every=1000")
+        wait_until(lambda: reached(job) >= stops or process.poll() is not None)  # noqa: B023
+        process.terminate()
+        stopped = Dtt.wait(process)
+        if stopped.returncode == 0:
+            break
+        assert stopped.returncode == 75, stopped.stderr
+        position = store.newest(job / "checkpoints").position()  # type: ignore[union-attr]
+        broken_off += position["evaluated"] != position["step"]
+    assert broken_off > 0
+    assert_same_run(dtt.folder / "jobs/whole", job, 6)
+
+
+def test_on_any_number_of_ranks_in_turn_it_trains_what_one_does(dtt: Dtt, tiny: Settings) -> None:
+    """1 → 2 → 4 → 3 → 1 processes: the same samples, the same loss."""
+    settings = tiny(
+        train__precision="fp32", train__global_batch_tokens=384, train__eval_every=0,
+        schedule__type="constant", train__steps=30, checkpoint__keep_last=99,
+    )  # fmt: skip
+    dtt("train", *settings, "name=undisturbed")
+    for ranks, steps in ((1, 6), (2, 12), (4, 18), (3, 24), (1, 30)):
+        allow = (f"train.steps={steps}", "--allow-change", "train.steps")
+        done = Dtt.wait(torchrun(dtt, ranks, "train", *settings, *allow))
+        assert done.returncode == 0, done.stderr
+    changed, whole = dtt.folder / "jobs/t", dtt.folder / "jobs/undisturbed"
+    steps = [record["step"] for record in metrics(changed, "train")]
+    assert steps == list(range(1, 31))
+    for a, b in zip(metrics(whole, "train"), metrics(changed, "train"), strict=True):
+        assert a["ledger"] == b["ledger"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    found = [store.at_step(changed / "checkpoints", step) for step in (6, 12, 18, 24, 30)]
+    assert [checkpoint.manifest.world_size for checkpoint in found] == [1, 2, 4, 3, 1]
+
+
+def test_a_save_that_fails_ends_the_run_with_74(dtt: Dtt, tiny: Settings) -> None:
+    job = dtt.folder / "jobs/t"
+    process = dtt.start("train", *tiny(train__steps=100_000))
+    wait_until(lambda: list((job / "checkpoints").glob("step-*")))
+    (job / "checkpoints").rename(job / "elsewhere")  # as root no permission would stop it
+    (job / "checkpoints").write_text("in the way")
+    failed = Dtt.wait(process)
+    assert failed.returncode == 74, failed.stderr
+    assert "a file stands where a folder should be" in failed.stderr
+    assert exit_record(job, 1)["code"] == 74
+
+
+def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny())
+    saves = metrics(dtt.folder / "jobs/t", "save")
+    assert [record["step"] for record in saves] == [4, 8, 12]
+    for record in saves:
+        assert record["bytes"] > 100_000
+        assert record["blocked_seconds"] > 0
+        assert record["write_seconds"] > 0
+        assert record["verify_seconds"] > 0
+    assert saves[0]["slowdown"] is not None

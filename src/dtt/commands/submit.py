@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dtt
+from dtt.artifacts import TokensManifest
 from dtt.commands.train import find_job
 from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
+from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf
-from dtt.errors import ConfigError, EnvironmentUnfit
+from dtt.errors import ConfigError, DttError, EnvironmentUnfit
 from dtt.launch import checks, slurm
-from dtt.launch.slurm import Script
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 
@@ -30,18 +30,20 @@ HEARTBEAT_LASTS = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be submitted: nothing of it is on the disk yet."""
+    """What is to be submitted; nothing of it is on the disk yet."""
 
     command: str
     resolved: Resolved
     job: JobDir
     """Where script, logs and configuration go."""
-    script: Script
+    trained: JobDir
+    """The job that `train` makes and `export` reads."""
+    script: slurm.Script
 
     @property
-    def text(self) -> str:
-        """The job script."""
-        return slurm.render(self.script)
+    def config(self) -> RunConfig:
+        """The checked configuration."""
+        return self.resolved.config
 
 
 def run(
@@ -57,26 +59,25 @@ def run(
     as_json: bool,
     code_copy: bool,
 ) -> None:
-    """Check, show the plan, ask at a terminal, submit; prints what it did."""
+    """Check everything, show the plan, ask at a terminal, submit; prints the job id."""
     request = prepare(command, config, arguments, cluster, allow_change, code_copy=code_copy)
-    text = request.text
+    text = slurm.render(request.script)
     if print_script:
         print(text, end="")
         return
-    cfg = request.resolved.config
-    trained = request.job if command == "train" else _job_to_train(cfg, arguments)
-    found = list(checks.problems(command, cfg, trained))
-    if not dry_run:
-        found += [*checks.sbatch_problems(), *_already_there(request.job)]
-    checks.raise_all(found)
+    checks.raise_all(list(problems(request, dry_run=dry_run)))
     print("\n".join(plan(request)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
     if not dry_run:
         if not yes and not _agreed():
             print("not submitted", file=sys.stderr)
             return
-        job_id = submit(request, text, code_copy=code_copy)
-    _report(request, job_id, as_json=as_json)
+        job_id = submit(request, text)
+    if as_json:
+        facts = {"job_id": job_id, "job_dir": str(request.job.root)}
+        print(json.dumps(facts | {"script": str(request.job.script)}))
+    elif job_id is not None:
+        print(f"submitted  {job_id}")
 
 
 def prepare(
@@ -89,66 +90,168 @@ def prepare(
     code_copy: bool,
 ) -> Request:
     """The configuration, where the job goes, and the parameters of its script."""
-    if command not in COMMANDS:
-        raise ConfigError(
-            f"cannot submit {command!r}", next=f"dtt submit {' or '.join(COMMANDS)} -c CONFIG"
-        )
-    if cluster is None:
-        base: str | Layer | None = config
-    else:
-        names = [str(_profile(cluster)), *([config] if config else [])]
+    base: str | Layer | None = config
+    if cluster is not None:  # a profile lies below the config
+        profile = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
+        names = [str(profile), *([config] if config else [])]
         base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    if command == "train":
-        resolved, job = find_job(config if folders else base, arguments, allow_change)
-        if folders and cluster is not None:
-            resolved = resolve(base, overrides, job_config=job.config)
-        argv: tuple[str, ...] = ("train",)
-    else:
-        resolved, job, argv = _stage(command, base, folders, overrides)
+    match command:
+        case "train":
+            resolved, trained = find_job(config if folders else base, arguments, allow_change)
+            if folders and cluster is not None:
+                resolved = resolve(base, overrides, job_config=trained.config)
+            job, argv = trained, ["train"]
+        case "export":
+            resolved, trained = _job_to_export(base, folders, overrides)
+            job = _beside(trained, command)
+            argv = ["export", str(trained.root), *_export_keys(load_job(trained.root), resolved)]
+        case "download" | "tokenize" | "pipeline":
+            if folders:
+                raise ConfigError(
+                    f"cannot understand the argument {folders[0]!r}",
+                    next=f"dtt submit {command} -c CONFIG KEY=VALUE",
+                )
+            resolved = resolve(base, overrides)
+            trained = JobDir(resolved.config.job_dir)
+            job = _beside(trained, command)
+            argv = [command, "-c", str(job.config)]
+        case _:
+            raise ConfigError(
+                f"cannot submit {command!r}",
+                next=f"one of {', '.join(COMMANDS)}, as dtt submit train",
+            )
     launch = resolved.config.launch
-    name = str(job.root.relative_to("jobs")) if job.root.is_relative_to("jobs") else job.root.name
-    return Request(
-        command,
-        resolved,
-        job,
-        Script(
-            job_name=name,
-            job=job.root,
-            directory=Path.cwd(),
-            argv=argv,
-            kind="train" if command == "train" else "tokenize" if command == "tokenize" else "other",
-            launch=launch,
-            lead=slurm.lead(job, launch),
-            code=code_copy,
-        ),
+    script = slurm.Script(
+        job_name=_job_name(job),
+        job=job.root,
+        directory=Path.cwd(),
+        argv=tuple(argv),
+        kind="train" if command == "train" else "tokenize" if command == "tokenize" else "other",
+        launch=launch,
+        lead=slurm.lead(job, launch),
+        code=code_copy,
+    )
+    return Request(command, resolved, job, trained, script)
+
+
+def _beside(trained: JobDir, command: str) -> JobDir:
+    """The directory of another command's job."""
+    return JobDir(trained.root.with_name(f"{trained.root.name}-{command}"))
+
+
+def _job_name(job: JobDir) -> str:
+    """Name of the job for Slurm: its path below `jobs/`."""
+    below = job.root.is_relative_to("jobs")
+    return str(job.root.relative_to("jobs") if below else job.root.name)
+
+
+def _job_to_export(
+    base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
+) -> tuple[Resolved, JobDir]:
+    """The job named by its folder, or by the config it was trained with."""
+    if len(folders) > 1 or not (folders or base or overrides):
+        raise ConfigError("export takes one job directory", next="dtt submit export jobs/run")
+    trained = JobDir(Path(folders[0]) if folders else resolve(base, overrides).config.job_dir)
+    load_job(trained.root)  # InputError if it is none
+    return resolve(base, overrides, job_config=trained.config), trained
+
+
+def _export_keys(own: RunConfig, resolved: Resolved) -> Iterator[str]:
+    """`key=value` of what an export shall do otherwise than the job's own config says."""
+    for key, knob in explain.knobs(resolved.config):
+        if key[0] == "export" or key == ("data", "tokens"):
+            if knob.value != explain.value_at(own, key):
+                yield f"{'.'.join(key)}={explain.scalar(explain.plain(knob.value))}"
+
+
+def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
+    """Everything that speaks against submitting this now."""
+    yield from checks.problems(request.command, request.config, request.trained)
+    if not dry_run:
+        yield from checks.sbatch_problems()
+        yield from _running(request.job)
+
+
+def _running(job: JobDir) -> Iterator[DttError]:
+    """Whether the job is queued or running already."""
+    heartbeat = job.heartbeat
+    if heartbeat.exists() and job.exit_record(job.attempt()) is None:
+        age = time.time() - json.loads(heartbeat.read_bytes())["time"]
+        if age < HEARTBEAT_LASTS:
+            yield EnvironmentUnfit(
+                f"{job.root} is running already",
+                where=heartbeat,
+                why=f"it said so {age:.0f} s ago",
+                next=f"touch {job.stop} stops it",
+            )
+    for job_id, state in slurm.active(slurm.submissions(job)).items():
+        yield EnvironmentUnfit(
+            f"{job.root} is submitted already: job {job_id} is {state.lower()}",
+            next=f"scancel {job_id}, or wait for it to end",
+        )
+
+
+def plan(request: Request) -> Iterator[str]:
+    """The plan, for a person."""
+    cfg, launch, script = request.config, request.config.launch, request.script
+    processes = launch.processes if script.kind != "other" else 1
+    yield f"{request.command:<10} {request.job.root}{_progress(request)}"
+    gpus = f", {launch.gpus_per_node} GPUs on each" if launch.gpus_per_node else ""
+    starter = launch.start if script.kind == "train" else launch.mpi
+    yield f"processes  {script.nodes} nodes x {processes}, by {starter}{gpus}"
+    if request.command == "train":
+        yield f"training   {_amount(cfg)}"
+    limit = "the partition's limit" if launch.time is None else str(launch.time)
+    yield f"time       {limit}; asked to save {script.lead} s before; then {launch.continuation}"
+    where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
+    yield f"where      {', '.join(where) or 'the default partition and account'}"
+    yield f"script     {request.job.script}"
+
+
+def _progress(request: Request) -> str:
+    newest = request.job.newest_checkpoint_name()
+    return f", goes on from {newest}" if newest is not None else ""
+
+
+def _amount(cfg: RunConfig) -> str:
+    total = cfg.train.steps * cfg.train.global_batch_tokens
+    have = TokensManifest.read(cfg.tokens_dir).counts("train").tokens
+    return (
+        f"{cfg.train.steps} steps of {cfg.train.global_batch_tokens} tokens: "
+        f"{total / 1e6:.1f}M tokens, {total / have:.2f} epochs of {cfg.tokens_dir}"
     )
 
 
-def _profile(name: str) -> Path:
-    """A cluster profile: a file, or one of configs/clusters/ by name."""
-    return find(name if Path(name).is_file() else f"clusters/{name}")
+def _agreed() -> bool:
+    """Ask, if there is somebody at a terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print("submit? [Y/n] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("", "y", "yes")
 
 
-def _stage(
-    command: str, base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
-) -> tuple[Resolved, JobDir, tuple[str, ...]]:
-    """Configuration, directory and arguments of a command that is not `train`."""
-    if len(folders) > (command == "export"):
-        raise ConfigError(
-            f"cannot understand the argument {folders[0]!r}",
-            next=f"dtt submit {command} -c CONFIG KEY=VALUE",
-        )
-    if command != "export":
-        resolved = resolve(base, overrides)
-        root = resolved.config.job_dir
-        job = JobDir(root.with_name(f"{root.name}-{command}"))
-        return resolved, job, (command, "-c", str(job.config))
-    root = Path(folders[0]) if folders else resolve(base, overrides).config.job_dir
-    load_job(root)
-    resolved = resolve(base, overrides, job_config=JobDir(root).config)
-    return resolved, JobDir(root.with_name(f"{root.name}-export")), ("export", str(root), *overrides)
+def submit(request: Request, text: str) -> str:
+    """Make the job directory and hand its script to Slurm; returns the job id."""
+    job = request.job
+    with exclusive(job.root, "dtt train or dtt submit"):
+        write_atomically(job.config, explain.show(request.config, request.resolved.layer))
+        job.write_environment()
+        job.logs.mkdir(exist_ok=True)
+        job.stop.parent.mkdir(exist_ok=True)
+        if request.script.code:
+            _copy_code(job.root / "code")
+        write_atomically(job.script, text)
+        job.script.chmod(0o755)
+        job_id = slurm.submit(job.script)
+        slurm.record_submission(job, job_id)
+    return job_id
 
 
-def _job_to_train(resolved: Resolved, request: Request) -> JobDir: ...
+def _copy_code(folder: Path) -> None:
+    """Put dtt's own code into `folder`, such that a job with this PYTHONPATH runs it."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
+    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)

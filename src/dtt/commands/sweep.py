@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dtt.artifacts import TokensManifest
-from dtt.errors import ConfigError, ExitCode, InputError
-from dtt.launch import arrays, trials
+from dtt.errors import ConfigError, DttError, ExitCode, InputError
+from dtt.launch import arrays, checks, trials
 from dtt.launch import results as told
 from dtt.launch import sweep as planning
+from dtt.launch.checks import raise_all
 from dtt.launch.results import Progress
-from dtt.launch.sweep import Plan, Sweep
+from dtt.launch.sweep import Dropped, Plan, Sweep, Trial
 from dtt.runtime.files import exclusive, write_atomically
+from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 MOST_SHOWN = 20
@@ -53,14 +54,15 @@ class How:
 
 def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Plan a sweep, show it, make the job directories, start the trials that never were."""
-    plan = planning.plan(file)
-    _check_tokens(plan)
+    plan = _checked(planning.plan(file))
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
         if as_json:
             _print_json(_planned(plan))
         return
+    if how.kind != "local":
+        raise_all(list(checks.sbatch_problems()))
     _confirm(f"start {len(plan.trials)} trials in {plan.root}?", yes)
     sweep = plan.write()
     started = told.progress(sweep)
@@ -76,28 +78,34 @@ def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
     again = [one.trial for one in told.progress(sweep) if one.trial in ids and one.idle]
-    for trial in again:
-        sweep.job(trial).stop.unlink(missing_ok=True)  # what cancelled it
     _start(sweep, again, how, as_json=as_json)
 
 
 def _start(sweep: Sweep, ids: Sequence[str], how: How, *, as_json: bool) -> None:
     """Start trials; on this machine, wait for them and leave with the first bad exit code."""
     jobs = [sweep.job(trial) for trial in ids]
-    if not jobs:
-        log.info("%s: no trial to start; dtt sweep status %s", sweep.root, sweep.manifest.name)
-    elif how.kind == "local":
-        at_once = how.at_once or sweep.manifest.concurrency or 1
+    if jobs:
         with exclusive(sweep.root, "the trials of this sweep"):
-            trials.run(jobs, at_once, trials.visible_gpus())
-    elif how.kind == "array":
-        arrays.submit(sweep, jobs, how.at_once or sweep.manifest.concurrency)
+            for job in jobs:
+                job.stop.unlink(missing_ok=True)  # which cancelled it
+            _run_or_submit(sweep, jobs, how)
     else:
-        arrays.submit_each(jobs)
+        log.info("%s: no trial to start", sweep.root)
     now = told.progress(sweep)
     _print_progress(sweep, now, as_json=as_json)
     if how.kind == "local":
         sys.exit(next((one.code for one in now if one.trial in ids and one.code), ExitCode.DONE))
+
+
+def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
+    at_once = how.at_once or sweep.manifest.concurrency
+    match how.kind:
+        case "local":
+            trials.run(jobs, at_once or 1, trials.visible_gpus())
+        case "array":
+            arrays.submit(sweep, jobs, at_once)
+        case "separate":
+            arrays.submit_each(jobs)
 
 
 def status(name: str, *, as_json: bool) -> None:
@@ -183,15 +191,25 @@ def _saved(figure: Any, path: Path) -> None:
     print(path)
 
 
-def _check_tokens(plan: Plan) -> None:
-    """InputError if a trial's token files are not there."""
-    for folder in dict.fromkeys(trial.resolved.config.tokens_dir for trial in plan.trials):
-        if not TokensManifest.exists(folder):
-            raise InputError(
-                f"no token files in {folder}",
-                next="make them with `dtt tokenize`, or name others in `overrides`: "
-                "data.tokens=FOLDER",
-            )
+def _checked(plan: Plan) -> Plan:
+    """Drop trials that would end as soon as they began; what ends them all is raised."""
+    found = {trial.id: {str(error): error for error in _problems(trial)} for trial in plan.trials}
+    first, *others = found.values()
+    raise_all([error for said, error in first.items() if all(said in other for other in others)])
+    dropped = [
+        Dropped(trial.values, next(iter(found[trial.id])).splitlines()[0])
+        for trial in plan.trials
+        if found[trial.id]
+    ]
+    trials = tuple(trial for trial in plan.trials if not found[trial.id])
+    if not trials:
+        raise_all(list({said: e for errors in found.values() for said, e in errors.items()}.values()))
+    return Plan(plan.file, trials, (*plan.dropped, *dropped))
+
+
+def _problems(trial: Trial) -> Iterable[DttError]:
+    config = trial.resolved.config
+    return checks.problems("train", config, JobDir(config.job_dir))
 
 
 def _plan_lines(plan: Plan) -> list[str]:

@@ -16,6 +16,7 @@ from dtt.artifacts import TokensManifest, fingerprint
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
+from dtt.config.source import Layer
 from dtt.config.train import TensorBoardConfig, WandbConfig
 from dtt.errors import ConfigError, DttError, ExitCode, InputError, Preempted
 from dtt.runtime.files import exclusive, write_atomically
@@ -78,7 +79,7 @@ def check_shards(folder: Path) -> None:
 
 
 def find_job(
-    config: str | None, arguments: Sequence[str], allow_change: Sequence[str]
+    config: str | Layer | None, arguments: Sequence[str], allow_change: Sequence[str]
 ) -> tuple[Resolved, JobDir]:
     """The checked configuration and the job it belongs to.
 

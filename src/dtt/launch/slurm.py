@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,6 +269,21 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
             next="mend it under `launch`, then submit again",
         )
     return done.stdout.strip().partition(";")[0]
+
+
+def submissions(job: JobDir) -> list[str]:
+    """Ids of the jobs that this job directory was submitted as, oldest first."""
+    if not job.submissions.exists():
+        return []
+    lines = job.submissions.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["job_id"] for line in lines]
+
+
+def record_submission(job: JobDir, job_id: str) -> None:
+    """Keep that this job directory was handed to Slurm."""
+    record = {"time": int(time.time()), "job_id": job_id, "command": shlex.join(sys.argv)}
+    with job.submissions.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def active(job_ids: Sequence[str]) -> dict[str, str]:
