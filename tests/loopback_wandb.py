@@ -27,6 +27,9 @@ class LoopbackWandb:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.silent = threading.Event()
+        """From when this is set on, requests are taken and never answered."""
+        self._closing = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -40,6 +43,7 @@ class LoopbackWandb:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -49,6 +53,9 @@ class LoopbackWandb:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if wandb.silent.is_set():
+                    wandb._closing.wait()
+                    return
                 answer: dict[str, Any] = {}
                 if self.path == "/graphql":
                     query = json.loads(body)

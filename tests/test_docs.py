@@ -16,6 +16,8 @@ from running import ROOT
 from dtt.config import explain
 from dtt.config.load import find, resolve
 from dtt.config.run import RunConfig
+from dtt.config.sweep import KINDS, SweepConfig
+from dtt.launch import sweep
 from dtt.main import cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,11 +112,30 @@ def test_every_command_named_in_a_sentence_exists() -> None:
 
 
 def test_every_config_shown_is_valid(tmp_path: Path) -> None:
-    shown = blocks("yaml")
+    shown = [text for text in blocks("yaml") if "parameters:" not in text]
     assert shown
     for text in shown:
         (tmp_path / OWN_CONFIG).write_text(text)
         resolve(tmp_path / OWN_CONFIG, env={})
+
+
+def test_every_sweep_shown_makes_trials_and_every_key_of_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = [("lr.yaml", text) for text in blocks("yaml") if "parameters:" in text]
+    shown += [("lr.py", text) for text in blocks("python") if "def sweep" in text]
+    assert len(shown) > 2
+    for name, text in shown:
+        Path(name).write_text(text)
+        plan = sweep.plan(Path(name))
+        assert len(plan.trials) > 1
+        assert not [one.why for one in plan.dropped if not one.why.startswith("excluded by")]
+    page = TEXT[ROOT / "docs/sweep.md"]
+    for key in SweepConfig.model_fields:
+        assert f"| `{key}` |" in page
+    for kind in KINDS[1:]:
+        assert f"| `{{{kind}:" in page
 
 
 def test_every_key_named_exists() -> None:

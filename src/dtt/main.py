@@ -29,6 +29,10 @@ config_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Look at the configuration."
 )
 cli.add_typer(config_cli, name="config")
+job_cli = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="See what jobs do, and ask them to stop."
+)
+cli.add_typer(job_cli, name="job")
 ckpt_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Look after the checkpoints of a job."
 )
@@ -354,6 +358,88 @@ def submit(
             as_json=json,
             code_copy=code_copy,
         )
+
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")]
+Wait = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait for the job to say that it has heard.")
+]
+
+
+@job_cli.command("ls", epilog=_examples("dtt job ls", "dtt job ls jobs/sweep --json"))
+def job_ls(
+    folder: Annotated[Path, typer.Argument(help="Folder of jobs.")] = Path("jobs"),
+    json: Json = False,
+) -> None:
+    """Tell the state of every job in a folder, the trials of sweeps too, the newest first.
+
+    Asks the jobs' own files, then Slurm where there is one; accounting is not needed.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.ls(folder, as_json=json)
+
+
+@job_cli.command("status", epilog=_examples("dtt job status jobs/run"))
+def job_status(job: Job, json: Json = False) -> None:
+    """Tell all that is known of a job: how far it is, what it waits for, why it ended."""
+    with command():
+        from dtt.commands import job as body
+
+        body.status(job, as_json=json)
+
+
+@job_cli.command("stop", epilog=_examples("dtt job stop jobs/run"))
+def job_stop(
+    job: Job,
+    wait: Wait = 30.0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Cancel it if it is queued.")] = False,
+) -> None:
+    """Ask a running job to save and stop: whoever may write to its control/ can.
+
+    One that only waits in the queue is cancelled, with -y.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.stop(job, yes=yes, wait=wait)
+
+
+@job_cli.command("save", epilog=_examples("dtt job save jobs/run"))
+def job_save(job: Job, wait: Wait = 30.0) -> None:
+    """Ask a running job for a checkpoint now; it goes on."""
+    with command():
+        from dtt.commands import job as body
+
+        body.save(job, wait=wait)
+
+
+@job_cli.command("resume", epilog=_examples("dtt job resume jobs/run"))
+def job_resume(job: Job) -> None:
+    """Submit a job again, to go on where it stopped; without Slurm, print the command for that."""
+    with command():
+        from dtt.commands import job as body
+
+        body.resume(job)
+
+
+@job_cli.command(
+    "logs", epilog=_examples("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2")
+)
+def job_logs(
+    job: Job,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what comes, too.")] = False,
+    node: Annotated[
+        str | None, typer.Option(help="Name of a node; slurm: what the job script said.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many at first.")] = 50,
+) -> None:
+    """Print the end of the newest attempt's log, by default that of the first node."""
+    with command():
+        from dtt.commands import job as body
+
+        body.logs(job, follow=follow, node=node, lines=lines)
 
 
 @config_cli.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
 
     diverged = [job for (lr, _, _), job in jobs.items() if lr == 1e30]
     expected = {job.name: "done" for job in jobs.values()}
-    expected |= {job.name: "failed" for job in [killed, *diverged]}
+    expected |= {killed.name: "failed"} | {job.name: "diverged" for job in diverged}
     check_status(dtt, jobs, expected | {last.name: "cancelled"})
     check_results(dtt, jobs, done=set(jobs.values()) - {killed, last, *diverged})
 
@@ -127,7 +128,7 @@ def check_status(dtt: Dtt, jobs: dict[Any, Path], expected: dict[str, str]) -> N
         evals, trained = records(job, "eval"), records(job, "train")
         assert one["metric"] == (evals[-1]["loss"] if evals else None)
         assert one["step"] == max((r["step"] for r in evals + trained), default=None)
-        if one["state"] == "failed":
+        if one["state"] in ("failed", "diverged"):
             ending = json.loads(sorted(job.glob("attempts/*/exit.json"))[-1].read_text())
             assert one["error"] == ending["reason"].splitlines()[0]
 
@@ -224,3 +225,89 @@ def test_the_sweep_commands_need_no_torch(dtt: Dtt, tiny: Settings) -> None:
     write_sweep(dtt, tiny(), {"seed": [0]})
     (dtt.folder / "torch.py").write_text("raise RuntimeError('imported')")
     dtt("sweep", "submit", "s.json", "--dry-run")
+
+
+FAKE = {
+    # Records what it is told, and queues every task of the script.
+    "sbatch": """\
+echo "sbatch $*" >>$FAKE/calls
+n=$(($(cat $FAKE/last 2>/dev/null || echo 16) + 1)); echo $n >$FAKE/last
+tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "${@: -1}")
+for i in $(seq 0 ${tasks:-0}); do
+    echo "$n${tasks:+_$i}|PENDING||0|0|0|Priority" >>$FAKE/queue
+done
+echo $n
+""",
+    "squeue": "cat $FAKE/queue\n",
+    "scancel": 'echo "scancel $*" >>$FAKE/calls; sed -i "/^$1|/d" $FAKE/queue\n',
+    "sacct": "exit 1\n",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that starts nothing; `calls` in its folder says what it was told."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "queue").touch()
+    for name, text in FAKE.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("FAKE", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def states(dtt: Dtt) -> list[str]:
+    told = json.loads(dtt("sweep", "status", "s", "--json").stdout)["trials"]
+    return [one["state"] for one in told]
+
+
+def test_an_array_has_a_task_for_each_trial_and_a_cap(
+    dtt: Dtt, tiny: Settings, slurm: Path
+) -> None:
+    write_sweep(dtt, tiny(), {"seed": [0, 1, 2]})
+    dtt("sweep", "submit", "s.json", "--cap", 2)
+    ids = sorted(path.name for path in (dtt.folder / "jobs/s").glob("0*"))
+    script = (dtt.folder / "jobs/s/slurm.sh").read_text()
+    assert "#SBATCH --array=0-2%2\n" in script
+    assert [line.strip() for line in script.splitlines() if line.strip().startswith("jobs/s/")] == [
+        f"jobs/s/{trial}" for trial in ids
+    ]
+    assert states(dtt) == ["queued"] * 3
+    dtt("sweep", "cancel", "s", ids[1])
+    assert states(dtt) == ["queued", "cancelled", "queued"]
+    dtt("sweep", "submit", "s.json")  # starts none a second time
+    dtt("sweep", "retry", "s", "--array")
+    assert states(dtt) == ["queued"] * 3
+    assert "#SBATCH --array=0-0\n" in (dtt.folder / "jobs/s/slurm.sh").read_text()
+    assert (slurm / "calls").read_text().splitlines() == [
+        "sbatch --parsable jobs/s/slurm.sh", "scancel 17_1", "sbatch --parsable jobs/s/slurm.sh",
+    ]  # fmt: skip
+    assert not (dtt.folder / "jobs/s" / ids[1] / "control/stop").exists()
+
+
+def test_separate_jobs_are_one_for_each_trial(dtt: Dtt, tiny: Settings, slurm: Path) -> None:
+    write_sweep(dtt, tiny(), {"launch.mem": ["1G", "2G"]})
+    assert "differ under `launch`" in dtt("sweep", "submit", "s.json", expect=2).stderr
+    dtt("sweep", "submit", "s.json", "--separate")
+    scripts = sorted((dtt.folder / "jobs/s").glob("*/slurm.sh"))
+    for number, script in enumerate(scripts, 1):
+        assert f"#SBATCH --mem={number}G\n" in script.read_text()
+    assert len(scripts) == 2
+    assert states(dtt) == ["queued"] * 2
+    dtt("sweep", "cancel", "s")
+    assert states(dtt) == ["cancelled"] * 2
+    assert [line.split()[0] for line in (slurm / "calls").read_text().splitlines()] == [
+        "sbatch", "sbatch", "scancel", "scancel",
+    ]  # fmt: skip
+
+
+def test_without_slurm_an_array_is_refused_before_anything_is_made(
+    dtt: Dtt, tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sweep(dtt, tiny(), {"seed": [0]})
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    run = dtt("sweep", "submit", "s.json", "--array", expect=78)
+    assert "no sbatch" in run.stderr
+    assert not (dtt.folder / "jobs").exists()

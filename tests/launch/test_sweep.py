@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
-from dtt.errors import ConfigError, InputError
+from dtt.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.launch import results, sweep
 from dtt.launch.sweep import Sweep, SweepManifest
-from dtt.launch.trials import shares
+from dtt.launch.trials import shares, visible_gpus
 from dtt.track import plot
 
 
@@ -148,6 +149,14 @@ def test_another_sweep_does_not_take_the_folder() -> None:
     assert planned({"model.dim": [192]}, name="other").trials
 
 
+def test_a_sweep_does_not_move_into_a_job() -> None:
+    path = write({"optim.lr": [1e-3]})
+    Path("jobs/s").mkdir(parents=True)
+    Path("jobs/s/config.yaml").touch()
+    with pytest.raises(ConfigError, match="jobs/s is a job"):
+        sweep.plan(path)
+
+
 def test_names_are_never_parsed() -> None:
     made = planned({"optim.lr": [1e-3, 2e-3]}).write()
     records = {f"odd name {i}": r for i, r in enumerate(made.manifest.trials.values())}
@@ -176,6 +185,14 @@ def test_gpus_are_shared_out() -> None:
     assert shares(list("01"), 3) == [["0"], ["1"], ["0"]]
 
 
+@pytest.mark.parametrize(("said", "gpus"), [("2,GPU-5f", ["2", "GPU-5f"]), ("", [])])
+def test_only_visible_gpus_are_shared_out(
+    said: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    assert visible_gpus() == gpus
+
+
 # ---- results -----------------------------------------------------------------------------------
 
 LOSSES = {  # lr, dim, seed: last loss; None: failed
@@ -194,7 +211,8 @@ def measured(losses: Mapping[Sequence[Any], float | None], **said: Any) -> Sweep
         job, loss = made.job(trial), losses[tuple(record.values.values())]
         code = 0 if loss is not None else 76
         job.attempt_dir(1).mkdir(parents=True)
-        ending = {"code": code, "reason": "done" if code == 0 else "training diverged\n  why: x"}
+        reason = "done" if code == 0 else "training diverged\n  why: x"
+        ending = {"code": code, "reason": reason, "rank": 0, "node": "n1"}
         (job.attempt_dir(1) / "exit.json").write_text(json.dumps(ending))
         lines = [
             {"kind": "eval", "step": 0, "loss": 9.0},
@@ -227,9 +245,9 @@ def test_progress_is_the_newest_of_each_trials_own_files() -> None:
     assert len(told) == 12
     for one in told:
         loss = LOSSES[tuple(one.values.values())]  # type: ignore[index]
-        expected = ("failed", 9.0, 5) if loss is None else ("done", loss, 10)
+        expected = ("diverged", 9.0, 5) if loss is None else ("done", loss, 10)
         assert (one.state, one.metric, one.step) == expected
-    assert {p.error for p in told if p.state == "failed"} == {"training diverged"}
+    assert {p.error for p in told if p.state == "diverged"} == {"training diverged"}
 
 
 def test_a_curve_for_each_combination_of_the_other_keys() -> None:
@@ -259,7 +277,7 @@ def test_nothing_to_plot_is_said() -> None:
 def test_a_logarithmic_axis_is_for_values_far_apart_above_zero(
     values: list[Any], logarithmic: bool
 ) -> None:
-    assert results.spread_logarithmically(values) is logarithmic
+    assert plot.spread([values[:1], values[1:]]) is logarithmic
 
 
 def test_a_picture_shows_axes_bars_and_a_legend_that_fits(tmp_path: Path) -> None:
@@ -280,3 +298,9 @@ def test_a_picture_shows_axes_bars_and_a_legend_that_fits(tmp_path: Path) -> Non
     )
     plot.save(words, tmp_path / "words.png")
     assert [t.get_text() for t in words.axes[0].get_xticklabels()] == [r"a\$b\$", "c"]
+
+
+def test_without_matplotlib_a_plot_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(EnvironmentUnfit, match=r"pip install 'dtt\[plot\]'"):
+        plot.figure([], "x", "y", log_x=False, log_y=False)

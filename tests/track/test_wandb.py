@@ -30,6 +30,8 @@ setup_logging(Ranks())
 config = WandbConfig(project="p", mode=mode)
 tracker = WandbTracker(config, "small", "abc123", folder, {"seed": 7})
 for step in range(first, last + 1):
+    if step == last:
+        sys.stdin.readline()
     tracker.log({"kind": "train", "step": step, "loss": 9.0 - step, "ledger": "ab"})
     tracker.log({"kind": "perf", "step": step, "tokens_per_second": 5.0, "mfu": None})
 tracker.log({"kind": "sample", "step": last, "text": "import sys"})
@@ -93,6 +95,36 @@ def test_a_server_that_does_not_answer_costs_seconds_and_the_run_is_kept(tmp_pat
     assert "http://127.0.0.1:9 does not answer" in run.stderr
     assert seconds < 15
     assert list(tmp_path.glob("wandb/offline-run-*-abc123"))
+
+
+def test_a_server_that_takes_everything_and_answers_nothing_is_found_out(tmp_path: Path) -> None:
+    with LoopbackWandb() as server:
+        server.silent.set()
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        run, _ = attempt("auto", tmp_path, 1, 3, **env)
+    assert went_on(run), run.stderr
+    assert "does not answer" in run.stderr
+    assert list(tmp_path.glob("wandb/offline-run-*-abc123"))
+
+
+def test_a_network_that_goes_silent_in_the_middle_neither_stops_nor_holds_up_the_run(
+    tmp_path: Path,
+) -> None:
+    with LoopbackWandb() as server:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_SILENT": "true"}
+        run = subprocess.Popen(
+            [sys.executable, "-c", ATTEMPT, "online", str(tmp_path), "1", "500"],
+            env=clean | {"HOME": str(tmp_path)} | env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        while "abc123" not in server.runs:
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.01)
+        server.silent.set()
+        out, err = run.communicate("go on\n", timeout=120)
+    assert (run.returncode, "went on" in out) == (0, True), err
+    assert "Traceback" not in err
 
 
 def test_whatever_the_client_raises_training_goes_on(tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ def _job_to_export(
 def _export_keys(own: RunConfig, resolved: Resolved) -> Iterator[str]:
     """`key=value` of what an export shall do otherwise than the job's own config says."""
     for key, knob in explain.knobs(resolved.config):
-        if key[0] == "export" or key == ("data", "tokens"):
-            if knob.value != explain.value_at(own, key):
-                yield f"{'.'.join(key)}={explain.scalar(explain.plain(knob.value))}"
+        taken = key[0] == "export" or key == ("data", "tokens")
+        if taken and knob.value != explain.value_at(own, key):
+            yield f"{'.'.join(key)}={explain.scalar(explain.plain(knob.value))}"
 
 
 def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:

@@ -8,16 +8,17 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.launch import arrays, checks, trials
-from dtt.launch import results as told
+from dtt.launch import results as outcome
 from dtt.launch import sweep as planning
 from dtt.launch.checks import raise_all
+from dtt.launch.ledger import State
 from dtt.launch.results import Progress
 from dtt.launch.sweep import Dropped, Plan, Sweep, Trial
 from dtt.runtime.files import exclusive, write_atomically
@@ -63,38 +64,43 @@ def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> 
         return
     if how.kind != "local":
         raise_all(list(checks.sbatch_problems()))
-    _confirm(f"start {len(plan.trials)} trials in {plan.root}?", yes)
-    sweep = plan.write()
-    started = told.progress(sweep)
-    fresh = [one.trial for one in started if one.state == "new"]
-    left = Counter(one.state for one in started if one.state != "new")
-    if left:
-        log.info("left as they are: %s", ", ".join(f"{n} {state}" for state, n in left.items()))
-    _start(sweep, fresh, how, as_json=as_json)
+    if not yes and not _agreed(f"start {len(plan.trials)} trials in {plan.root}?"):
+        print("nothing was started", file=sys.stderr)
+        return
+    _start(plan.write(), lambda one: one.state == State.NEW, how, as_json=as_json)
 
 
 def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
     """Start again what is neither done nor under way; each goes on from its checkpoint."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    again = [one.trial for one in told.progress(sweep) if one.trial in ids and one.idle]
-    _start(sweep, again, how, as_json=as_json)
+    # One that Slurm would not tell of may be in its queue.
+    settled = (State.DONE, State.UNKNOWN)
+    _start(
+        sweep,
+        lambda one: one.trial in ids and not one.under_way and one.state not in settled,
+        how,
+        as_json=as_json,
+    )
 
 
-def _start(sweep: Sweep, ids: Sequence[str], how: How, *, as_json: bool) -> None:
+def _start(sweep: Sweep, wanted: Callable[[Progress], bool], how: How, *, as_json: bool) -> None:
     """Start trials; on this machine, wait for them and leave with the first bad exit code."""
-    jobs = [sweep.job(trial) for trial in ids]
-    if jobs:
-        with exclusive(sweep.root, "the trials of this sweep"):
-            for job in jobs:
-                job.stop.unlink(missing_ok=True)  # which cancelled it
+    with exclusive(sweep.root, "trials of this sweep"):
+        before = outcome.progress(sweep)
+        ids = [one.trial for one in before if wanted(one)]
+        left = Counter(one.state for one in before if one.trial not in ids)
+        for state, number in left.items():
+            log.info("%s: %d %s, left as they are", sweep.root, number, state)
+        jobs = [sweep.job(trial) for trial in ids]
+        for job in jobs:
+            job.stop.unlink(missing_ok=True)  # which cancelled it
+        if jobs:
             _run_or_submit(sweep, jobs, how)
-    else:
-        log.info("%s: no trial to start", sweep.root)
-    now = told.progress(sweep)
-    _print_progress(sweep, now, as_json=as_json)
+    after = outcome.progress(sweep)
+    _print_progress(sweep, after, as_json=as_json)
     if how.kind == "local":
-        sys.exit(next((one.code for one in now if one.trial in ids and one.code), ExitCode.DONE))
+        sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 
 def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
@@ -111,22 +117,27 @@ def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
 def status(name: str, *, as_json: bool) -> None:
     """Print every trial's state, as its own files tell it."""
     sweep = planning.find(name)
-    _print_progress(sweep, told.progress(sweep), as_json=as_json)
+    _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
 
 
 def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     """Ask running trials to save and stop; take waiting ones out of the queue."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    open_ones = [one for one in told.progress(sweep) if one.trial in ids and one.open]
+    waiting = (State.NEW, State.UNKNOWN)
+    open_ones = [
+        one
+        for one in outcome.progress(sweep)
+        if one.trial in ids and (one.under_way or one.state in waiting)
+    ]
     for one in open_ones:
         job = sweep.job(one.trial)
         # Whoever starts it after all finds this, too.
         write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
-        if one.state == "queued":
-            arrays.dequeue(job)
+        if one.queued and one.slurm is not None:
+            arrays.dequeue(one.slurm)
     log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
-    _print_progress(sweep, told.progress(sweep), as_json=as_json)
+    _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
 
 
 def results(name: str, *, as_csv: bool, as_json: bool) -> None:
@@ -134,8 +145,8 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other")
     sweep = planning.find(name)
-    rows = told.table(sweep)
-    keys, metric = told.varied(sweep), sweep.manifest.metric
+    rows = outcome.table(sweep)
+    keys, metric = outcome.varied(sweep), sweep.manifest.metric
     if as_json:
         _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
                      "rows": [asdict(row) for row in rows]})  # fmt: skip
@@ -144,7 +155,7 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
     number = _exact if as_csv else _number
     lines = [
         [
-            *told.cells(row.values, keys),
+            *outcome.cells(row.values, keys),
             number(row.mean),
             number(row.error),
             str(len(row.done)),
@@ -163,32 +174,25 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
     from dtt.track import plot as draw
 
     sweep = planning.find(name)
-    rows, metric = told.table(sweep), sweep.manifest.metric
-    keys = told.varied(sweep)
+    rows, metric = outcome.table(sweep), sweep.manifest.metric
+    keys = outcome.varied(sweep)
     if key is not None and key not in keys:
         raise InputError(f"{sweep.root} does not vary {key}", next=f"--key {' or '.join(keys)}")
     folder = out or sweep.root / "plots"
     for one in [key] if key else keys:
-        curves = told.against(sweep, rows, one)
-        x = [value for curve in curves for value in curve.x]
+        curves = outcome.against(sweep, rows, one)
         figure = draw.figure(
             curves, one, metric,
-            log_x=one in sweep.manifest.logarithmic or told.spread_logarithmically(x),
-            log_y=told.spread_logarithmically([value for curve in curves for value in curve.y]),
+            log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
+            log_y=draw.spread(c.y for c in curves),
         )  # fmt: skip
-        _saved(figure, folder / f"{one}.png")
+        print(draw.save(figure, folder / f"{one}.png"))
     for one in [] if key else dict.fromkeys((metric, "train.loss")):
-        curves = told.histories(sweep, one)
-        y = [value for curve in curves for value in curve.y]
-        figure = draw.figure(curves, "step", one, log_x=False, log_y=told.spread_logarithmically(y))
-        _saved(figure, folder / f"curves-{one}.png")
-
-
-def _saved(figure: Any, path: Path) -> None:
-    from dtt.track import plot as draw
-
-    draw.save(figure, path)
-    print(path)
+        curves = outcome.histories(sweep, one)
+        figure = draw.figure(
+            curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
+        )
+        print(draw.save(figure, folder / f"curves-{one}.png"))
 
 
 def _checked(plan: Plan) -> Plan:
@@ -203,7 +207,7 @@ def _checked(plan: Plan) -> Plan:
     ]
     trials = tuple(trial for trial in plan.trials if not found[trial.id])
     if not trials:
-        raise_all(list({said: e for errors in found.values() for said, e in errors.items()}.values()))
+        raise_all(list(first.values()))
     return Plan(plan.file, trials, (*plan.dropped, *dropped))
 
 
@@ -215,12 +219,12 @@ def _problems(trial: Trial) -> Iterable[DttError]:
 def _plan_lines(plan: Plan) -> list[str]:
     keys = plan.file.sweep.keys
     head = ["trial", *keys]
-    rows = [[trial.id, *told.cells(trial.values, keys)] for trial in plan.trials]
+    rows = [[trial.id, *outcome.cells(trial.values, keys)] for trial in plan.trials]
     lines = _columns([head, *rows])
     if plan.dropped:
         lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
         for one in plan.dropped[:MOST_SHOWN]:
-            lines.append(f"  {told.label(one.values, list(one.values))}: {one.why}")
+            lines.append(f"  {outcome.label(one.values, list(one.values))}: {one.why}")
         if len(plan.dropped) > MOST_SHOWN:
             lines.append(f"  and {len(plan.dropped) - MOST_SHOWN} more; --json lists all")
     return [*lines, "", f"{len(plan.trials)} trials in {plan.root}"]
@@ -234,12 +238,12 @@ def _planned(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _confirm(question: str, yes: bool) -> None:
-    """Ask, where someone can answer; ConfigError if the answer is no."""
-    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-        if not sys.stdin.readline().strip().lower().startswith("y"):
-            raise ConfigError("nothing was started", next="-y does not ask")
+def _agreed(question: str) -> bool:
+    """Ask, where there is someone to ask."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool) -> None:
@@ -251,7 +255,7 @@ def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool
     rows = [
         [
             one.trial,
-            *told.cells(one.values, manifest.keys),
+            *outcome.cells(one.values, manifest.keys),
             one.state,
             "" if one.step is None else f"{one.step}/{one.steps}",
             _number(one.metric),

@@ -24,6 +24,7 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 from dtt.runtime.watchdog import Watchdog
+from dtt.secrets import redacted
 from dtt.track import summary
 from dtt.train.stop import Requests
 
@@ -231,7 +232,7 @@ def write_provenance(job: JobDir) -> None:
     """Keep what this attempt was started with, and where."""
     job.write_environment()
     with (job.root / "overrides.txt").open("a", encoding="utf-8") as file:
-        file.write(shlex.join(sys.argv[1:]) + "\n")
+        file.write(redacted(shlex.join(sys.argv[1:])) + "\n")
 
 
 def build(

@@ -22,6 +22,7 @@ from dtt.config.base import Section
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer
 from dtt.errors import ConfigError, InputError
+from dtt.secrets import holds_secret, named_secret
 
 Problem = tuple[Key, str]
 """A key and why its value cannot be."""
@@ -172,12 +173,22 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
 def check(layer: Layer) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
     config, problems = validate(RunConfig, source.nested(layer))
-    if config is not None:
+    problems = list(_secrets(layer)) or problems  # other messages might show them
+    if config is not None and not problems:
         return Resolved(config, layer)
     first = ".".join(takewhile(lambda name: not name.isdigit(), problems[0][0]))
     known = explain.nearest(first) or ""
     next = f"dtt config explain {known}".strip()
     raise Mistakes(problems, layer, "the configuration", next=next)
+
+
+def _secrets(layer: Layer) -> Iterator[Problem]:
+    """Values that would lay a secret open: the configuration is kept in the job directory."""
+    for key, leaf in layer.items():
+        if holds_secret(str(leaf.value)):
+            yield key, "holds a password or an access token: give it in the environment or ~/.netrc"
+        elif key[:-1] == ("launch", "environment") and named_secret(key[-1]):
+            yield key, "is a secret by its name: export it where you submit, the job inherits it"
 
 
 def validate(

@@ -17,8 +17,8 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.config.export import ExportConfig
-from dtt.config.launch import LaunchConfig
 from dtt.config.init import InitConfig
+from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig, OptimConfig, ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
@@ -74,11 +74,8 @@ class RunConfig(Section):
             yield "train.global_batch_tokens", why
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
-            yield (
-                "checkpoint.keep_best",
-                f"there is no evaluation at each save: checkpoint.every ({every}) must be "
-                f"a multiple of train.eval_every ({train.eval_every})",
-            )
+            why = f"checkpoint.every ({every}) is no multiple of eval_every ({train.eval_every})"
+            yield "checkpoint.keep_best", f"needs an evaluation at each save: {why}"
         if model.max_seq_len is not None and model.max_seq_len < train.seq_len:
             yield (
                 "train.seq_len",

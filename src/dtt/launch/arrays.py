@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtt.config.load import load_job
@@ -75,34 +74,7 @@ def _note(job: JobDir, number: str) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def newest_id(job: JobDir) -> str | None:
-    """The Slurm job that this job was last handed to, as `17` or, in an array, `17_3`."""
-    if not job.submissions.exists():
-        return None
-    return str(json.loads(job.submissions.read_text().splitlines()[-1])["job_id"])
-
-
-def queued(jobs: Sequence[JobDir]) -> dict[Path, str]:
-    """Slurm's state of those jobs that it has queued or running, asked once for all of them."""
-    numbers = {job.root: newest_id(job) for job in jobs}
-    asked = sorted({number.partition("_")[0] for number in numbers.values() if number})
-    if not asked or shutil.which("squeue") is None:
-        return {}
-    states = dict(_squeue(asked))
-    return {root: states[number] for root, number in numbers.items() if number in states}
-
-
-def _squeue(numbers: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Job id and state, a line for each task of an array."""
-    argv = ["squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(numbers)}"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        number, state = line.split(maxsplit=1)
-        yield number, state
-
-
-def dequeue(job: JobDir) -> None:
-    """Take a job out of Slurm's queue; one that has begun meanwhile is left alone."""
-    number = newest_id(job)
-    if number is not None and shutil.which("scancel") is not None:
-        subprocess.run(["scancel", "--state=PENDING", number], capture_output=True, check=False)
+def dequeue(number: str) -> None:
+    """Take a job out of Slurm's queue; one that has begun meanwhile saves and stops."""
+    # Not with --state=PENDING: Slurm would then cancel every waiting task of the array.
+    subprocess.run(["scancel", number], capture_output=True, check=False)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -15,9 +13,9 @@ from dtt.artifacts import fingerprint
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
 from dtt.errors import InputError
-from dtt.launch import arrays
-from dtt.launch.sweep import Sweep, TrialRecord
-from dtt.launch.trials import last_line
+from dtt.launch import ledger
+from dtt.launch.ledger import State, Status
+from dtt.launch.sweep import Sweep
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 from dtt.track.plot import Curve
@@ -44,7 +42,13 @@ class Progress:
 
     trial: str
     values: dict[str, Any]
-    state: str
+    state: State
+    alive: bool
+    """Whether it runs."""
+    queued: bool
+    """Whether it waits in Slurm's queue."""
+    slurm: str | None
+    """Slurm's job id, if it is known there."""
     step: int | None
     """The last that was measured; None before the first."""
     steps: int
@@ -52,75 +56,53 @@ class Progress:
     metric: float | None
     """Its newest value; None before the first."""
     error: str | None
-    """The last line that says what went wrong; None if nothing did."""
+    """A line about what went wrong; None if nothing did."""
     code: int
-    """Exit code of the last attempt, 0 without one."""
+    """Exit code of the last attempt; 0 without one."""
 
     @property
-    def open(self) -> bool:
-        """Whether it is under way, or waits for its turn."""
-        return self.state in ("new", "queued", "running")
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is neither done nor under way."""
-        return self.state not in ("done", "queued", "running")
+    def under_way(self) -> bool:
+        """Whether it runs, or will."""
+        return self.alive or self.queued
 
 
 def progress(sweep: Sweep) -> list[Progress]:
     """Every trial's progress, from its own files; what they cannot tell, Slurm is asked."""
-    records = sweep.manifest.trials
-    queue = arrays.queued([sweep.job(trial) for trial in records])
-    return [_progress(sweep, trial, record, queue) for trial, record in records.items()]
+    statuses = ledger.examine([sweep.job(trial) for trial in sweep.manifest.trials])
+    return [
+        _progress(sweep, trial, status)
+        for trial, status in zip(sweep.manifest.trials, statuses, strict=True)
+    ]
 
 
-def _progress(sweep: Sweep, trial: str, record: TrialRecord, queue: Mapping[Path, str]) -> Progress:
-    job = sweep.job(trial)
+def _progress(sweep: Sweep, trial: str, status: Status) -> Progress:
+    job, state = status.job, status.state
+    attempt, under_way = job.attempt(), status.alive or status.queued
+    if attempt == 0 and job.stop.exists() and not under_way:
+        state = State.CANCELLED  # before it began
+    ending = job.exit_record(attempt) if attempt else None
+    well = under_way or state in (State.NEW, State.DONE, State.CANCELLED)
     points = measured(job, sweep.manifest.metric)
-    ending = job.exit_record(job.attempt()) or {"code": 0, "reason": ""}
-    state = _state(job, queue.get(job.root))
     return Progress(
         trial=trial,
-        values=record.values,
+        values=sweep.manifest.trials[trial].values,
         state=state,
+        alive=status.alive,
+        queued=status.queued,
+        slurm=status.slurm.id if status.slurm else None,
         step=job.last_step(),
         steps=load_job(job.root).train.steps,
         metric=points[-1][1] if points else None,
-        error=_error(job, state, ending),
-        code=ending["code"],
+        error=None if well else _error(status, ending),
+        code=ending["code"] if ending else 0,
     )
 
 
-def _state(job: JobDir, queue: str | None) -> str:
-    own = _own_state(job)
-    if own in ("running", "done") or queue in (None, "COMPLETING"):
-        return own
-    return "queued" if queue in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"
-
-
-def _own_state(job: JobDir) -> str:
-    """What a job's own files tell of it."""
-    number = job.attempt()
-    if number == 0:
-        return "cancelled" if job.stop.exists() else "new"
-    record = job.exit_record(number)
-    if record is None:
-        return "running" if _alive(job, number) else "lost"
-    return {0: "done", 75: "stopped"}.get(record["code"], "failed")
-
-
-def _alive(job: JobDir, attempt: int) -> bool:
-    """Whether an attempt has shown a sign of life of late."""
-    newest = max(p.stat().st_mtime for p in (job.attempt_dir(attempt), job.heartbeat) if p.exists())
-    return time.time() - newest < 60
-
-
-def _error(job: JobDir, state: str, ending: dict[str, Any]) -> str | None:
-    """The first line of why the last attempt ended; if it could not say, the last of its log."""
-    if state in ("failed", "stopped"):
+def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
+    """Why the last attempt ended, in its own words; else what is known, and what it last said."""
+    if ending is not None:
         return str(ending["reason"]).splitlines()[0]
-    logs = sorted(job.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    return last_line(logs[-1]) if state == "lost" and logs else None
+    return "; ".join([text for text in (status.detail, *status.log_tail[-1:]) if text]) or None
 
 
 def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
@@ -128,14 +110,14 @@ def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
     kind, field = metric.split(".")
     return [
         (record["step"], record[field])
-        for record in jsonl.read(job.metrics)
-        if record["kind"] == kind and isinstance(record.get(field), int | float)
+        for record in jsonl.read(job.metrics, kind)
+        if isinstance(record.get(field), int | float)
     ]
 
 
 def table(sweep: Sweep) -> list[Row]:
     """The rows, best first; those of which no trial is done come last."""
-    done = {one.trial for one in progress(sweep) if one.state == "done"}
+    done = {one.trial for one in progress(sweep) if one.state == State.DONE}
     groups: dict[str, list[str]] = {}
     for trial, record in sweep.manifest.trials.items():
         groups.setdefault(fingerprint(_without_seed(record.values)), []).append(trial)
@@ -172,11 +154,6 @@ def varied(sweep: Sweep) -> list[str]:
 def cells(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """The values of these keys, each as one line of YAML."""
     return [scalar(values[key]) for key in keys]
-
-
-def spread_logarithmically(values: Sequence[Any]) -> bool:
-    """Whether a logarithmic axis fits: all above zero, the largest over 100 times the smallest."""
-    return all(map(_is_number, values)) and 0 < 100 * min(values) < max(values)
 
 
 def _is_number(value: Any) -> bool:
@@ -224,7 +201,7 @@ def _order(row: Row, key: str) -> Any:
 
 
 def histories(sweep: Sweep, metric: str) -> list[Curve]:
-    """A metric over the steps: a curve for each trial that has any."""
+    """A metric over the steps: a curve for each trial that has measured it."""
     curves = []
     for trial, record in sweep.manifest.trials.items():
         points = [(s, v) for s, v in measured(sweep.job(trial), metric) if math.isfinite(v)]

@@ -12,14 +12,20 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.runtime.jobdir import JobDir
+from dtt.secrets import redacted
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
+PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9_./-]*"
 PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 
 DEFAULT_LEAD = 120
@@ -65,6 +71,12 @@ class Script:
     """Whether the job runs the copy of dtt in `code/` of its directory."""
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(PLAIN_NAME, self.job_name):
+            raise ConfigError(
+                f"{self.job_name!r} cannot be the name of a Slurm job",
+                why="it may hold letters, digits and _ . / -",
+                next="name=ANOTHER",
+            )
         folders = [self.job, *(self.array.trials if self.array else ())]
         odd = [f for f in folders if not re.fullmatch(PLAIN_PATH, str(f))]
         if odd:
@@ -103,23 +115,32 @@ class Script:
 
 def render(script: Script) -> str:
     """The text of the job script; ConfigError when the user's own template does not work."""
-    from jinja2 import StrictUndefined, TemplateError
+    from jinja2 import TemplateError
+
+    path = script.launch.template or TEMPLATE
+    try:
+        return str(_template(path.read_text(encoding="utf-8")).render(_variables(script)))
+    except OSError as error:
+        raise InputError(
+            f"cannot read the template {path}", why=error.strerror, next="launch.template=FILE"
+        ) from None
+    except TemplateError as error:
+        raise ConfigError(
+            f"cannot render {path}", why=str(error), next="docs/slurm.md lists what it may use"
+        ) from None
+
+
+@cache
+def _template(text: str) -> Template:
+    """A template in which an unknown name is an error and `| q` quotes for bash."""
+    from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
     environment = SandboxedEnvironment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters.update(q=_quoted, shell_line=shell_line)
-    path = script.launch.template or TEMPLATE
-    try:
-        template = environment.from_string(path.read_text(encoding="utf-8"))
-        return str(template.render(_variables(script)))
-    except FileNotFoundError:
-        raise InputError(f"no template {path}", next="launch.template=FILE, or null") from None
-    except TemplateError as error:
-        raise ConfigError(
-            f"cannot render {path}", why=str(error), next="docs/slurm.md lists what it may use"
-        ) from None
+    return environment.from_string(text)
 
 
 def _quoted(value: object) -> str:
@@ -137,7 +158,6 @@ def _variables(script: Script) -> dict[str, Any]:
     """What a template may use."""
     launch = script.launch
     folder = script.job / "logs"
-    mpirun = script.kind == "tokenize" and launch.mpi == "mpirun"
     stem = "%x-%A_%a" if script.array else "%x-%j"
     return {
         "job_name": script.job_name.replace("/", "."),
@@ -154,8 +174,7 @@ def _variables(script: Script) -> dict[str, Any]:
         "nodes": script.nodes,
         "tasks_per_node": script.tasks_per_node,
         "resources": list(_resources(launch)),
-        "starter": "mpirun" if mpirun else "srun",
-        "srun_options": list(_srun_options(script)),
+        "starter": " \\\n        ".join(_starter(script)),
         "container": launch.container.type,
         "container_options": list(_container_options(script)),
         "profiler": 'nsys profile --output="$job/logs/nsys-$tag-%h-%p" ' if launch.nsys else "",
@@ -179,15 +198,19 @@ def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
     return ((option, value) for option, value in values.items() if value is not None)
 
 
-def _srun_options(script: Script) -> Iterator[str]:
-    """Options of srun that depend on the parameters."""
-    yield f'--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
-    if script.launch.cpus_per_task is not None:  # since Slurm 22.05 a step does not inherit it
-        yield f"--cpus-per-task={script.launch.cpus_per_task}"
-    if script.kind == "tokenize" and script.launch.mpi_plugin is not None:
-        yield f"--mpi={script.launch.mpi_plugin}"
+def _starter(script: Script) -> Iterator[str]:
+    """The command that starts tasks on all nodes."""
+    launch = script.launch
+    if script.kind == "tokenize" and launch.mpi == "mpirun":
+        yield f"mpirun -n {script.nodes * script.tasks_per_node}"
+        return
+    yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
+    if launch.cpus_per_task is not None:  # a step inherits it before Slurm 22.05 only
+        yield f"--cpus-per-task={launch.cpus_per_task}"
+    if script.kind == "tokenize" and launch.mpi_plugin is not None:
+        yield f"--mpi={launch.mpi_plugin}"
     if script.kind == "train":
-        # Each rank ends by itself, but none waits for those of a lost node.
+        # Each rank ends by itself; but none waits for ever for those of a lost node.
         yield "--kill-on-bad-exit=0 --wait=60"
 
 
@@ -281,7 +304,11 @@ def submissions(job: JobDir) -> list[str]:
 
 def record_submission(job: JobDir, job_id: str) -> None:
     """Keep that this job directory was handed to Slurm."""
-    record = {"time": int(time.time()), "job_id": job_id, "command": shlex.join(sys.argv)}
+    record = {
+        "time": int(time.time()),
+        "job_id": job_id,
+        "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
+    }
     with job.submissions.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 

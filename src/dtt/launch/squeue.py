@@ -1,4 +1,4 @@
-"""What Slurm knows of jobs: from squeue, and from sacct where there is accounting."""
+"""What Slurm says of jobs: squeue, and sacct where there is accounting; and scancel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+
+from dtt.errors import EnvironmentUnfit
 
 QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 RUNNING = frozenset(
@@ -81,6 +83,13 @@ def ask(ids: Collection[str]) -> Answer:
         for id, job in past.items():
             jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
     return Answer(jobs)
+
+
+def cancel(id: str) -> None:
+    """Take a job out of the queue, or end it; EnvironmentUnfit, in Slurm's words, if it cannot."""
+    code, _, error = _run(["scancel", id])
+    if code != 0:
+        raise EnvironmentUnfit(f"cannot cancel job {id}", why=error or f"scancel: {code}")
 
 
 def _ended_before(last: SlurmJob) -> str:

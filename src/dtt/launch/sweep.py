@@ -146,6 +146,8 @@ def plan(path: Path) -> Plan:
     file = read(path)
     root = Path("jobs") / file.sweep.name
     before = _known(root)
+    if JobDir(root).config.exists():
+        raise ConfigError(f"{root} is a job", where=path, next="give the sweep another `name`")
     if before and set(before.keys) != set(file.sweep.keys):
         raise ConfigError(
             f"{root} holds a sweep over other keys: {', '.join(before.keys)}",

@@ -85,8 +85,7 @@ class _Crew:
 
     async def _train(self, job: JobDir, gpus: list[str], env: dict[str, str]) -> None:
         number = job.attempt() + 1
-        job.logs.mkdir(parents=True, exist_ok=True)
-        path = job.logs / f"{number}.log"
+        path = _log(job, number)
         log.info("%s: attempt %d, log in %s", job.root, number, path)
         with path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -106,6 +105,15 @@ class _Crew:
         log.info("%s: %s", job.root, _ending(job, number, code, path))
 
 
+def _log(job: JobDir, attempt: int) -> Path:
+    """Where an attempt's output goes; `latest.log` leads there."""
+    path, latest = job.logs / f"train-local-{attempt}.log", job.logs / "latest.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(path.name)
+    return path
+
+
 def _argv(job: JobDir, gpus: int) -> list[str]:
     """A process per GPU, or as many as `pipeline.train_processes` says."""
     config = load_job(job.root)
@@ -122,13 +130,13 @@ def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
         if job.attempt() < attempt:
             job.begin_attempt()
         known = ExitCode(code) if code in set(ExitCode) else ExitCode.BUG
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else last_line(path)
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else _last_line(path)
         job.end_attempt(known, reason or f"exit code {code}", rank=0, attempt=attempt)
     record = job.exit_record(attempt)
     return str(record["reason"]).splitlines()[0] if record else "done"
 
 
-def last_line(path: Path) -> str | None:
+def _last_line(path: Path) -> str | None:
     """The last line of a log that says anything."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))

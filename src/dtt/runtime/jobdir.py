@@ -16,10 +16,10 @@ from typing import Any
 
 from dtt.errors import ExitCode
 from dtt.runtime.files import write_atomically
+from dtt.secrets import holds_secret, named_secret, redacted
 
 # Environment variables worth keeping with a job; never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
-SECRET_WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN", "JWT", "CREDENTIAL")
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
@@ -169,7 +169,7 @@ class JobDir:
     def write_environment(self) -> None:
         """Write `env.json`: versions, the code's git state, and allow-listed variables."""
         record = {
-            "command": sys.argv,
+            "command": [redacted(argument) for argument in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: metadata.version(name) for name in PACKAGES},
@@ -177,7 +177,8 @@ class JobDir:
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
-                if name.startswith(ENVIRONMENT) and not any(w in name.upper() for w in SECRET_WORDS)
+                if name.startswith(ENVIRONMENT)
+                and not (named_secret(name) or holds_secret(value))
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
@@ -195,6 +196,7 @@ def _git_state(folder: Path) -> dict[str, str] | None:
     try:
         if git("ls-files", ".").strip() == "":
             return None
-        return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD", "--", ".")}
+        diff = redacted(git("diff", "HEAD", "--", "."))
+        return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff}
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -39,11 +39,17 @@ def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def read(path: Path) -> Iterator[Record]:
-    """The records of a file; none if it is absent; a torn last line (a crash) is left out."""
+def read(path: Path, kind: str | None = None) -> Iterator[Record]:
+    """The records of a file, or those of a kind; none if it is absent.
+
+    A torn last line (a crash) is left out.
+    """
     if not path.exists():
         return
+    mark = b"" if kind is None else json.dumps(kind).encode()  # spares parsing most lines
     with path.open("rb") as file:  # bytes: a line may be torn within a character
         for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+            if mark in line and line.endswith(b"\n"):
+                record = json.loads(line)
+                if kind is None or record["kind"] == kind:
+                    yield record

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.files import write_atomically
@@ -66,8 +66,19 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def save(drawing: Figure, path: Path) -> None:
-    """Write a figure as PNG."""
+def spread(groups: Iterable[Sequence[Any]]) -> bool:
+    """Whether values ask for a logarithmic axis.
+
+    They do if all are above zero and the largest is more than 100 times the smallest.
+    """
+    values = [value for group in groups for value in group]
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
+    return bool(values) and numbers and 0 < 100 * min(values) < max(values)
+
+
+def save(drawing: Figure, path: Path) -> Path:
+    """Write a figure as PNG; returns where."""
     png = io.BytesIO()
     drawing.savefig(png, format="png")
     write_atomically(path, png.getvalue())
+    return path

@@ -12,6 +12,7 @@ from typing import Any
 from dtt.config.train import WandbConfig
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.log import log
+from dtt.secrets import named_secret
 from dtt.track.base import Record
 
 
@@ -32,6 +33,9 @@ class WandbTracker:
         self._run: Any = None
 
         def begin() -> None:
+            # The client keeps all of Slurm's variables with a run; SLURM_JWT is one.
+            for variable in [v for v in os.environ if v.startswith("SLURM_") and named_secret(v)]:
+                del os.environ[variable]
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
@@ -41,7 +45,7 @@ class WandbTracker:
                 dir=folder,
                 config=settings,
                 mode=_mode(config),
-                settings=wandb.Settings(init_timeout=20, finish_timeout=60),
+                settings=wandb.Settings(init_timeout=20, finish_timeout=10),
             )
             for kind in ("train", "eval", "perf", "save"):
                 self._run.define_metric(f"{kind}/*", step_metric="step")

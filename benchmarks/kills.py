@@ -1,0 +1,133 @@
+"""Whether runs that are killed again and again end as if nothing had happened, bit for bit.
+
+    python benchmarks/kills.py [KILLS] [SEED]
+
+Runs of one and of two ranks with Muon, dropout, accumulation, evaluation, samples and asynchronous
+saves. A random rank gets SIGKILL at a random moment, then the same command is started again, ten
+times for each run; then it may end. Every checkpoint file of its last step and every loss is
+compared with those of a run that nobody disturbed. A process that has to be ended by hand, because
+it does not notice that another one is gone, counts as a manual step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from runs import Run, make_tokens, wait_until
+
+from dtt.checkpoint import store
+from dtt.errors import DttError
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+STEPS = 120
+KILLS_PER_JOB = 10
+
+
+def settings(tokens: Path, name: str) -> list[str]:
+    """Arguments of the runs."""
+    return [
+        "train", f"data.tokens={tokens}", f"name={name}", "model.dim=32", "model.n_layers=2",
+        "model.n_heads=2", "model.dropout=0.1", f"train.steps={STEPS}", "train.seq_len=32",
+        "train.micro_batch=2", "train.global_batch_tokens=256", "train.eval_every=7",
+        "train.log_every=3", "train.sample_every=10", "train.sample_tokens=4",
+        "checkpoint.every=4", "schedule.warmup_steps=2",
+    ]  # fmt: skip
+
+
+def reached(job: JobDir) -> int:
+    """The newest step on record."""
+    return job.last_step() or 0
+
+
+def killed(run: Run, job: JobDir, rng: random.Random, doing: Counter[str]) -> bool:
+    """Kill a random rank of a run somewhere in its next steps; False if it ended before that."""
+    rank = rng.randrange(run.ranks)
+    ahead = max(0, rng.randrange(-4, 16))
+    target = reached(job) + ahead
+    wait_until(lambda: not run.running() or reached(job) >= target, 60)
+    moment = rng.random() * (0.15 if ahead else 1.5)  # steps are short, start-up is long
+    wait_until(lambda: not run.running(), moment)
+    if rank not in run.running():
+        return False
+    doing[run.board.doing(rank) or "start-up"] += 1
+    os.kill(run.pids[rank], signal.SIGKILL)
+    return True
+
+
+def content(job: JobDir) -> dict[str, Any]:
+    """What must be the same: each file of the last checkpoint, and each loss and sample."""
+    folder = store.folder_of(job.checkpoints, STEPS)
+    names = [file.path for file in store.verify(folder).manifest.files]
+    found: dict[str, Any] = {name: (folder / name).read_bytes() for name in names}
+    position = store.verify(folder).position()
+    position.pop("run_id", None)  # each job its own
+    records = [r for r in jsonl.read(job.metrics) if r["kind"] in ("train", "eval", "sample")]
+    return found | {store.POSITION: position, "metrics": records}
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    kills: Counter[int] = Counter()
+    doing: Counter[str] = Counter()
+    jobs: Counter[int] = Counter()
+    different = manual = 0
+    with tempfile.TemporaryDirectory(prefix="dtt-kills-") as name:
+        folder = Path(name)
+        tokens = make_tokens(folder)
+        right = {}
+        for ranks in (1, 2):
+            job = JobDir(folder / f"jobs/undisturbed-{ranks}")
+            run = Run(folder, ranks, settings(tokens, job.root.name)).start()
+            run.wait(300)
+            assert set(run.codes.values()) == {0}, (folder / "log").read_text()
+            right[ranks] = content(job)
+        while kills.total() < count:
+            ranks = 1 + jobs.total() % 2
+            jobs[ranks] += 1
+            job = JobDir(folder / f"jobs/{ranks}-ranks-{jobs[ranks]}")
+            struck = 0
+            while True:
+                run = Run(folder, ranks, settings(tokens, job.root.name)).start()
+                if struck < KILLS_PER_JOB and kills.total() < count:
+                    hit = killed(run, job, rng, doing)
+                    struck, kills[ranks] = struck + hit, kills[ranks] + hit
+                manual += not run.wait(120)
+                if set(run.codes.values()) == {0}:
+                    break
+                unexpected = set(run.codes.values()) - {0, 1, -signal.SIGKILL}
+                if unexpected:
+                    manual += 1
+                    print(f"{job.root.name}: codes {run.codes}", file=sys.stderr)
+                    break
+            different += differs(job, right[ranks])
+    print(f"{'ranks':<8}{'jobs':>6}{'kills':>7}")
+    for ranks in (1, 2):
+        print(f"{ranks:<8}{jobs[ranks]:>6}{kills[ranks]:>7}")
+    print("killed during:", ", ".join(f"{what} {n}" for what, n in doing.most_common()))
+    print(f"{kills.total()} kills: {different} jobs that differ in any bit, {manual} manual steps")
+
+
+def differs(job: JobDir, right: dict[str, Any]) -> bool:
+    """Whether a finished job is another one than `right`; says where."""
+    try:
+        found = content(job)
+    except DttError as error:
+        print(f"{job.root.name}: {error}", file=sys.stderr)
+        return True
+    wrong = [name for name in right.keys() | found.keys() if found.get(name) != right.get(name)]
+    if wrong:
+        print(f"{job.root.name}: other {', '.join(sorted(wrong))}", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Many short runs of `dtt train` on several ranks, started quickly, seen from inside.
+
+A rank is forked from a process that has imported all it needs: a second instead of ten. It is told
+its place as torchrun would tell it, and enters `dtt.main`. A `Board` in shared memory says what
+each rank is doing at this very moment.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import json
+import mmap
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # optimizers import it on first use  # noqa: F401
+
+from dtt.checkpoint.saver import Saver
+from dtt.main import main
+from dtt.runtime.watchdog import Watchdog
+from dtt.train import trainer
+from dtt.train.stop import Requests
+from dtt.train.trainer import Trainer
+
+DOING = (
+    "",
+    "start-up",
+    "first step",
+    "step",
+    "accumulation",
+    "evaluate",
+    "sample",
+    "save",
+    "async flush",
+)
+
+
+class Board:
+    """What each rank does, and what it did when it last heard a signal."""
+
+    def __init__(self) -> None:
+        """For up to 16 ranks; forks share it."""
+        self._memory = mmap.mmap(-1, 64)
+
+    def doing(self, rank: int) -> str:
+        """What `rank` does now."""
+        doing, flushing = self._memory[rank], self._memory[16 + rank]
+        return (
+            "async flush" if flushing and DOING[doing] in ("step", "accumulation") else DOING[doing]
+        )
+
+    def heard(self, rank: int) -> str:
+        """What `rank` did when it last heard a signal; empty if it never did."""
+        return DOING[self._memory[32 + rank]]
+
+    def write(self, rank: int, doing: str) -> str:
+        """Say what `rank` does; returns what it did before."""
+        before = DOING[self._memory[rank]]
+        self._memory[rank] = DOING.index(doing)
+        return before
+
+    def flush(self, rank: int, on: bool) -> None:
+        """Say whether a checkpoint is being written in the background."""
+        self._memory[16 + rank] = on
+
+    def hear(self, rank: int) -> None:
+        """Say that a signal has come."""
+        self._memory[32 + rank] = DOING.index(self.doing(rank))
+
+    @contextmanager
+    def during(self, rank: int, doing: str) -> Iterator[None]:
+        """Say it inside."""
+        before = self.write(rank, doing)
+        try:
+            yield
+        finally:
+            self.write(rank, before)
+
+
+def _show(board: Board, rank: int) -> None:
+    """Let this process, a rank, keep `board` up to date."""
+
+    def around(owner: Any, name: str, label: Callable[..., str | None]) -> None:
+        """Say `label(arguments)` while `owner.name` runs."""
+        original = getattr(owner, name)
+
+        @contextmanager
+        def managed(*arguments: Any, **named: Any) -> Iterator[Any]:
+            said = label(*arguments, **named)
+            if said is None:
+                with original(*arguments, **named) as value:
+                    yield value
+                return
+            with board.during(rank, said), original(*arguments, **named) as value:
+                yield value
+
+        setattr(owner, name, managed)
+
+    phases = {"step": "step", "evaluate": "evaluate", "sample": "sample", "save": "save"}
+    around(Watchdog, "phase", lambda self, phase: phases.get(phase))
+    first = True  # step of this attempt
+    around(
+        trainer,
+        "gradient_sync",
+        lambda module, wanted: None if wanted or first else "accumulation",
+    )
+
+    steps, listen = Trainer.step, Requests.__init__
+    flush, hear = Saver._run, Requests._on_signal  # noqa: SLF001
+
+    def step(self: Trainer, *arguments: Any) -> None:
+        nonlocal first
+        with board.during(rank, "first step" if first else "step"):
+            steps(self, *arguments)
+        first = False
+
+    def run(self: Saver, *arguments: Any) -> None:
+        board.flush(rank, True)
+        flush(self, *arguments)
+        board.flush(rank, False)
+
+    def on_signal(self: Requests, *arguments: Any) -> None:
+        board.hear(rank)
+        hear(self, *arguments)
+
+    def init(self: Requests) -> None:
+        listen(self)
+        board.write(rank, "start-up")
+
+    for owner, name, replacement in (
+        (Trainer, "step", step),
+        (Saver, "_run", run),
+        (Requests, "_on_signal", on_signal),
+        (Requests, "__init__", init),
+    ):
+        setattr(owner, name, replacement)
+
+
+@dataclass
+class Run:
+    """The ranks of one start of a job."""
+
+    folder: Path
+    """Where they run: the job is `jobs/NAME` in it."""
+    ranks: int
+    arguments: list[str]
+    board: Board = field(default_factory=Board)
+    pids: list[int] = field(default_factory=list)
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes by rank, negative for a signal."""
+
+    def start(self) -> Run:
+        """Fork the ranks."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._become(rank, port)
+            self.pids.append(pid)
+        return self
+
+    def _become(self, rank: int, port: int) -> None:
+        code = 1
+        try:
+            log = os.open(self.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(self.folder)
+            if self.ranks > 1:
+                os.environ.update(
+                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks),
+                    LOCAL_WORLD_SIZE=str(self.ranks), MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                )  # fmt: skip
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.argv = ["dtt", *self.arguments]
+            _show(self.board, rank)
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return [rank for rank in range(self.ranks) if rank not in self.codes]
+
+    def wait(self, limit: float = 60.0) -> bool:
+        """Wait for the end; False if some ranks had to be killed after `limit` seconds."""
+        ended = wait_until(lambda: not self.running(), limit)
+        for rank in self.running():
+            os.kill(self.pids[rank], signal.SIGKILL)
+        wait_until(lambda: not self.running(), limit)
+        return ended
+
+
+def wait_until(true: Callable[[], object], limit: float, pause: float = 0.001) -> bool:
+    """Whether `true()` became so within `limit` seconds."""
+    end = time.monotonic() + limit
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def make_tokens(folder: Path) -> Path:
+    """A small token folder, made by dtt."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
+    text = "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
+    (folder / "counting.jsonl").write_text(text)
+    for command in (
+        ["download", "-d", "counting.jsonl"],
+        ["tokenize", "-d", "counting.jsonl", "tokenizer.vocab_size=300", "tokenize.out=tokens",
+         "tokenize.validation_fraction=0.1", "tokenize.unit_bytes=8192"],
+    ):  # fmt: skip
+        run = Run(folder, 1, command).start()
+        run.wait()
+        assert run.codes == {0: 0}, (folder / "log").read_text()
+    return folder / "tokens"

@@ -1,0 +1,148 @@
+"""Whether a request to save, or to save and stop, is followed whatever the run is doing.
+
+    python benchmarks/signals.py [REQUESTS] [SEED]
+
+Runs of two ranks with accumulation, evaluation, samples and asynchronous saves get SIGTERM, SIGINT
+or SIGUSR2 on a random rank, `control/stop` or `control/save`, each aimed at a phase. Fired: sent,
+and counted under what the rank was doing when it heard the signal, or the first rank when the file
+was made. Saved: the run ended with code 75 and a checkpoint that verifies at the step exit.json
+names; for `control/save`, acknowledged and such a checkpoint there while the run goes on. Every
+other run goes on from a stopped one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from runs import DOING, Run, make_tokens, wait_until
+
+from dtt.checkpoint import store
+from dtt.errors import DttError
+from dtt.runtime.jobdir import JobDir
+
+HOW = ("SIGTERM", "SIGINT", "SIGUSR2", "control/stop", "control/save")
+PHASES = [name for name in DOING if name]
+
+
+def settings(tokens: Path, name: str) -> list[str]:
+    """Arguments of a run whose phases take long enough to be hit."""
+    return [
+        "train", f"data.tokens={tokens}", f"name={name}", "model.dim=128", "model.n_layers=2",
+        "model.n_heads=2", "train.steps=100000", "train.seq_len=64", "train.micro_batch=2",
+        "train.global_batch_tokens=1024", "train.eval_every=8", "train.log_every=4",
+        "train.sample_every=8", "train.sample_tokens=24", "checkpoint.every=3",
+        "checkpoint.keep_last=4", "train.precision=fp32",
+    ]  # fmt: skip
+
+
+def request(run: Run, job: JobDir, how: str, phase: str, rng: random.Random) -> str | None:
+    """Send a request while a rank is in `phase`; returns what it was doing, None if it ended."""
+    alone = how.startswith("control") or phase == "sample"  # those are the first rank's
+    rank = 0 if alone else rng.randrange(run.ranks)
+    wait_until(lambda: run.board.doing(rank) == phase or not run.running(), 60, pause=0.0002)
+    time.sleep(rng.random() * (0.002 if phase == "save" else 0.02))
+    if not run.running():
+        return None
+    if how.startswith("control"):
+        doing = run.board.doing(rank)
+        path = job.stop if how == "control/stop" else job.save
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"benchmark: {how} {phase}\n")
+        return doing
+    os.kill(run.pids[rank], signal.Signals[how])
+    wait_until(lambda: run.board.heard(rank) or rank not in run.running(), 30, pause=0.0002)
+    return run.board.heard(rank) or "never heard"
+
+
+def stopped(run: Run, job: JobDir) -> str:
+    """`saved`, or what went wrong with the ending."""
+    if not run.wait():
+        return "did not end"
+    record = job.exit_record(job.attempt())
+    if record is None:
+        return "no exit.json"
+    if record["code"] != 75:
+        return f"code {record['code']}: {record['reason'].splitlines()[0]}"
+    return whole(job, record["step"])
+
+
+def whole(job: JobDir, step: int | None) -> str:
+    """`saved` if there is a checkpoint of `step` (None: of step 0) that verifies."""
+    try:
+        store.verify(store.folder_of(job.checkpoints, step or 0))
+    except DttError as error:
+        return str(error).splitlines()[0]
+    return "saved"
+
+
+def saved(run: Run, job: JobDir) -> str:
+    """`saved`, or what went wrong with a request that the run goes on after."""
+
+    def acknowledged() -> int | None:
+        try:
+            record = json.loads(job.acknowledged.read_bytes())
+        except OSError:
+            return None
+        return int(record["step"]) if record["request"] == "save" else None
+
+    if not wait_until(lambda: acknowledged() is not None or not run.running(), 60):
+        return "not acknowledged"
+    step = acknowledged()
+    if step is None:
+        return "ended"
+    # The request is agreed on before a step and followed after it.
+    wanted = {step + 1, step} if step else {1}
+    if not wait_until(lambda: wanted & set(store.steps(job.checkpoints)), 60):
+        return f"no checkpoint of step {step + 1}"
+    return whole(job, max(wanted & set(store.steps(job.checkpoints))))
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 240
+    rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    fired: Counter[tuple[str, str]] = Counter()
+    good: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory(prefix="dtt-signals-") as name:
+        folder = Path(name)
+        tokens = make_tokens(folder)
+        n = jobs = 0
+        while fired.total() < count:
+            how, phase = HOW[n % len(HOW)], PHASES[(n // len(HOW)) % len(PHASES)]
+            jobs += n % 2 == 0
+            n += 1
+            job = JobDir(folder / f"jobs/job-{jobs}")
+            job.acknowledged.unlink(missing_ok=True)
+            run = Run(folder, 2, settings(tokens, job.root.name)).start()
+            doing = request(run, job, how, phase, rng)
+            if doing is None:
+                print(f"{how}: the run ended before {phase}", file=sys.stderr)
+                continue
+            fired[doing, how] += 1
+            outcome = saved(run, job) if how == "control/save" else stopped(run, job)
+            good[doing, how] += outcome == "saved"
+            if outcome != "saved":
+                print(f"{how} in {doing}: {outcome}", file=sys.stderr)
+            for rank in run.running():
+                os.kill(run.pids[rank], signal.SIGTERM)
+            run.wait()
+    print(f"{'saved of fired':<22}" + "".join(f"{how:>14}" for how in HOW) + f"{'all':>12}")
+    rows = [*PHASES, *sorted({doing for doing, _ in fired} - set(PHASES))]
+    for row in [*rows, "all"]:
+        cells = []
+        for how in [*HOW, "all"]:
+            keys = [k for k in fired if row in (k[0], "all") and how in (k[1], "all")]
+            cells.append(f"{sum(good[k] for k in keys)} of {sum(fired[k] for k in keys)}")
+        print(f"{row:<22}" + "".join(f"{cell:>14}" for cell in cells[:-1]) + f"{cells[-1]:>12}")
+    print(f"{good.total() / fired.total():.1%} of {fired.total()} requests were followed")
+
+
+if __name__ == "__main__":
+    main()

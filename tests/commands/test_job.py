@@ -1,0 +1,175 @@
+"""`dtt job …` on jobs that really run; what needs Slurm is in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import SQUEUE, FakeSlurm
+from running import Dtt
+
+Settings = Callable[..., list[str]]
+ALONE = {"PATH": "/nonexistent"}
+"""No Slurm."""
+
+
+def wait_until(true: Callable[[], Any], limit: float = 60.0) -> None:
+    """Poll for something another process does."""
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endless(dtt: Dtt, tiny: Settings) -> Iterator[Any]:
+    """A job that runs and runs."""
+    settings = tiny(train__steps=1_000_000, train__eval_every=0, checkpoint__every=1_000_000)
+    process = dtt.start("train", *settings)
+    wait_until((dtt.folder / "jobs/t/metrics.jsonl").exists)
+    wait_until(lambda: (dtt.folder / "jobs/t/metrics.jsonl").stat().st_size > 1000)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def told(dtt: Dtt) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(dtt("job", "status", "jobs/t", "--json").stdout)
+    return status
+
+
+def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) -> None:
+    running = told(dtt)
+    assert (running["state"], running["steps"], running["slurm"]) == ("running", 1_000_000, None)
+    assert running["heartbeat_age"] < 60
+    text = dtt("job", "status", "jobs/t").stdout
+    assert "state       running" in text
+    assert "of 1000000" in text
+    assert "is running" in dtt("job", "resume", "jobs/t", expect=2).stderr
+
+    assert "it saves and goes on" in dtt("job", "save", "jobs/t").stdout
+    wait_until(lambda: list((dtt.folder / "jobs/t/checkpoints").glob("step-*")))
+    assert endless.poll() is None
+
+    assert "it saves and stops" in dtt("job", "stop", "jobs/t").stdout
+    assert Dtt.wait(endless).returncode == 75
+    stopped = told(dtt)
+    assert stopped["state"] == "stopped"
+    assert stopped["detail"].endswith("dtt job stop")
+    assert stopped["checkpoint"] == f"step-{stopped['step']:06d}"
+    assert "jobs/t  stopped  " in dtt("job", "ls").stdout
+
+
+def test_stopped_twice_or_saved_when_over_is_told(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny())
+    assert told(dtt)["state"] == "done"
+    assert "nothing to stop: jobs/t is done" in dtt("job", "stop", "jobs/t").stdout
+    assert "it is done" in dtt("job", "save", "jobs/t", expect=2).stderr
+    assert "is done" in dtt("job", "resume", "jobs/t", expect=2).stderr
+    assert not (dtt.folder / "jobs/t/control/stop").exists()
+
+
+def test_a_job_that_does_not_answer_keeps_the_request(dtt: Dtt, endless: Any) -> None:
+    endless.send_signal(signal.SIGSTOP)
+    deaf = dtt("job", "stop", "jobs/t", "--wait", "0.5", expect=1)
+    assert "has not answered" in deaf.stderr
+    assert "dtt job status jobs/t" in deaf.stderr
+    asked = told(dtt)
+    assert asked["state"] == "stopping"
+    assert "not yet acknowledged" in asked["detail"]
+    endless.send_signal(signal.SIGCONT)
+    assert Dtt.wait(endless).returncode == 75
+
+
+def test_a_killed_job_is_lost_and_the_command_that_goes_on_told(dtt: Dtt, endless: Any) -> None:
+    (dtt.folder / "jobs/t/control/stop").unlink(missing_ok=True)
+    endless.kill()
+    endless.wait()
+    assert told(dtt)["state"] == "lost"
+    (dtt.folder / "jobs/t/control/stop").touch()
+    assert dtt("job", "resume", "jobs/t", **ALONE).stdout == "dtt train jobs/t\n"
+    assert not (dtt.folder / "jobs/t/control/stop").exists()
+
+
+def made(dtt: Dtt, name: str) -> Path:
+    """A job that was configured and never began."""
+    job = dtt.folder / "jobs" / name
+    (job / "logs").mkdir(parents=True)
+    (job / "config.yaml").write_text(f"name: {name}\n")
+    return job
+
+
+def test_ls_tells_of_all_jobs_newest_first_trials_too(dtt: Dtt) -> None:
+    for name, ended in (("old", 100), ("sweep/0001", 300), ("new", 200)):
+        folder = made(dtt, name) / "submissions.jsonl"
+        folder.write_text(json.dumps({"time": ended, "job_id": "7", "command": "x"}) + "\n")
+    listed = dtt("job", "ls", **ALONE)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        "jobs/sweep/0001", "jobs/new", "jobs/old",
+    ]  # fmt: skip
+    assert "there is no squeue here" in listed.stderr
+    facts = json.loads(dtt("job", "ls", "jobs/sweep", "--json", **ALONE).stdout)
+    assert [fact["job"] for fact in facts] == ["jobs/sweep/0001"]
+
+
+def test_resume_submits_the_script_from_its_own_folder(dtt: Dtt) -> None:
+    job = made(dtt, "t")
+    (job / "slurm.sh").write_text("#!/bin/bash\ndirectory='/a b'\n")
+    slurm = FakeSlurm(dtt.folder / "bin")
+    slurm.says("sbatch", "23")
+    slurm.says("squeue", SQUEUE["PENDING"].format(id="23", since=round(time.time())))
+    path = str(slurm.folder)
+    assert "submitted  23" in dtt("job", "resume", "jobs/t", PATH=path).stdout
+    assert slurm.asked("sbatch") == ["--parsable --chdir=/a b jobs/t/slurm.sh"]
+    assert "is queued" in dtt("job", "resume", "jobs/t", PATH=path, expect=2).stderr
+    assert len(slurm.asked("sbatch")) == 1
+
+
+def test_a_queued_job_is_cancelled_only_with_yes(dtt: Dtt) -> None:
+    job = made(dtt, "t")
+    (job / "submissions.jsonl").write_text('{"time": 1, "job_id": "23", "command": "x"}\n')
+    slurm = FakeSlurm(dtt.folder / "bin")
+    slurm.says("squeue", SQUEUE["HELD"].format(id="23", since=round(time.time())))
+    slurm.says("scancel")
+    path = str(slurm.folder)
+    assert "scancel 23" in dtt("job", "stop", "jobs/t", PATH=path, expect=2).stderr
+    assert slurm.asked("scancel") == []
+    dtt("job", "stop", "jobs/t", "-y", PATH=path)
+    assert slurm.asked("scancel") == ["23"]
+    slurm.says("scancel", error="scancel: error: Access/permission denied")
+    assert "permission denied" in dtt("job", "stop", "jobs/t", "-y", PATH=path, expect=78).stderr
+
+
+def test_logs_of_the_first_node_or_another(dtt: Dtt) -> None:
+    logs = made(dtt, "t") / "logs"
+    for node in ("n1", "n2"):
+        (logs / f"train-7-r0-{node}.log").write_text("".join(f"{node} {i}\n" for i in range(99)))
+        (logs / f"latest-{node}.log").symlink_to(f"train-7-r0-{node}.log")
+    (logs / "latest.log").symlink_to("train-7-r0-n1.log")
+    assert dtt("job", "logs", "jobs/t", "-n", "2").stdout == "n1 97\nn1 98\n"
+    assert dtt("job", "logs", "jobs/t", "-n", "1", "--node", "n2").stdout == "n2 98\n"
+    refused = dtt("job", "logs", "jobs/t", "--node", "n3", expect=66)
+    assert "--node takes n1, n2" in refused.stderr
+
+
+def test_followed_logs_go_on_with_the_next_attempt(dtt: Dtt) -> None:
+    logs = made(dtt, "t") / "logs"
+    (logs / "train-7-r0-n1.log").write_text("one\n")
+    (logs / "latest.log").symlink_to("train-7-r0-n1.log")
+    process = dtt.start("job", "logs", "jobs/t", "-f")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "one\n"
+    with (logs / "train-7-r0-n1.log").open("a") as file:
+        file.write("two\n")
+    assert process.stdout.readline() == "two\n"
+    (logs / "train-7-r1-n1.log").write_text("three\n")
+    (logs / "aside").symlink_to("train-7-r1-n1.log")
+    (logs / "aside").replace(logs / "latest.log")
+    assert process.stdout.readline() == "three\n"
+    process.send_signal(signal.SIGINT)
+    assert Dtt.wait(process).returncode == 130

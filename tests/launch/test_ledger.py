@@ -1,0 +1,390 @@
+"""The ledger tells the truth: from files alone, from Slurm, and when the two disagree."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, SQUEUE, FakeSlurm
+
+from dtt.errors import InputError
+from dtt.launch import ledger
+from dtt.launch.ledger import Status
+from dtt.runtime.jobdir import JobDir
+
+NOW = time.time()
+SAVED = "stopped at step 8 of 20, everything is saved\n  why:   {by}\n  next:  dtt train jobs/t"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A job directory, file by file. Times are seconds ago."""
+
+    job: JobDir
+
+    def submitted(self, *ids: str) -> Written:
+        lines = [{"time": NOW - 500, "job_id": id, "command": "dtt submit"} for id in ids]
+        self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        return self
+
+    def attempt(self, number: int = 1, *, ago: float = 300, slurm: str | None = None) -> Written:
+        self._write(f"attempts/{number}/ranks/00000.json", "{}", ago)
+        environment = {} if slurm is None else {"SLURM_JOB_ID": slurm}
+        self._write("env.json", json.dumps({"environment": environment}), ago)
+        return self
+
+    def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
+        beat = {
+            "time": NOW - ago, "progress": NOW - ago, "attempt": number, "phase": "step",
+            "step": 8, "steps": 20, "seconds_per_step": 0.5, "world_size": 2, "node": "n1",
+            "pid": 1,
+        }  # fmt: skip
+        self._write("heartbeat.json", json.dumps(beat | changes))
+        return self
+
+    def ended(self, code: int, reason: str, number: int = 1, *, ago: float = 100) -> Written:
+        record = {"code": code, "reason": reason, "step": 8, "rank": 1, "node": "n2"}
+        self._write(f"attempts/{number}/exit.json", json.dumps(record), ago)
+        return self
+
+    def asked(self, what: str, by: str = "alice: dtt job stop") -> Written:
+        self._write(f"control/{what}", by + "\n")
+        return self
+
+    def acknowledged(self, request: str = "stop", *, ago: float = 1) -> Written:
+        record = {"request": request, "by": "alice: dtt job stop", "step": 8, "time": NOW - ago}
+        self._write("control/acknowledged.json", json.dumps(record))
+        return self
+
+    def checkpoint(self, step: int) -> Written:
+        (self.job.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        return self
+
+    def stalled(self, began_with: int, count: int) -> Written:
+        self._write("stalled", f"{began_with} {count}\n")
+        return self
+
+    def log(self, text: str) -> Written:
+        self._write("logs/train-7-r0-n1.log", text)
+        return self
+
+    def status(self) -> Status:
+        (status,) = ledger.examine([self.job])
+        return status
+
+    def _write(self, name: str, text: str, ago: float = 0.0) -> None:
+        path = self.job.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (NOW - ago, NOW - ago))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """A job that was only configured."""
+    job = Written(JobDir(tmp_path / "jobs/t"))
+    job._write("config.yaml", "name: t\n")
+    return job
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Knows no job, and has no accounting."""
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.says("squeue", error=FORGOTTEN)
+    fake.says("sacct", error=NO_ACCOUNTING)
+    monkeypatch.setenv("PATH", str(fake.folder))
+    return fake
+
+
+@pytest.fixture
+def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def squeue_line(state: str, *, ago: float = 400, id: str = "7") -> str:
+    return SQUEUE[state].format(id=id, since=round(NOW - ago))
+
+
+def sacct_line(state: str, *, ago: float = 400, id: str = "7") -> str:
+    return SACCT[state].format(id=id, since=round(NOW - ago))
+
+
+def told(status: Status) -> tuple[str, str]:
+    return status.state.value, status.detail
+
+
+# ---- from files alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_slurm")
+class TestWithoutSlurm:
+    def test_never_started(self, written: Written) -> None:
+        assert told(written.status()) == ("never started", "")
+
+    def test_running_with_its_step_and_the_time_left(self, written: Written) -> None:
+        status = written.attempt().beat().status()
+        assert told(status) == ("running", "")
+        assert (status.own.step, status.own.steps, status.seconds_left) == (8, 20, 6.0)
+
+    def test_long_phases_are_named(self, written: Written) -> None:
+        assert told(written.attempt().beat(phase="evaluate").status()) == (
+            "running", "in phase evaluate",
+        )  # fmt: skip
+
+    def test_an_attempt_without_a_heartbeat_yet_is_starting(self, written: Written) -> None:
+        written.attempt(1).beat(1).ended(75, SAVED.format(by="bob: x")).attempt(2, ago=5)
+        assert told(written.status()) == ("running", "starting")
+
+    def test_asked_to_stop_by_whom(self, written: Written) -> None:
+        status = written.attempt().beat().asked("stop").status()
+        assert told(status) == (
+            "stopping", "asked by alice: dtt job stop, not yet acknowledged",
+        )  # fmt: skip
+
+    def test_a_request_acknowledged_at_a_step(self, written: Written) -> None:
+        status = written.attempt().beat().asked("stop").acknowledged().status()
+        assert told(status) == (
+            "stopping", "asked by alice: dtt job stop, acknowledged at step 8",
+        )  # fmt: skip
+
+    def test_an_answer_of_an_earlier_attempt_says_nothing(self, written: Written) -> None:
+        status = written.attempt().beat().acknowledged(ago=1000).status()
+        assert told(status) == ("running", "")
+
+    def test_asked_to_save_it_runs_on(self, written: Written) -> None:
+        status = written.attempt().beat().asked("save", "bob: dtt job save").status()
+        assert told(status) == (
+            "running", "asked to save by bob: dtt job save, not yet acknowledged",
+        )  # fmt: skip
+
+    def test_a_bare_touch_names_the_file(self, written: Written) -> None:
+        written.attempt().beat()
+        written.job.stop.parent.mkdir(exist_ok=True)
+        written.job.stop.touch()
+        assert told(written.status())[1] == "asked by control/stop, not yet acknowledged"
+
+    @pytest.mark.parametrize(
+        ("code", "reason", "expected"),
+        [
+            (0, "done", ("done", "")),
+            (75, SAVED.format(by="alice: dtt job stop"), (
+                "stopped",
+                "stopped at step 8 of 20, everything is saved; asked by alice: dtt job stop",
+            )),
+            (76, "training diverged: loss is nan at step 8\n  why: …", (
+                "diverged", "training diverged: loss is nan at step 8",
+            )),
+            (74, "no space left on device", (
+                "failed", "no space left on device (exit code 74, rank 1 on n2)",
+            )),
+        ],
+    )  # fmt: skip
+    def test_how_it_ended(
+        self, written: Written, code: int, reason: str, expected: tuple[str, str]
+    ) -> None:
+        assert told(written.attempt().beat().ended(code, reason).status()) == expected
+
+    def test_silent_without_an_ending_it_is_lost(self, written: Written) -> None:
+        status = written.attempt().beat(ago=90).log("Bus error\n\n").status()
+        assert status.state == "lost"
+        assert "on n1" in status.detail
+        assert status.log_tail == ["Bus error"]
+
+    def test_a_process_that_is_gone_from_this_machine_is_lost_at_once(
+        self, written: Written
+    ) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        here = socket.gethostname()
+        assert written.attempt().beat(node=here, pid=gone.pid).status().state == "lost"
+        assert written.beat(node=here, pid=os.getpid()).status().state == "running"
+
+    def test_submitted_where_no_slurm_is_its_state_is_unknown(self, written: Written) -> None:
+        status = written.submitted("7").status()
+        assert told(status) == ("unknown", "submitted as 7; there is no squeue here")
+
+
+# ---- with Slurm ----------------------------------------------------------------------------------
+
+
+def test_a_job_that_was_never_submitted_asks_nothing(written: Written, slurm: FakeSlurm) -> None:
+    assert written.attempt().beat().status().state == "running"
+    assert slurm.asked("squeue") == []
+
+
+def test_queued_with_the_reason_slurm_gives(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("HELD"))
+    status = written.submitted("7").status()
+    assert told(status) == ("queued", "waits for JobHeldUser")
+    assert status.queued
+
+
+def test_slurm_runs_it_and_it_has_not_begun(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("RUNNING"))
+    assert told(written.submitted("7").status()) == (
+        "running", "starting: Slurm runs it on n[1-2]",
+    )  # fmt: skip
+
+
+def test_slurm_runs_it_and_nothing_is_heard(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("RUNNING", ago=400))
+    status = written.submitted("7").attempt(ago=300, slurm="7").beat(ago=90).status()
+    assert status.state == "lost"
+    assert "Slurm runs it on n[1-2], and it has said nothing for 9" in status.detail
+
+
+def test_the_last_heartbeat_of_a_killed_job_does_not_count(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("CANCELLED", ago=1))
+    status = written.submitted("7").attempt(slurm="7").beat().checkpoint(4).status()
+    assert told(status) == ("cancelled", "step-000004 is the newest checkpoint")
+
+
+def test_a_run_by_hand_counts_while_slurm_has_the_job_queued(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("PENDING"))
+    assert written.submitted("7").attempt().beat().status().state == "running"
+
+
+def test_put_back_into_the_queue_it_tells_how_the_attempt_ended(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("PENDING", ago=90))
+    written.submitted("7").attempt(slurm="7").ended(75, SAVED.format(by="slurm: time limit"))
+    assert told(written.status()) == (
+        "queued",
+        "waits for Resources; attempt 1: stopped at step 8 of 20, everything is saved",
+    )
+
+
+@pytest.mark.parametrize("accounting", [False, True])
+def test_preempted_and_waiting(written: Written, slurm: FakeSlurm, accounting: bool) -> None:
+    slurm.says("squeue", squeue_line("PENDING", ago=90))
+    written.submitted("7").attempt(slurm="7")
+    if accounting:  # killed without a word
+        slurm.says("sacct", sacct_line("PREEMPTED"), sacct_line("PENDING", ago=90))
+        written.beat(ago=95)
+    else:
+        written.ended(75, SAVED.format(by="slurm: SIGTERM"))
+    status = written.status()
+    assert (status.state, status.queued) == ("preempted", True)
+    assert status.detail.startswith("waits for Resources; ")
+
+
+@pytest.mark.parametrize(
+    ("slurm_says", "state"),
+    [("CANCELLED", "cancelled"), ("TIMEOUT", "timed out"), ("NODE_FAIL", "node failed")],
+)
+@pytest.mark.parametrize("code", [75, 1, None])
+def test_what_slurm_ended(
+    written: Written, slurm: FakeSlurm, slurm_says: str, state: str, code: int | None
+) -> None:
+    slurm.says("squeue", squeue_line(slurm_says, ago=100))
+    written.submitted("7").attempt(slurm="7").beat(ago=100)
+    if code is not None:
+        written.ended(code, SAVED.format(by="slurm: SIGTERM"))
+    assert written.status().state == state
+
+
+def test_a_final_ending_is_not_overruled(written: Written, slurm: FakeSlurm) -> None:
+    written.submitted("7").attempt(slurm="7").beat().ended(0, "done", ago=1)
+    for line in (squeue_line("RUNNING"), squeue_line("NODE_FAIL", ago=0)):
+        slurm.says("squeue", line)
+        assert written.status().state == "done"
+
+
+def test_submitted_again_after_a_final_ending_it_is_queued(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    written.submitted("7", "9").attempt(slurm="7").ended(2, "3 mistakes", ago=100)
+    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("PENDING", ago=10, id="9"))
+    assert written.status().state == "queued"
+
+
+def test_of_a_chain_the_running_job_counts(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("RUNNING"), squeue_line("PENDING", id="8"))
+    status = written.submitted("7", "8").attempt(slurm="7").beat().status()
+    assert (status.state, status.slurm and status.slurm.id) == ("running", "7")
+    assert "--jobs=7,8" in slurm.asked("squeue")[0]
+
+
+def test_one_handed_over_by_plain_sbatch_is_known_from_its_attempt(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("CANCELLED", ago=1, id="31"))
+    assert written.attempt(slurm="31").beat().status().state == "cancelled"
+    assert "--jobs=31" in slurm.asked("squeue")[0]
+
+
+def test_what_slurm_has_forgotten_accounting_knows(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("sacct", sacct_line("RUNNING"), sacct_line("CANCELLED", ago=100))
+    assert written.submitted("7").attempt(slurm="7").beat(ago=120).status().state == "cancelled"
+
+
+def test_what_slurm_has_forgotten_is_told_from_files(written: Written, slurm: FakeSlurm) -> None:
+    assert written.submitted("7").status().state == "lost"
+    written.attempt(slurm="7").beat(ago=100)
+    assert written.status().state == "lost"
+    assert written.ended(0, "done").status().state == "done"
+    assert slurm.asked("sacct")
+
+
+def test_three_attempts_in_vain(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("FAILED", ago=99))
+    written.submitted("7").attempt(slurm="7").ended(74, "disk full").stalled(4, 3).checkpoint(4)
+    status = written.status()
+    assert told(status) == (
+        "out of attempts", "3 without a new checkpoint; disk full (exit code 74, rank 1 on n2)",
+    )  # fmt: skip
+    assert written.checkpoint(8).status().state == "failed"
+
+
+def test_a_job_script_that_failed_before_any_attempt(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("FAILED"))
+    assert told(written.submitted("7").status()) == ("failed", "Slurm says FAILED")
+
+
+def test_a_controller_that_does_not_answer_is_told(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", error=NO_CONTROLLER)
+    status = written.submitted("7").attempt(slurm="7").beat().status()
+    assert (status.state, status.silence) == ("running", NO_CONTROLLER)
+    assert written.ended(76, "diverged").status().state == "diverged"
+
+
+def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: FakeSlurm) -> None:
+    names = ["a", "sweep/0001", "sweep/0002"]
+    for i, name in enumerate(names):
+        job = Written(JobDir(tmp_path / "jobs" / name))
+        job._write("config.yaml", "name: t\n")
+        job.submitted(f"7_{i}")
+    slurm.says("squeue", *(squeue_line("PENDING", id=f"7_{i}") for i in range(3)))
+    jobs = ledger.find(tmp_path / "jobs")
+    assert [str(job.root.relative_to(tmp_path / "jobs")) for job in jobs] == names
+    assert [status.state for status in ledger.examine(jobs)] == ["queued"] * 3
+    assert len(slurm.asked("squeue")) == 1
+
+
+def test_what_is_no_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs/t").mkdir(parents=True)
+    (tmp_path / "jobs/t/config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="name its directory: jobs/t"):
+        ledger.open_job(Path("t"))
+    with pytest.raises(InputError, match="dtt job ls"):
+        ledger.open_job(Path("jobs"))
+
+
+def test_the_ledger_needs_no_torch() -> None:
+    code = "import sys, dtt.commands.job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

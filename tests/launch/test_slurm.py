@@ -1,0 +1,637 @@
+"""The job script: what values cannot do to it, and what it does when a job ends, in real bash."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from running import ROOT
+
+from dtt.config.launch import LaunchConfig
+from dtt.config.load import resolve, shipped_configs
+from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.launch import slurm
+from dtt.launch.slurm import Array, Script, render
+from dtt.runtime.jobdir import JobDir
+
+# ---- the text --------------------------------------------------------------------------------------
+
+
+def script(**changes: Any) -> Script:
+    """A two-node training job; keywords of LaunchConfig go there."""
+    launch = {name: changes.pop(name) for name in set(changes) & LaunchConfig.model_fields.keys()}
+    settings: dict[str, Any] = {
+        "job_name": "run", "job": Path("jobs/run"), "directory": Path("/scratch/me"),
+        "argv": ("train",), "kind": "train",
+        "launch": LaunchConfig.model_validate({"nodes": 2, **launch}),
+    }  # fmt: skip
+    return Script(**settings | changes)
+
+
+def directives(text: str) -> dict[str, str]:
+    """The `#SBATCH` lines, by option."""
+    lines = re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.M)
+    assert len(lines) == len(re.findall(r"^\s*#SBATCH", text, re.M))
+    assert len(lines) == len(dict(lines))
+    return dict(lines)
+
+
+def check_syntax(folder: Path, texts: list[str]) -> None:
+    """`bash -n` takes all of them."""
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(folder / f"syntax-{number}.sh")
+        paths[-1].write_text(text)
+    loop = 'for f; do bash -n "$f" || { cat "$f"; exit 1; }; done'
+    done = subprocess.run(["bash", "-c", loop, "x", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+EXAMPLES = {
+    "download": (("download", "-c", "jobs/run-download/config.yaml"), "other"),
+    "tokenize": (("tokenize", "-c", "jobs/run-tokenize/config.yaml"), "tokenize"),
+    "train": (("train",), "train"),
+}
+
+
+def example(command: str) -> Script:
+    """What stands in sbatch/: run.yaml and the profile `generic`, on four nodes."""
+    profile = shipped_configs() / "clusters/generic.yaml"
+    settings = ["name=run", "launch.nodes=4", "launch.partition=gpu"]
+    if command == "tokenize":
+        settings += ["launch.gpus_per_node=0", "launch.processes_per_node=32",
+                     "launch.cpus_per_task=1", "launch.mpi_plugin=pmix"]  # fmt: skip
+    argv, kind = EXAMPLES[command]
+    return Script(
+        job_name="run" if kind == "train" else f"run-{command}",
+        job=Path("jobs/run" if kind == "train" else f"jobs/run-{command}"),
+        directory=Path("/scratch/me/dtt"),
+        argv=argv,
+        kind=kind,  # type: ignore[arg-type]
+        launch=resolve(profile, settings, env={}).config.launch,
+    )
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_in_sbatch_are_what_is_rendered(command: str) -> None:
+    path = ROOT / f"sbatch/{command}.sh"
+    text = render(example(command))
+    if os.environ.get("DTT_WRITE_DOCS"):
+        path.write_text(text)
+        path.chmod(0o755)
+    assert path.read_text() == text, f"DTT_WRITE_DOCS=1 pytest {__file__} rewrites it"
+
+
+PROFILES = sorted(path.stem for path in (shipped_configs() / "clusters").glob("*.yaml"))
+
+
+def variants(profile: str) -> Iterator[Script]:
+    """Every kind of script of a profile."""
+    path = shipped_configs() / f"clusters/{profile}.yaml"
+    for continuation in ("requeue", "singleton", "none"):
+        for start in ("torchrun", "srun"):
+            switches = ["preflight", "nccl_debug", "nsys"] if start == "srun" else []
+            arguments = [f"launch.{switch}=true" for switch in switches]
+            arguments += [f"launch.continuation={continuation}", f"launch.start={start}"]
+            launch = resolve(path, arguments, env={}).config.launch
+            yield script(launch=launch, code=start == "srun")
+            for argv, kind in EXAMPLES.values():
+                yield script(launch=launch, argv=argv, kind=kind)
+    trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
+    yield script(job=Path("jobs/sweep"), array=Array(trials, cap=1), modules=("cuda/12", "gcc"))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_shellcheck_has_nothing_to_say_of_any_profile(profile: str, tmp_path: Path) -> None:
+    paths = []
+    for number, variant in enumerate(variants(profile)):
+        paths.append(tmp_path / f"{number}.sh")
+        paths[-1].write_text(render(variant))
+    assert len({path.read_text() for path in paths}) > 10
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_rendering_is_pure() -> None:
+    variant = script(setup=("source env.sh",), environment={"A": "b"})
+    assert render(variant) == render(replace(variant))
+
+
+def test_what_is_asked_for_becomes_directives_and_nothing_else() -> None:
+    made = directives(
+        render(
+            script(
+                gpus_per_node=4, cpus_per_task=8, mem="480G", time="1-00:00:00", partition="a,b",
+                account="me", qos="high", constraint="a100&nvlink", reservation="r",
+                exclude="n[1-3],m2", directives=("--exclusive", "--mail-type=END"), lead=300,
+            )
+        )
+    )  # fmt: skip
+    assert made == {
+        "job-name": "run", "output": "jobs/run/logs/%x-%j.log", "open-mode": "append",
+        "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "4", "cpus-per-task": "8",
+        "mem": "480G", "time": "1-00:00:00", "partition": "a,b", "account": "me", "qos": "high",
+        "constraint": "a100&nvlink", "reservation": "r", "exclude": "n[1-3],m2",
+        "signal": "B:USR2@300", "requeue": "", "exclusive": "", "mail-type": "END",
+    }  # fmt: skip
+
+
+def test_a_users_template_gets_the_same_values_and_an_unknown_name_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.j2"
+    path.write_text("{{ job_name }} {{ directory | q }} {{ launch.nodes }} {{ launch.setup }}")
+    mine = script(template=path, directory=Path("/a b"))
+    assert render(mine) == "run '/a b' 2 ()"
+    path.write_text("{{ jobname }}")
+    with pytest.raises(ConfigError, match="'jobname' is undefined"):
+        render(script(template=path))
+    with pytest.raises(InputError, match=r"nix\.j2"):
+        render(script(template=tmp_path / "nix.j2"))
+
+
+def test_an_array_cannot_be_a_chain() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.continuation=requeue"):
+        script(continuation="singleton", array=Array((Path("jobs/a"),)))
+
+
+# ---- hostile values --------------------------------------------------------------------------------
+
+CANARY = "/canary"
+PIECES = [
+    "$(touch {c})", "`touch {c}`", "; touch {c}; ", "\n", "\r\n", "\n#SBATCH --wrap='touch {c}'\n",
+    "#SBATCH --exclusive", " ", "'", '"', "''", "\\", "\\\n", "$HOME", "${IFS}", "&& touch {c} &&",
+    "| touch {c}", "> {c}", "--wrap", "-x", "--uid=0", "\x00", "\x1b[31m", "\x7f", "\u2028", "\u202e",
+    "é", "日本", "🏖", "{{ 7*7 }}", "{% raw %}", "%j", "%N", "../..", "~", "!", "*", "?", "[a]", "#",
+    "\t", "}\n", "EOF", "done", "fi", ")", "<(touch {c})", "x", "1", "a.b", "=", ",", ":", "@", "^",
+]  # fmt: skip
+SINGLE = (
+    "mem", "time", "partition", "account", "qos", "constraint", "reservation", "exclude",
+    "mpi_plugin",
+)  # fmt: skip
+
+
+def hostile(count: int, canary: Path) -> list[str]:
+    """Values that would like to be more than a value."""
+    rng = random.Random(3)
+    made = ["".join(rng.choices(PIECES, k=rng.randint(1, 4))) for _ in range(count)]
+    return [value.replace("{c}", str(canary)) for value in made]
+
+
+def accepted(key: str, value: Any) -> dict[str, Any]:
+    """`{key: value}`, or nothing if it is refused."""
+    try:
+        LaunchConfig.model_validate({key: value})
+    except ValidationError as error:
+        assert key in str(error)
+        return {}
+    return {key: value}
+
+
+def with_value(values: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Every field that takes them set to hostile values, and the names of the options they add."""
+    first = values[0]
+    launch: dict[str, Any] = {}
+    for key in SINGLE:
+        launch |= accepted(key, first)
+    lists = ("directives", "modules", "setup")
+    for key in lists:
+        launch[key] = tuple(value for value in values if accepted(key, (value,)))
+    names = {f"V{number}": value for number, value in enumerate(values)}
+    launch["environment"] = {k: v for k, v in names.items() if accepted("environment", {k: v})}
+    launch["environment"] |= {v: "x" for v in values if accepted("environment", {v: "x"})}
+    container: dict[str, Any] = {"type": "apptainer", "image": "x.sif"}
+    for key in ("binds", "options"):
+        container[key] = tuple(v for v in values if accepted("container", container | {key: (v,)}))
+    container |= accepted("container", container | {"image": first}).get("container", {})
+    launch["container"] = container
+    added = [directive.split("=")[0][2:] for directive in launch["directives"]]
+    return launch, added
+
+
+def own_parameters(value: str) -> dict[str, Any]:
+    """The parameters of a Script that take a hostile value."""
+    taken: dict[str, Any] = {"argv": ("tokenize", value), "kind": "tokenize"}
+    for key, setting in (("job_name", value), ("job", Path("jobs") / value),
+                         ("directory", Path("/tmp") / value)):  # fmt: skip
+        try:
+            script(**{key: setting})
+        except (ConfigError, ValueError):  # a path with \0 is none
+            continue
+        taken[key] = setting
+    return taken
+
+
+def test_no_hostile_value_adds_a_directive_or_breaks_the_script(tmp_path: Path) -> None:
+    texts = []
+    for value in hostile(1000, tmp_path / "canary"):
+        launch, added = with_value([value])
+        text = render(script(**launch, **own_parameters(value)))
+        plain = set(directives(render(script(nodes=2)))) | {"ntasks-per-node"}
+        assert set(directives(text)) - plain <= {*SINGLE, *added}
+        assert not set(added) & plain
+        texts.append(text)
+    assert len(set(texts)) > 800
+    check_syntax(tmp_path, texts)
+
+
+FAKES = {
+    # Runs on "every node" what the script would: without a container, in this very place.
+    "srun": """
+        printf '%q ' srun "$@" >>"$CALLS"; echo >>"$CALLS"
+        while [[ $1 != bash ]]; do shift; done
+        SLURM_NODEID=0 SLURMD_NODENAME=n1 SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 exec "$@" """,
+    "scontrol": """
+        case "$1 $2" in
+        "show hostnames") printf 'n1\\nn2\\n' ;;
+        "show job") echo "JobId=$3 JobState=${STATE:-RUNNING} Reason=None"
+            echo "   StartTime=2026-01-01T10:00:00 EndTime=${ENDS:-2999-01-01T12:00:00} X=y"
+            echo "   PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=${PREEMPT:-None}" ;;
+        *) echo "scontrol $*" >>"$CALLS" ;;
+        esac""",
+    "sbatch": 'echo "sbatch $*" >>"$CALLS"; echo 77',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
+    "singularity": ":",
+    "getent": '[[ $2 != n1 || -z ${UNRESOLVED:-} ]]',
+    "python": 'printf "%q " python "$@" >>"$CALLS"; echo >>"$CALLS"; exit "${PYTHON_CODE:-0}"',
+    # A training: it takes a signal, saves or not, and says how it ended.
+    "torchrun": """
+        printf '%q ' torchrun "$@" >>"$CALLS"; echo >>"$CALLS"
+        job=${!#} number=1
+        while [[ -e $job/attempts/$number ]]; do ((number++)); done
+        if [[ -n ${BEGINS-yes} ]]; then mkdir -p "$job/attempts/$number"; fi
+        if [[ -n ${SIGNAL:-} ]]; then
+            kill -s "$SIGNAL" "$BATCH"
+            until [[ -s $job/control/stop ]]; do sleep 0.01; done
+            head -n 1 "$job/control/stop" >>"$CALLS"
+            ! grep -q ^slurm: "$job/control/stop" || rm "$job/control/stop"
+        fi
+        [[ -z ${SAVES:-} ]] || mkdir -p "$job/checkpoints/$SAVES"
+        [[ $CODE != none ]] || kill -9 $$
+        if [[ -n ${BEGINS-yes} ]]; then
+            printf '{\\n "code": %s,\\n "reason": "the \\\\"code\\\\": 3"\\n}\\n' "$CODE" \\
+                >"$job/attempts/$number/exit.json"
+        fi
+        exit 1""",
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Path:
+    """Programs of Slurm and torch that only say how they were called."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    for name, body in FAKES.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def execute(text: str, folder: Path, fakes: Path, *arguments: str, **env: str) -> tuple[int, str]:
+    """Run a job script as Slurm would, job 42 on n1 and n2; exit code and what it said."""
+    path = folder / "slurm.sh"
+    path.write_text(text)
+    slurm_env = {
+        "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2", "PATH": f"{fakes}:/usr/bin:/bin", "HOME": "/nowhere",
+        "CALLS": str(folder / "calls"), "CODE": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", 'export BATCH=$$; exec bash "$@"', "x", path, *arguments],
+        env=slurm_env | env, cwd=folder, text=True, timeout=30,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def calls(folder: Path) -> list[str]:
+    """What the fakes were asked."""
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_no_hostile_value_is_executed_and_each_arrives_as_it_is(
+    tmp_path: Path, fakes: Path
+) -> None:
+    canary = tmp_path / "canary"
+    values = [v for v in hostile(1000, canary) if "\0" not in v]
+    for start in range(0, len(values), 40):
+        some = values[start : start + 40]
+        launch, _ = with_value(some)
+        del launch["setup"]  # lines of shell by intention
+        asked = ("tokenize", *(v for v in some if not re.search(r"[\r\n]", v)))
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        text = render(script(**launch, argv=asked, kind="tokenize", directory=folder))
+        text = text.replace("module load", ": ")
+        code, said = execute(text, folder, fakes)
+        assert code == 0, said
+        sent, got = calls(folder)
+        assert shlex_words(got) == ["python", "-m", "dtt.main", *asked]
+        for option in launch["container"]["options"]:
+            assert option in shlex_words(sent)
+    assert not canary.exists()
+    assert not list(tmp_path.rglob("canary*"))
+
+
+def shlex_words(line: str) -> list[str]:
+    """What bash's `printf %q` wrote, read by bash."""
+    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    return read.stdout.decode().split("\0")[:-1]
+
+
+def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_them(
+    tmp_path: Path, fakes: Path
+) -> None:
+    (tmp_path / "env.sh").write_text('export FROM_FILE="a b"\n')
+    lines = ("source env.sh", 'export HERE="$FROM_FILE, $OTHER"', "echo }; echo $HERE >here")
+    text = render(
+        script(directory=tmp_path, setup=lines, environment={"OTHER": "$HOME `x`"})
+    )  # fmt: skip
+    code, said = execute(text, tmp_path, fakes)
+    assert code == 0, said
+    assert (tmp_path / "here").read_text() == "a b, $HOME `x`\n"
+    check_syntax(tmp_path, [render(script(setup=(word,))) for word in slurm.RESERVED])
+
+
+def test_a_set_up_that_fails_is_told_and_nothing_is_started(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, setup=("false",), continuation="none"))
+    code, said = execute(text, tmp_path, fakes)
+    assert code == 78
+    assert "cannot set up" in said
+    assert calls(tmp_path) == []
+
+
+# ---- how processes are started ---------------------------------------------------------------------
+
+
+def test_torchrun_meets_at_the_first_node_and_a_port_of_the_job(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, gpus_per_node=4, cpus_per_task=32))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    srun, torchrun = calls(tmp_path)
+    assert "--ntasks-per-node=1 --cpus-per-task=32" in srun
+    for option in ("--nnodes=2", "--nproc_per_node=4", "--rdzv_backend=c10d", "--max_restarts=0",
+                   "--rdzv_endpoint=n1:10042", "--rdzv_conf=is_host=1", "--rdzv_id=42-r0",
+                   "-m dtt.main train jobs/run"):  # fmt: skip
+        assert option in torchrun
+
+
+def test_a_first_node_without_a_name_is_met_by_its_address(tmp_path: Path, fakes: Path) -> None:
+    execute(render(script(directory=tmp_path)), tmp_path, fakes, UNRESOLVED="yes")
+    assert "--rdzv_endpoint=10.0.0.1:" in calls(tmp_path)[1]
+
+
+def test_srun_starts_every_process_with_a_place_to_meet(tmp_path: Path, fakes: Path) -> None:
+    (fakes / "python").write_text('#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT $*" >>"$CALLS"\n')
+    text = render(script(directory=tmp_path, start="srun", processes_per_node=3))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    srun, python = calls(tmp_path)
+    assert "--ntasks-per-node=3" in srun
+    assert python == "n1 10042 -m dtt.main train jobs/run"
+
+
+@pytest.mark.parametrize(
+    ("settings", "starter"),
+    [
+        ({}, "srun --nodes=2 --ntasks-per-node=8 bash"),
+        ({"mpi_plugin": "pmix"}, "srun --nodes=2 --ntasks-per-node=8 --mpi=pmix bash"),
+        ({"mpi": "mpirun"}, "mpirun -n 16 bash"),
+    ],
+)
+def test_tokenize_runs_as_ranks_of_mpi(
+    settings: dict[str, Any], starter: str, tmp_path: Path, fakes: Path
+) -> None:
+    (fakes / "mpirun").write_text(FAKES["srun"].replace("srun", "mpirun"))
+    (fakes / "mpirun").chmod(0o755)
+    argv, kind = EXAMPLES["tokenize"]
+    settings = {"processes_per_node": 8, **settings}
+    text = render(script(directory=tmp_path, argv=argv, kind=kind, **settings))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    assert calls(tmp_path)[0].startswith(starter)
+    assert calls(tmp_path)[1].startswith(f"python -m dtt.main {shlex.join(argv)}")
+
+
+def test_a_preflight_that_fails_keeps_the_training_from_starting(
+    tmp_path: Path, fakes: Path
+) -> None:
+    settings: dict[str, Any] = {"preflight": True, "start": "srun", "continuation": "none"}
+    text = render(script(directory=tmp_path, **settings))
+    code, _ = execute(text, tmp_path, fakes, PYTHON_CODE="78")
+    assert code == 78
+    assert [c for c in calls(tmp_path) if c.startswith("python")] == [
+        "python -m dtt.runtime.preflight --cpu "
+    ]
+    assert execute(text, tmp_path, fakes)[0] == 0
+    assert calls(tmp_path)[-1].startswith("python -m dtt.main train jobs/run")
+
+
+def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Path) -> None:
+    trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
+    text = render(script(directory=tmp_path, job=Path("jobs/sweep"), array=Array(trials, cap=1)))
+    assert directives(text)["array"] == "0-1%1"
+    assert directives(text)["output"] == "jobs/sweep/logs/%x-%A_%a.log"
+    assert execute(text, tmp_path, fakes, SLURM_ARRAY_TASK_ID="1")[0] == 0
+    assert calls(tmp_path)[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
+    assert (tmp_path / "jobs/sweep/b/stalled").exists()
+
+
+def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, setup=("echo said",)))
+    for restart in ("0", "1"):
+        execute(text, tmp_path, fakes, SLURM_RESTART_COUNT=restart)
+    logs = tmp_path / "jobs/run/logs"
+    assert {p.name for p in logs.iterdir() if not p.is_symlink()} == {
+        "train-42-r0-n1.log", "train-42-r1-n1.log",
+    }  # fmt: skip
+    assert (logs / "latest.log").readlink() == Path("train-42-r1-n1.log")
+    assert (logs / "latest-n2.log").readlink() == Path("train-42-r1-n2.log")
+    assert (logs / "latest-slurm.log").readlink() == Path("run-42.log")
+    assert (logs / "train-42-r0-n1.log").read_text() == "said\n"
+
+
+# ---- how it goes on --------------------------------------------------------------------------------
+
+REQUEUE = "scontrol requeue 42"
+LIMIT, TERM = {"SIGNAL": "USR2"}, {"SIGNAL": "TERM"}
+SAVES = {"SAVES": "step-000009"}
+PREEMPTED = {"PREEMPT": "2026-01-01T11:00:00"}
+
+
+@pytest.mark.parametrize(
+    ("env", "requeued", "expected", "said"),
+    [
+        ({"CODE": "0"}, False, 0, "done"),
+        ({"CODE": "2"}, False, 2, "mend what it says, then sbatch jobs/run/slurm.sh"),
+        ({"CODE": "65"}, False, 65, "mend"),
+        ({"CODE": "66"}, False, 66, "mend"),
+        ({"CODE": "76"}, False, 76, "mend"),
+        ({"CODE": "130"}, False, 130, "mend"),
+        ({"CODE": "1"}, True, 1, "back into the queue"),
+        ({"CODE": "74"}, True, 74, "back into the queue"),
+        ({"CODE": "78"}, True, 78, "back into the queue"),
+        ({"CODE": "none"}, True, 137, "exit code none; back into the queue"),
+        ({"CODE": "0", "BEGINS": ""}, True, 1, "exit code 1; back into the queue"),
+        ({"CODE": "75", **SAVES}, False, 75, "stopped on request"),
+        ({"CODE": "75", **SAVES, **LIMIT}, True, 75, "back into the queue"),
+        ({"CODE": "0", **LIMIT}, False, 0, "done"),
+        ({"CODE": "76", **LIMIT}, False, 76, "mend"),
+        ({"CODE": "none", **LIMIT}, True, 137, "back into the queue"),
+        ({"CODE": "75", **SAVES, **TERM}, False, 75, "Slurm's to say"),
+        ({"CODE": "1", **TERM}, False, 1, "Slurm's to say"),
+        ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, True, 75, "back into the queue"),
+        ({"CODE": "75", **SAVES, **PREEMPTED}, True, 75, "back into the queue"),
+        ({"CODE": "75", **SAVES, "PREEMPT": "2026-01-01T09:00:00"}, False, 75, "on request"),
+        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, False, 75, "Slurm's to say"),
+        ({"CODE": "75", **SAVES, **LIMIT, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({"CODE": "1", "STATE": "CANCELLED"}, False, 1, "was cancelled"),
+    ],
+)
+def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
+    env: dict[str, str], requeued: bool, expected: int, said: str, tmp_path: Path, fakes: Path
+) -> None:
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert (code, REQUEUE in calls(tmp_path)) == (expected, requeued), output
+    assert said in output.splitlines()[-1]
+    asked = {"USR2": "slurm: time limit", "TERM": "slurm: SIGTERM"}.get(env.get("SIGNAL", ""))
+    assert asked is None or asked in calls(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("env", "cancelled"),
+    [
+        ({"CODE": "0"}, True),
+        ({"CODE": "76"}, True),
+        ({"CODE": "75", **SAVES}, True),
+        ({"CODE": "75", **SAVES, **LIMIT}, False),
+        ({"CODE": "1"}, False),
+        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, True),
+        ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, False),
+        ({"CODE": "none", **TERM, "ENDS": "2026-01-01T12:00:00"}, False),
+    ],
+)
+def test_a_successor_waits_from_the_start_and_is_cancelled_when_all_is_over(
+    env: dict[str, str], cancelled: bool, tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    assert "no-requeue" in directives(text)
+    _, output = execute(text, tmp_path, fakes, **env)
+    successor = "sbatch --parsable --dependency=singleton jobs/run/slurm.sh continued"
+    assert calls(tmp_path)[0] == successor
+    assert ("scancel 77" in calls(tmp_path)) == cancelled, output
+    assert REQUEUE not in calls(tmp_path)
+    assert slurm.submissions(JobDir(tmp_path / "jobs/run")) == ["77"]
+
+
+def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, continuation="none"))
+    code, output = execute(text, tmp_path, fakes, CODE="75", **LIMIT)
+    assert code == 75
+    assert "sbatch jobs/run/slurm.sh goes on" in output.splitlines()[-1]
+    assert not [call for call in calls(tmp_path) if call.startswith(("sbatch", "scontrol"))]
+
+
+def test_attempts_without_a_new_checkpoint_are_counted_and_the_last_says_what_to_do(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, max_stalled_attempts=2))
+    requeues = []
+
+    def attempt(restart: int, **env: str) -> str:
+        before = calls(tmp_path).count(REQUEUE)
+        env = {"CODE": "1", "SLURM_RESTART_COUNT": str(restart), **env}
+        output = execute(text, tmp_path, fakes, **env)[1]
+        requeues.append(calls(tmp_path).count(REQUEUE) - before)
+        return output.splitlines()[-1]
+
+    attempt(0)
+    attempt(1, SAVES="step-000010")  # a new checkpoint: the count begins anew
+    attempt(2)
+    last = attempt(3)
+    assert requeues == [1, 1, 1, 0]
+    assert "2 attempts in a row without a new checkpoint" in last
+    assert last.endswith("then sbatch jobs/run/slurm.sh")
+    # A node that died left no time to count: the next start does it.
+    started = len(calls(tmp_path))
+    assert "2 attempts in a row" in attempt(4)
+    assert len(calls(tmp_path)) == started
+    # Who submits it again begins anew.
+    attempt(0)
+    assert requeues[-1] == 1
+
+
+def test_our_own_stale_request_is_dropped_and_a_persons_is_kept(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    stop = tmp_path / "jobs/run/control/stop"
+    for line, kept in (("slurm: time limit", False), ("alice: dtt job stop", True)):
+        stop.parent.mkdir(parents=True, exist_ok=True)
+        stop.write_text(f"{line}\n")
+        execute(text, tmp_path, fakes)
+        assert stop.exists() == kept
+
+
+def test_a_persons_stop_is_not_taken_for_the_time_limit(tmp_path: Path, fakes: Path) -> None:
+    stop = tmp_path / "jobs/run/control/stop"
+    stop.parent.mkdir(parents=True)
+    stop.write_text("alice: dtt job stop\n")
+    text = render(script(directory=tmp_path))
+    code, output = execute(text, tmp_path, fakes, CODE="75", **SAVES, **LIMIT)
+    assert code == 75
+    assert "stopped on request" in output
+    assert REQUEUE not in calls(tmp_path)
+
+
+# ---- lead, sbatch, squeue --------------------------------------------------------------------------
+
+
+def record(**values: Any) -> str:
+    return json.dumps({"step": 1, **values}) + "\n"
+
+
+def test_the_lead_is_measured_asked_for_or_a_default(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    assert slurm.lead(job, LaunchConfig()) == slurm.DEFAULT_LEAD
+    assert slurm.lead(job, LaunchConfig(time=2)) == 60  # half of it
+    assert slurm.lead(job, LaunchConfig(lead_seconds=7)) == 7
+    job.metrics.write_text(
+        record(kind="perf", seconds_per_step=20.0)
+        + record(kind="save", blocked_seconds=1.0, write_seconds=100.0, verify_seconds=9.0)
+        + record(kind="perf", seconds_per_step=1.0)
+        + '{"kind": "save", "torn'
+    )
+    assert slurm.lead(job, LaunchConfig()) == 30 + 2 * (20 + 110)
+    job.metrics.write_text(
+        record(kind="perf", seconds_per_step=0.1) + record(kind="save", write_seconds=0.2)
+    )
+    assert slurm.lead(job, LaunchConfig()) == slurm.SHORTEST_LEAD
+
+
+def test_sbatch_gives_the_job_id_or_its_own_words(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    (fakes / "sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CALLS"; echo "17;cluster"\n')
+    assert slurm.submit(Path("jobs/a b/slurm.sh"), "--hold") == "17"
+    assert calls(tmp_path) == ["sbatch --parsable --hold jobs/a b/slurm.sh"]
+    (fakes / "sbatch").write_text('#!/bin/bash\necho "sbatch: error: no such partition" >&2; exit 1')
+    with pytest.raises(EnvironmentUnfit, match="no such partition"):
+        slurm.submit(Path("slurm.sh"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DttError, match="no sbatch"):
+        slurm.submit(Path("slurm.sh"))

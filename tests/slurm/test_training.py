@@ -1,0 +1,224 @@
+"""Training through a real Slurm: limits, preemption, lost nodes; in the end nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Submit = Callable[..., Any]
+Check = Callable[[Any], None]
+
+
+def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit()
+    assert job.told()["state"] in ("queued", "running")
+    job.wait_for_step(50)
+    told = job.told()
+    assert (told["state"], told["steps"], told["slurm"]["state"]) == ("running", 400, "RUNNING")
+    assert told["slurm"]["id"] == job.id
+    assert told["heartbeat"]["world_size"] == 2
+    assert 50 <= told["step"] <= 400
+    cluster.kill("slurmctld")
+    told = job.told()
+    assert told["state"] == "running"
+    assert "Unable to contact slurm controller" in told["slurm_silence"]
+    cluster.start_what_was_killed()
+    cluster.wait_for_state(job.id, "COMPLETED")
+    told = job.told()
+    assert (told["state"], told["step"], told["checkpoint"]) == ("done", 400, "step-000400")
+    nodes = {
+        path.name.split("-")[-1] for path in (job.dtt.folder / job.path / "logs").glob("train-*")
+    }
+    assert nodes == {"n1.log", "n2.log"}
+    assert_as_undisturbed(job)
+
+
+def test_three_time_limits_later_the_job_ends_as_if_there_had_been_none(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit()
+    for attempt in (1, 2, 3):
+        job.wait_for_step(80 * attempt)
+        cluster.ask_to_save(job.id)
+        record = job.exit_record(attempt)
+        assert record["code"] == 75
+        assert "slurm: time limit" in record["reason"]
+        assert record["checkpoint"] == f"step-{record['step']:06d}"
+        cluster.wait_for_state(job.id, "PENDING", "CONFIGURING")
+        told = job.told()
+        assert told["state"] == "queued"
+        assert "stopped at step" in told["detail"]
+    cluster.wait_for_state(job.id, "COMPLETED")
+    assert job.told()["state"] == "done"
+    assert cluster.field(job.id, "Restarts") == "3"
+    assert_as_undisturbed(job)
+
+
+def test_preempted_with_and_without_grace_it_comes_back(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit()
+    grace = cluster.run("scontrol", "-o", "show", "partition", "batch")
+    grace = grace.split("GraceTime=")[1].split()[0]
+    try:
+        for attempt, seconds in ((1, grace), (2, "0")):
+            cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={seconds}")
+            job.wait_for_step(80 * attempt)
+            urgent = cluster.run(
+                "sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
+                "--wrap", "sleep 3",
+            )  # fmt: skip
+            cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
+            told = job.told()
+            assert told["state"] == "preempted"
+            assert told["checkpoint"] is not None
+            record = job.exit_record(attempt)
+            assert record["code"] == 75
+            assert "SIGTERM" in record["reason"]
+    finally:
+        cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={grace}")
+    cluster.wait_for_state(job.id, "COMPLETED")
+    assert job.told()["state"] == "done"
+    assert_as_undisturbed(job)
+
+
+def test_cancelled_it_saves_and_stays_away_until_plain_sbatch_goes_on(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit()
+    job.wait_for_step(80)
+    cluster.run("scancel", job.id)
+    record = job.exit_record(1)
+    assert record["code"] == 75
+    assert record["checkpoint"] == f"step-{record['step']:06d}"
+    cluster.wait_for_state(job.id, "CANCELLED")
+    assert job.told()["state"] == "cancelled"
+    assert cluster.run("squeue", "-h", "-o", "%A") == ""
+    again = subprocess.run(
+        ["sbatch", "--parsable", job.path / "slurm.sh"],
+        cwd=job.dtt.folder, text=True, capture_output=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    job.wait_for_step(record["step"] + 1)
+    told = job.told()
+    assert (told["state"], told["slurm"]["id"]) == ("running", again)
+    cluster.wait_for_state(again, "COMPLETED")
+    assert job.told()["state"] == "done"
+    assert_as_undisturbed(job)
+
+
+def test_a_lost_node_is_told_and_the_job_resumed(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit(launch__continuation="none")
+    job.wait_for_step(80)
+    cluster.kill("slurmd-n2")
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=power")
+    try:
+        cluster.wait_for_state(job.id, "NODE_FAIL")
+        told = job.told()
+        assert told["state"] == "node failed"
+        assert told["checkpoint"] is not None
+    finally:
+        cluster.start_what_was_killed()
+        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    again = job.dtt("job", "resume", job.path).stdout.split()[-1]
+    cluster.wait_for_state(again, "COMPLETED")
+    assert job.told()["state"] == "done"
+    assert_as_undisturbed(job)
+
+
+def test_a_person_stops_it_and_it_stays_stopped(cluster: Any, submit: Submit) -> None:
+    job = submit()
+    job.wait_for_step(20)
+    assert "acknowledged at step" in job.dtt("job", "save", job.path).stdout
+    assert "acknowledged at step" in job.dtt("job", "stop", job.path).stdout
+    cluster.wait_for_state(job.id, "FAILED")  # as Slurm calls an exit code of 75
+    told = job.told()
+    assert told["state"] == "stopped"
+    assert "dtt job stop" in told["detail"]
+    assert "nothing to stop" in job.dtt("job", "stop", job.path).stdout
+    assert "trap" not in job.dtt("job", "logs", job.path, "-n", "5").stdout
+    assert "step" in job.dtt("job", "logs", job.path, "--node", "n1").stdout
+
+
+def test_one_that_waits_is_told_why_and_cancelled_on_request(cluster: Any, submit: Submit) -> None:
+    job = submit(launch__directives="[--hold]")
+    told = job.told()
+    assert (told["state"], told["slurm"]["state"]) == ("queued", "PENDING")
+    assert "JobHeldUser" in told["detail"]
+    refused = job.dtt("job", "resume", job.path, expect=2)
+    assert "is queued" in refused.stderr
+    assert job.id in job.dtt("job", "stop", job.path, expect=2).stderr
+    job.dtt("job", "stop", job.path, "-y")
+    cluster.wait_for_state(job.id, "CANCELLED")
+    assert job.told()["state"] == "cancelled"
+
+
+def test_what_would_fail_again_is_not_tried_again(cluster: Any, submit: Submit) -> None:
+    job = submit(optim__lr=1e30, checkpoint__every=1000)
+    cluster.wait_for_state(job.id, "FAILED")
+    assert job.exit_record(1)["code"] == 76
+    assert job.told()["state"] == "diverged"
+    assert cluster.field(job.id, "Restarts") == "0"
+    assert cluster.run("squeue", "-h", "-o", "%A") == ""
+
+
+def test_after_three_attempts_without_a_checkpoint_it_gives_up(
+    cluster: Any, submit: Submit
+) -> None:
+    job = submit(launch__setup="[exit 78]")
+    cluster.wait_for_state(job.id, "FAILED")
+    assert cluster.field(job.id, "Restarts") == "2"
+    assert job.told()["state"] == "out of attempts"
+    assert "3 attempts in a row" in job.slurm_log()
+
+
+def test_a_chain_of_singletons_ends_with_the_last_step(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
+    job = submit(launch__continuation="singleton")
+    job.wait_for_step(80)
+    told = job.told()
+    assert (told["state"], told["slurm"]["id"]) == ("running", job.id)
+    cluster.ask_to_save(job.id)
+    assert job.exit_record(1)["code"] == 75
+    submissions = (job.dtt.folder / job.path / "submissions.jsonl").read_text().splitlines()
+    successor = json.loads(submissions[1])["job_id"]
+    cluster.wait_for_state(successor, "COMPLETED")
+    told = job.told()
+    assert (told["state"], told["attempt"]) == ("done", 2)
+    assert cluster.run("squeue", "-h", "-o", "%A") == ""
+    assert_as_undisturbed(job)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI")
+def test_tokenize_under_srun_on_two_nodes_makes_the_same_bytes(
+    cluster: Any, dtt: Any, tokens: Path
+) -> None:
+    shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
+    settings = (
+        "-d", "counting.jsonl", "tokenizer.vocab_size=300", "tokenize.validation_fraction=0.1",
+        "tokenize.unit_bytes=8192",
+    )  # fmt: skip
+    dtt("download", "-d", "counting.jsonl")
+    keys = [k for k in settings if "=" in k]
+    said = dtt(
+        "submit", "tokenize", "download.dataset=counting.jsonl", *keys, "tokenize.out=tokens",
+        "launch.nodes=2", "launch.processes_per_node=2", "launch.mpi_plugin=pmi2", "-y", "--json",
+    )  # fmt: skip
+    cluster.wait_for_state(json.loads(said.stdout)["job_id"], "COMPLETED")
+    made = {p.name: p.read_bytes() for p in (dtt.folder / "tokens").iterdir() if p.is_file()}
+    wanted = {p.name: p.read_bytes() for p in tokens.iterdir() if p.is_file()}
+    shards = {name for name in wanted if name.endswith((".bin", ".idx"))}
+    assert shards
+    assert {name: made.get(name) for name in shards} == {name: wanted[name] for name in shards}
