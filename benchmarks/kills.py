@@ -11,16 +11,18 @@ it does not notice that another one is gone, counts as a manual step.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from runs import Run, make_tokens, wait_until
+from runs import Run, Torchrun, make_tokens, wait_until
 
 from dtt.checkpoint import store
 from dtt.errors import DttError
@@ -57,8 +59,9 @@ def killed(run: Run, job: JobDir, rng: random.Random, doing: Counter[str]) -> bo
     wait_until(lambda: not run.running(), moment)
     if rank not in run.running():
         return False
-    doing[run.board.doing(rank) or "start-up"] += 1
-    os.kill(run.pids[rank], signal.SIGKILL)
+    unseen = "unknown, under torchrun" if isinstance(run, Torchrun) else "start-up"
+    doing[run.board.doing(rank) or unseen] += 1
+    run.kill(rank)
     return True
 
 
@@ -73,12 +76,30 @@ def content(job: JobDir) -> dict[str, Any]:
     return found | {store.POSITION: position, "metrics": records}
 
 
+def disturbed(
+    run: Callable[[], Run], job: JobDir, most: int, rng: random.Random, doing: Counter[str]
+) -> tuple[int, int]:
+    """Run a job to its end through up to `most` kills; how many there were, and manual steps."""
+    kills = manual = 0
+    while True:
+        started = run().start()
+        kills += kills < most and killed(started, job, rng, doing)
+        manual += not started.wait(120)
+        codes = set(started.codes.values())
+        if codes == {0}:
+            return kills, manual
+        if codes - {0, 1, -signal.SIGKILL}:
+            print(f"{job.root.name}: ended with {codes}", file=sys.stderr)
+            return kills, manual + 1
+
+
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    kills: Counter[int] = Counter()
+    kinds = {"1 rank": (Run, 1), "2 ranks": (Run, 2), "2 ranks, torchrun": (Torchrun, 2)}
+    kills: Counter[str] = Counter()
+    jobs: Counter[str] = Counter()
     doing: Counter[str] = Counter()
-    jobs: Counter[int] = Counter()
     different = manual = 0
     with tempfile.TemporaryDirectory(prefix="dtt-kills-") as name:
         folder = Path(name)
@@ -90,28 +111,21 @@ def main() -> None:
             run.wait(300)
             assert set(run.codes.values()) == {0}, (folder / "log").read_text()
             right[ranks] = content(job)
-        while kills.total() < count:
-            ranks = 1 + jobs.total() % 2
-            jobs[ranks] += 1
-            job = JobDir(folder / f"jobs/{ranks}-ranks-{jobs[ranks]}")
-            struck = 0
-            while True:
-                run = Run(folder, ranks, settings(tokens, job.root.name)).start()
-                if struck < KILLS_PER_JOB and kills.total() < count:
-                    hit = killed(run, job, rng, doing)
-                    struck, kills[ranks] = struck + hit, kills[ranks] + hit
-                manual += not run.wait(120)
-                if set(run.codes.values()) == {0}:
-                    break
-                unexpected = set(run.codes.values()) - {0, 1, -signal.SIGKILL}
-                if unexpected:
-                    manual += 1
-                    print(f"{job.root.name}: codes {run.codes}", file=sys.stderr)
-                    break
+        for kind in cycle(kinds):
+            if kills.total() >= count:
+                break
+            start, ranks = kinds[kind]
+            job = JobDir(folder / f"jobs/{jobs.total()}-disturbed")
+            make = partial(start, folder, ranks, settings(tokens, job.root.name))
+            most = min(KILLS_PER_JOB, count - kills.total())
+            struck, by_hand = disturbed(make, job, most, rng, doing)
+            jobs[kind] += 1
+            kills[kind] += struck
+            manual += by_hand
             different += differs(job, right[ranks])
-    print(f"{'ranks':<8}{'jobs':>6}{'kills':>7}")
-    for ranks in (1, 2):
-        print(f"{ranks:<8}{jobs[ranks]:>6}{kills[ranks]:>7}")
+    print(f"{'':<20}{'jobs':>6}{'kills':>7}")
+    for kind in kinds:
+        print(f"{kind:<20}{jobs[kind]:>6}{kills[kind]:>7}")
     print("killed during:", ", ".join(f"{what} {n}" for what, n in doing.most_common()))
     print(f"{kills.total()} kills: {different} jobs that differ in any bit, {manual} manual steps")
 

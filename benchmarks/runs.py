@@ -15,6 +15,7 @@ import json
 import mmap
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -208,9 +209,51 @@ class Run:
         """Wait for the end; False if some ranks had to be killed after `limit` seconds."""
         ended = wait_until(lambda: not self.running(), limit)
         for rank in self.running():
-            os.kill(self.pids[rank], signal.SIGKILL)
+            self.kill(rank)
         wait_until(lambda: not self.running(), limit)
         return ended
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+
+@dataclass
+class Torchrun(Run):
+    """The same under torchrun: slow to start, and its board stays empty."""
+
+    agent: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Torchrun:
+        """Start torchrun."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        command = [sys.executable, *launcher, "-m", "dtt.main", *self.arguments]
+        with (self.folder / "log").open("ab") as log:
+            self.agent = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+        return self
+
+    def running(self) -> list[int]:
+        """All ranks until torchrun has ended, then none."""
+        assert self.agent is not None
+        if self.agent.poll() is None:
+            return list(range(self.ranks))
+        self.codes = dict.fromkeys(range(self.ranks), self.agent.returncode)
+        return []
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL to a rank once it is there."""
+        wait_until(lambda: not self.running() or len(self._workers()) >= self.ranks, 60)
+        if workers := self._workers():
+            os.kill(workers[rank], signal.SIGKILL)
+
+    def _workers(self) -> list[int]:
+        """Process ids of the ranks that there are."""
+        assert self.agent is not None
+        try:
+            folder = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}")
+            return sorted(map(int, (folder / "children").read_text().split()))
+        except OSError:  # it has ended
+            return []
 
 
 def wait_until(true: Callable[[], object], limit: float, pause: float = 0.001) -> bool:

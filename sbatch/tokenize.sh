@@ -28,7 +28,7 @@ while (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do ((port++)); done # somebod
 
 say() { printf '%s slurm: %s\n' "$(date +%T)" "$*"; }
 
-# ---- on every node ---------------------------------------------------------------------------------
+# ---- on every node -----------------------------------------------------------------------------
 
 set_up() {
     set +u
@@ -68,7 +68,7 @@ launch() {
     status=$?
 }
 
-# ---- what the job directory and Slurm tell ---------------------------------------------------------
+# ---- what the job directory and Slurm tell -----------------------------------------------------
 
 # The largest number behind this path; -1 if there is none.
 largest() {
@@ -92,7 +92,7 @@ preempted() {
     [[ $since == [0-9]* && ! $since < $(field StartTime) ]]
 }
 
-# ---- signals ---------------------------------------------------------------------------------------
+# ---- signals -----------------------------------------------------------------------------------
 
 asked='' # why we asked for a stop; empty when nobody or somebody else did
 step=''
@@ -101,6 +101,13 @@ successor=''
 ask() {
     asked=$1
     [[ -z $step ]] || kill -TERM "$step" 2>/dev/null
+}
+
+# A request of ours that nobody was left to hear is not meant for another attempt.
+drop_request() {
+    if [[ -e $job/control/stop && $(head -n 1 "$job/control/stop") == slurm:* ]]; then
+        rm -f -- "$job/control/stop"
+    fi
 }
 
 on_limit() {
@@ -122,25 +129,23 @@ leave() {
     local code=$1
     shift
     say "$*"
+    drop_request
     exit "$code"
 }
 
-# ---- this attempt ----------------------------------------------------------------------------------
+# ---- this attempt ------------------------------------------------------------------------------
 
 cd -- "$directory" || exit 66
 mkdir -p -- "$job/logs" "$job/control"
 ln -sfn -- "$SLURM_JOB_NAME-$SLURM_JOB_ID.log" "$job/logs/latest-slurm.log"
-# A request of ours that nobody was left to hear was not meant for this attempt.
-if [[ -e $job/control/stop && $(head -n 1 "$job/control/stop") == slurm:* ]]; then
-    rm -f -- "$job/control/stop"
-fi
+drop_request
 
 # `stalled` holds the newest checkpoint's step and how many attempts in a row began with it.
 before=$(largest "$job/checkpoints/step-")
 stalled=0
 if [[ -s $job/stalled && (${1:-} == continued || ${SLURM_RESTART_COUNT:-0} != 0) ]]; then
     read -r last stalled <"$job/stalled"
-    [[ $last == "$before" ]] || stalled=0
+    [[ $last == "$before" && $stalled =~ ^[0-9]+$ ]] || stalled=0
 fi
 give_up="3 attempts in a row did not finish: see logs/latest.log, then sbatch jobs/run-tokenize/slurm.sh"
 if ((stalled >= 3)); then leave 1 "$give_up"; fi
@@ -155,16 +160,15 @@ else
     say "cannot set up $(hostname)"
 fi
 
-# ---- how it ended, and whether it goes on ----------------------------------------------------------
+# ---- how it ended, and whether it goes on ------------------------------------------------------
 
 code=$status
 ((code <= 128)) || code=none
-record=$job/attempts/$(largest "$job/attempts/")/exit.json # the truth: torchrun says 1 for everything
-if [[ $(largest "$job/attempts/") != "$attempt" && -f $record ]]; then
-    code=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$record" | head -n 1)
-    status=$code
+last=$(largest "$job/attempts/")
+if ((last > attempt)); then # torchrun says 1 for everything; this is the truth
+    told=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$job/attempts/$last/exit.json" 2>/dev/null)
+    if [[ -n $told ]]; then code=$told status=$told; fi
 fi
-[[ $code != none || $status != 0 ]] || status=1
 
 case $code in
 0) leave 0 "done" ;;

@@ -1,4 +1,4 @@
-"""A save struck at any system call, a checkpoint damaged in any way: nothing is lost or taken wrong.
+"""A save struck at any system call, a checkpoint damaged in any way: nothing lost, nothing wrong.
 
 The harness is a benchmark, which shows other ways to save beside; here a part of it, dtt's alone.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from running import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +23,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     counts = tmp_path_factory.mktemp("faults") / "counts.json"
     # Each of thousand processes would write what it has covered.
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    env["TMPDIR"] = "/dev/shm"  # none of these faults is one of the disk's cache
+    script = ROOT / "benchmarks/faults.py"
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/faults.py", "--quick", "--only", "dtt", "--json", counts],
+        [sys.executable, script, "--quick", "--only", "dtt, ", "--json", counts],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -38,7 +42,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
 def test_killed_at_every_system_call_of_a_save_the_one_before_or_the_new_one_is_whole(
     outcomes: dict[str, dict[str, dict[str, int]]],
 ) -> None:
-    assert len(outcomes["struck"]) == 3
+    assert outcomes["struck"].keys() == {"dtt, asynchronous: SIGKILL", "dtt, two ranks: SIGKILL"}
     for times in outcomes["struck"].values():
         assert times.keys() <= {"the one before", "the new one", "not struck"}
         assert times["the one before"] > 20

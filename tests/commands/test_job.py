@@ -87,7 +87,6 @@ def test_a_job_that_does_not_answer_keeps_the_request(dtt: Dtt, endless: Any) ->
 
 
 def test_a_killed_job_is_lost_and_the_command_that_goes_on_told(dtt: Dtt, endless: Any) -> None:
-    (dtt.folder / "jobs/t/control/stop").unlink(missing_ok=True)
     endless.kill()
     endless.wait()
     assert told(dtt)["state"] == "lost"

@@ -76,6 +76,7 @@ TWELVE = TWELVE - {(3e-3, "null", 1)} | {(1e30, "a-b c", 0)}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_status_and_results_equal_an_independent_reading_of_the_logs(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -91,8 +92,9 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
     jobs = jobs_by_values(manifest.parent)
     assert jobs.keys() == TWELVE
     killed, last = jobs[1e-3, "a-b c", 0], jobs[3e-3, "-1e-3", 1]
+    process = process_of(run.pid, killed)
     wait_until((killed / "attempts/1").exists)
-    process_of(run.pid, killed).kill()
+    process.kill()
     dtt("sweep", "cancel", "s", last.name)
     assert dtt.wait(run).returncode == 1  # what the first trial that failed ended with
 

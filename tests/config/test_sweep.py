@@ -277,6 +277,11 @@ seds: [1]
         ("parameters: {optim.lr: [1]}\nextends: quickstart", "base: quickstart"),
         ("parameters: {optim.lr: {choice: [1], count: 2}}", "2 of 1"),
         ("parameters: {optim.lr: []}", "at least 1"),
+        (
+            "parameters: {optim.lr: {linspace: [0, 1, 1000000000000]}}",
+            "less than or equal to 10000",
+        ),
+        ("parameters: {optim.lr: {range: [0, 1, 1e-300]}}", "too many"),
         ("parameters: {optim.lr: [1]}\nmetric: loss", "metric"),
     ],
 )

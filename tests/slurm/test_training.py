@@ -29,10 +29,9 @@ def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
     assert told["heartbeat"]["world_size"] == 2
     assert 50 <= told["step"] <= 400
     cluster.kill("slurmctld")
-    told = job.told()
-    assert told["state"] == "running"
-    assert "Unable to contact slurm controller" in told["slurm_silence"]
     cluster.start_what_was_killed()
+    told = job.told()
+    assert (told["state"], told["slurm"]["state"]) == ("running", "RUNNING")
     cluster.wait_for_state(job.id, "COMPLETED")
     told = job.told()
     assert (told["state"], told["step"], told["checkpoint"]) == ("done", 400, "step-000400")
@@ -123,14 +122,11 @@ def test_a_lost_node_is_told_and_the_job_resumed(
     job.wait_for_step(80)
     cluster.kill("slurmd-n2")
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=power")
-    try:
-        cluster.wait_for_state(job.id, "NODE_FAIL")
-        told = job.told()
-        assert told["state"] == "node failed"
-        assert told["checkpoint"] is not None
-    finally:
-        cluster.start_what_was_killed()
-        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    cluster.wait_for_state(job.id, "NODE_FAIL")
+    told = job.told()
+    assert told["state"] == "node failed"
+    assert told["checkpoint"] is not None
+    cluster.start_what_was_killed()
     again = job.dtt("job", "resume", job.path).stdout.split()[-1]
     cluster.wait_for_state(again, "COMPLETED")
     assert job.told()["state"] == "done"

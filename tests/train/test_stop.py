@@ -118,7 +118,7 @@ def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple
         (False, None, [(0, ""), (0, "")]),
         (True, None, [(1, ""), (1, "")]),
         (True, 1, [(2, ""), (2, "SIGTERM")]),
-        (False, 0, [(2, "SIGTERM"), (2, "")]),
+        (False, 0, [(2, "SIGTERM"), (2, "SIGTERM")]),
     ],
 )
 def test_the_largest_wish_of_two_ranks_is_everyones(

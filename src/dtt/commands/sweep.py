@@ -242,8 +242,8 @@ def _agreed(question: str) -> bool:
     """Ask, where there is someone to ask."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("", "y", "yes")
 
 
 def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool) -> None:

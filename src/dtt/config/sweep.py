@@ -26,6 +26,8 @@ Number = int | FiniteFloat
 TOO_MANY = 10_000
 """No sweep looks at more combinations than this, whatever its filters leave."""
 
+Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
+
 
 class Values(Section):
     """The values that one key takes. A plain list is `values`."""
@@ -34,9 +36,9 @@ class Values(Section):
     """These, in this order."""
     range: tuple[Number, Number, Number] | None = None
     """`[start, stop, step]`, without `stop`, as in Python."""
-    linspace: tuple[Number, Number, PositiveInt] | None = None
+    linspace: tuple[Number, Number, Amount] | None = None
     """`[first, last, n]`: n values at equal distances."""
-    logspace: tuple[Number, Number, PositiveInt] | None = None
+    logspace: tuple[Number, Number, Amount] | None = None
     """`[first, last, n]`: n values at equal ratios."""
     choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
     """`count` of these, drawn without putting back."""
@@ -44,7 +46,7 @@ class Values(Section):
     """`[low, high]`: `count` numbers between these."""
     loguniform: tuple[Number, Number] | None = None
     """`[low, high]`: `count` numbers between these, their logarithms evenly spread."""
-    count: PositiveInt | None = None
+    count: Amount | None = None
     """How many are drawn."""
 
     @property
@@ -86,15 +88,15 @@ class Values(Section):
             return _numbers([start + i * step for i in range(amount)], *self.range)
         if self.linspace is not None:
             first, last, n = self.linspace
-            ways = [Fraction(i, max(n - 1, 1)) for i in range(n)]
-            return _numbers([_exact(first) + (_exact(last) - _exact(first)) * w for w in ways],
-                            first, last)  # fmt: skip
+            start, way = _exact(first), _exact(last) - _exact(first)
+            shares = [Fraction(i, max(n - 1, 1)) for i in range(n)]
+            return _numbers([start + share * way for share in shares], first, last)
         if self.logspace is not None:
             first, last, n = self.logspace
-            inner = [first * (last / first) ** (i / (n - 1)) for i in range(1, n - 1)]
-            ends = [_exact(first), _exact(last)]
-            middle = [_exact(float(f"{value:.12g}")) for value in inner]
-            return _numbers([ends[0], *middle, *ends[1:]][:n], first, last)
+            inner = [_between_logs(first, last, i / (n - 1)) for i in range(1, n - 1)]
+            # Twelve digits, so that what should be 0.001 is.
+            rounded = [float(f"{value:.12g}") for value in inner]
+            return _numbers([_exact(x) for x in (first, *rounded, last)][:n], first, last)
         return list(self.values or ())
 
     def drawn(self, rng: random.Random) -> Any:
@@ -104,13 +106,18 @@ class Values(Section):
             return float(f"{low + (high - low) * rng.random():.6g}")
         if self.loguniform is not None:
             low, high = self.loguniform
-            return float(f"{low * (high / low) ** rng.random():.6g}")
+            return float(f"{_between_logs(low, high, rng.random()):.6g}")
         values = list(self.choice or self.listed(rng))
         return values[int(rng.random() * len(values))]
 
 
 DRAWN = ("choice", "uniform", "loguniform")
 KINDS = tuple(name for name in Values.model_fields if name != "count")
+
+
+def _between_logs(low: float, high: float, way: float) -> float:
+    """The number whose logarithm lies this share of the way between the ends' logarithms."""
+    return math.exp(math.log(low) + way * (math.log(high) - math.log(low)))
 
 
 def _exact(number: int | float) -> Fraction:
@@ -139,7 +146,7 @@ class SweepConfig(Section):
     """Dotted keys, and the values each takes."""
     mode: Literal["product", "zip", "random"] = "product"
     """Every combination; the first values together, then the second, …; or `samples` drawn ones."""
-    samples: PositiveInt | None = None
+    samples: Amount | None = None
     """How many combinations `mode: random` draws."""
     draw_seed: NonNegativeInt = 0
     """Decides all that is drawn."""

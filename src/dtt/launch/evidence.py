@@ -68,7 +68,7 @@ class Evidence:
             ending=ending,
             ended=_modified(folder / "exit.json"),
             heartbeat=own_beat,
-            steps=beat and beat["steps"],
+            steps=beat["steps"] if beat is not None else None,
             acknowledged=answered if answered and answered["time"] >= began else None,
             beats=own_beat is not None and ending is None and _is_fresh(own_beat, now),
             now=now,

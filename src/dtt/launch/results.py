@@ -106,12 +106,12 @@ def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
 
 
 def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
-    """Every `(step, value)` of a metric such as `eval.loss`."""
+    """Every finite `(step, value)` of a metric such as `eval.loss`."""
     kind, field = metric.split(".")
     return [
         (record["step"], record[field])
         for record in jsonl.read(job.metrics, kind)
-        if isinstance(record.get(field), int | float)
+        if isinstance(record.get(field), int | float) and math.isfinite(record[field])
     ]
 
 
@@ -134,7 +134,7 @@ def _row(sweep: Sweep, trials: Sequence[str], done: Set[str]) -> Row:
     last: dict[str, float] = {}
     for trial in trials:
         values = measured(sweep.job(trial), sweep.manifest.metric) if trial in done else []
-        if values and math.isfinite(values[-1][1]):
+        if values:
             last[trial] = values[-1][1]
     error = stdev(last.values()) / math.sqrt(len(last)) if len(last) > 1 else None
     return Row(
@@ -204,8 +204,8 @@ def histories(sweep: Sweep, metric: str) -> list[Curve]:
     """A metric over the steps: a curve for each trial that has measured it."""
     curves = []
     for trial, record in sweep.manifest.trials.items():
-        points = [(s, v) for s, v in measured(sweep.job(trial), metric) if math.isfinite(v)]
+        points = measured(sweep.job(trial), metric)
         if points:
             name = label(record.values, list(record.values))
-            curves.append(Curve(name, [step for step, _ in points], [v for _, v in points]))
+            curves.append(Curve(name, [step for step, _ in points], [value for _, value in points]))
     return curves

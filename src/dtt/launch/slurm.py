@@ -85,14 +85,19 @@ class Script:
                 why="its path may hold letters, digits and _ . / + = @ , -",
                 next="submit from a folder above it, with another name",
             )
-        if re.search(r"[\x00-\x1f\x7f-\x9f]", str(self.directory)) or (
-            isinstance(self.launch.container, ApptainerConfig)
-            and re.search("[:,]", str(self.directory))
-        ):
+        told = [str(self.directory), *self.argv]
+        if any(re.search(r"[\x00-\x1f\x7f-\x9f]", text) for text in told):
             raise ConfigError(
-                "the working directory cannot be that of a Slurm job",
-                where=repr(str(self.directory)),
-                why="line breaks, and with apptainer `:` and `,`, cannot be passed on",
+                "a path or an argument with control characters cannot be that of a Slurm job",
+                where=shlex.join(told),
+                next="submit from another folder, or with other arguments",
+            )
+        container = isinstance(self.launch.container, ApptainerConfig)
+        if container and re.search("[:,]", str(self.directory)):
+            raise ConfigError(
+                "this working directory cannot be bound into a container",
+                where=self.directory,
+                why="apptainer takes `:` and `,` for its own",
                 next="submit from another folder",
             )
         if self.array is not None and self.launch.continuation == "singleton":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +19,12 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 
-def run(jobs: Sequence[JobDir], at_once: int, gpus: Sequence[str]) -> bool:
-    """Train each job to its end, `at_once` side by side; returns whether none was left waiting.
+def run(jobs: Sequence[JobDir], at_once: int, gpus: Sequence[str]) -> None:
+    """Train each job to its end, `at_once` side by side.
 
     SIGINT and SIGTERM go to every trial under way, which saves and stops; no further one begins.
     """
-    return asyncio.run(_Crew(deque(jobs)).run(shares(gpus, min(at_once, len(jobs)))))
+    asyncio.run(_Crew(deque(jobs)).run(shares(gpus, min(at_once, len(jobs)))))
 
 
 def shares(gpus: Sequence[str], slots: int) -> list[list[str]]:
@@ -41,10 +43,12 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name.strip()]
-    nvidia = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if shutil.which("nvidia-smi") is not None:  # unlike /proc, it counts this container's only
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        return [str(number) for number in range(listed.stdout.count("GPU "))]
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     amd = sum(node.read_text().strip() not in ("", "0") for node in nodes)
-    return [str(number) for number in range(nvidia or amd)]
+    return [str(number) for number in range(amd)]
 
 
 @dataclass
@@ -55,13 +59,12 @@ class _Crew:
     running: set[asyncio.subprocess.Process] = field(default_factory=set)
     told_to_stop: bool = False
 
-    async def run(self, devices: list[list[str]]) -> bool:
+    async def run(self, devices: list[list[str]]) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
         threads = str(max(1, local.cores() // max(1, len(devices))))
         await asyncio.gather(*(self._work(own, threads) for own in devices))
-        return not self.waiting
 
     def _stop(self, number: signal.Signals) -> None:
         if not self.told_to_stop:

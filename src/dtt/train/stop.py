@@ -59,6 +59,8 @@ class Requests:
         """What all ranks do now, after `step`; `failed`: this rank's last save went wrong."""
         wish = Request.FAILED if failed else self._wish(world)
         agreed = Request(world.agree(wish))
+        if agreed is Request.STOP:  # any rank may be the first to end, and to write down why
+            self.reason = world.from_first(self.reason) or self.reason
         if world.first and agreed in (Request.SAVE, Request.STOP):
             self._acknowledge(agreed, step)
         return agreed

@@ -1,0 +1,261 @@
+"""dtt submit: what is checked, written and handed to Slurm; a recording fake stands for Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from running import Dtt
+
+from dtt.runtime.jobdir import JobDir
+
+SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
+
+Settings = Callable[..., list[str]]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Environment with an sbatch that gives out id 17, and a squeue that knows $QUEUE."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fakes = {"sbatch": 'echo "$PWD $*" >>"$CALLS"; echo 17', "squeue": 'printf "%s" "$QUEUE"'}
+    for name, body in fakes.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": ""}
+
+
+def test_a_job_directory_is_made_and_submitted(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    settings = tiny(launch__time=90, launch__environment="{NCCL_DEBUG: WARN}")
+    done = dtt("submit", "train", *settings, PLANTED="s3cret-value", **slurm)
+    assert "12 steps of 256 tokens" in done.stdout
+    assert "1 nodes x 1, by torchrun" in done.stdout
+    assert done.stdout.splitlines()[-1].split() == ["submitted", "17"]
+    job = JobDir(dtt.folder / "jobs/t")
+    assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/t/slurm.sh\n"
+    [submission] = map(json.loads, job.submissions.read_text().splitlines())
+    assert submission["job_id"] == "17"
+    assert submission["command"].startswith("dtt submit train")
+    assert abs(submission["time"] - time.time()) < 600
+    script = job.script.read_text()
+    assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
+    assert "#SBATCH --time=90\n" in script
+    assert "train.steps" not in script
+    assert {"command", "git", "packages"} <= json.loads((job.root / "env.json").read_text()).keys()
+    assert job.logs.is_dir()
+    for path in job.root.rglob("*"):
+        assert path.is_dir() or "s3cret-value" not in path.read_text()
+    # The configuration is all that training needs, with Slurm or without.
+    dtt("train", "jobs/t")
+    assert job.exit_record(1) is not None
+    assert job.newest_checkpoint_name() == "step-000012"
+
+
+def test_a_dry_run_and_the_script_alone_write_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    shown = dtt("submit", "train", *tiny(), "--dry-run", **slurm)
+    assert "jobs/t/slurm.sh" in shown.stdout
+    assert dtt("submit", "train", *tiny(), "--print-script", **slurm).stdout.startswith("#!/bin")
+    asked = dtt("submit", "train", *tiny(), "--dry-run", "--json", **slurm)
+    facts = {"job_id": None, "job_dir": "jobs/t", "script": "jobs/t/slurm.sh"}
+    assert json.loads(asked.stdout) == facts
+    assert not (dtt.folder / "jobs").exists()
+    assert not (dtt.folder / "calls").exists()
+
+
+def test_json_is_one_document(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    done = dtt("submit", "train", *tiny(), "--json", **slurm)
+    facts = {"job_id": "17", "job_dir": "jobs/t", "script": "jobs/t/slurm.sh"}
+    assert json.loads(done.stdout) == facts
+
+
+def test_all_that_is_wrong_is_told_at_once(
+    dtt: Dtt, tiny: Settings, tokens: Path, slurm: dict[str, str]
+) -> None:
+    broken = dtt.folder / "broken"
+    shutil.copytree(tokens, broken)
+    shard, other = sorted(broken.glob("**/*.bin"))[:2]
+    shard.unlink()
+    other.write_bytes(b"x")
+    (broken / "tokenizer.json").write_text("{}")
+    settings = tiny(
+        data__tokens=broken, launch__nodes=3, model__vocab_size=100,
+        launch__setup='["source nix.sh", "if"]', checkpoint__keep_last=10**12,
+    )  # fmt: skip
+    done = dtt("submit", "train", *settings, expect=2, **slurm)
+    for problem in (
+        "7 problems, so nothing was submitted", str(shard), str(other), "nix.sh",
+        "does not divide over 3 processes", "the tokenizer is not the one",
+        "model.vocab_size (100) is smaller", "is not bash: if",
+    ):  # fmt: skip
+        assert problem in done.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    done = dtt("submit", "train", *tiny(checkpoint__keep_last=10**12), expect=74, **slurm)
+    assert "not enough disk space" in done.stderr
+
+
+def test_missing_token_files_have_their_own_exit_code(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    done = dtt("submit", "train", *tiny(data__tokens="nix"), expect=66, **slurm)
+    assert "dtt tokenize" in done.stderr
+
+
+def test_without_sbatch_nothing_is_written(dtt: Dtt, tiny: Settings) -> None:
+    empty = dtt.folder / "empty"
+    empty.mkdir()
+    (empty / "bash").symlink_to("/bin/bash")
+    done = dtt("submit", "train", *tiny(), expect=78, PATH=str(empty))
+    assert "no sbatch" in done.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    dtt("submit", "train", *tiny(), **slurm)
+    queued = slurm | {"QUEUE": "17 PENDING\n"}
+    done = dtt("submit", "train", "jobs/t", expect=78, **queued)
+    assert "job 17 is pending" in done.stderr
+    job = JobDir(dtt.folder / "jobs/t")
+    job.heartbeat.write_text(json.dumps({"time": time.time(), "step": 3}))
+    assert "is running already" in dtt("submit", "train", "jobs/t", expect=78, **slurm).stderr
+    job.heartbeat.write_text(json.dumps({"time": time.time() - 3600, "step": 3}))
+    dtt("submit", "train", "jobs/t", "launch.nodes=2", **slurm)
+    assert len(job.submissions.read_text().splitlines()) == 2
+    assert yaml.safe_load(job.config.read_text())["launch"]["nodes"] == 2
+    changed = dtt("submit", "train", "jobs/t", "train.steps=50", expect=2, **slurm)
+    assert "--allow-change train.steps" in changed.stderr
+
+
+def test_a_refusal_of_sbatch_is_told_in_its_own_words(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
+    fake.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
+    done = dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert "sbatch: error: invalid partition" in done.stderr
+    assert not JobDir(dtt.folder / "jobs/t").submissions.exists()
+
+
+@pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
+def test_at_a_terminal_it_asks(
+    answer: str, submits: bool, dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dtt.main", "submit", "train", *tiny()]
+    process = subprocess.Popen(
+        command, cwd=dtt.folder, env=os.environ | slurm, stdin=theirs, stderr=theirs,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    while b"submit? [Y/n]" not in said:
+        said += os.read(ours, 1024)
+    os.write(ours, answer.encode())
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
+    assert (dtt.folder / "calls").exists() == submits
+    assert (dtt.folder / "jobs").exists() == submits
+
+
+def test_a_profile_lies_below_the_config(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    (dtt.folder / "mine.yaml").write_text(
+        "launch: {partition: slow, account: me, environment: {A: 1}}"
+    )
+    (dtt.folder / "run.yaml").write_text("launch: {partition: fast, environment: {B: 2}}")
+    arguments = ("-c", "run.yaml", *tiny(), "--cluster", "mine.yaml", "--print-script")
+    script = dtt("submit", "train", *arguments, **slurm).stdout
+    assert "#SBATCH --partition=fast\n#SBATCH --account=me\n" in script
+    assert "export A=1\n    export B=2\n" in script
+    dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
+    arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
+    assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout
+    unknown = dtt("submit", "train", *tiny(), "--cluster", "generc", expect=66, **slurm)
+    assert "clusters/generic" in unknown.stderr
+
+
+def test_a_copy_of_the_code_is_what_the_job_runs(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    dtt("submit", "train", *tiny(), "--code-copy", **slurm)
+    code = dtt.folder / "jobs/t/code"
+    assert (
+        f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}"
+        in (dtt.folder / "jobs/t/slurm.sh").read_text()
+    )
+    show = (
+        "-c",
+        "import dtt.main, dtt.config.load as l; print(dtt.__file__, l.find('quickstart'))",
+    )
+    out, _ = dtt.start_python(*show, PYTHONPATH=str(code)).communicate(timeout=60)
+    assert out.split() == [f"{code}/dtt/__init__.py", f"{code}/dtt/configs/quickstart.yaml"]
+
+
+def test_the_other_commands_have_directories_of_their_own(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "books.txt").write_text("words " * 100)
+    data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
+    for command in ("download", "pipeline"):
+        dtt("submit", command, *data, **slurm)
+        script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
+        assert f"command=({command} -c jobs/n-{command}/config.yaml)\n" in script
+        assert "#SBATCH --nodes=1\n" in script
+        assert f"#SBATCH --job-name=n-{command}\n" in script
+    missing = dtt("submit", "tokenize", *data, expect=66, **slurm)
+    assert "dtt download" in missing.stderr
+    dtt("download", "-c", "jobs/n-download/config.yaml")
+    dtt("submit", "tokenize", *data, "launch.processes_per_node=2", **slurm)
+    script = (dtt.folder / "jobs/n-tokenize/slurm.sh").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
+
+
+def test_an_export_is_of_a_job_that_has_a_checkpoint(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    none = dtt("submit", "export", "jobs/t", expect=66, **slurm)
+    assert "not a job directory" in none.stderr
+    dtt("submit", "train", *tiny(), **slurm)
+    assert "no checkpoint" in dtt("submit", "export", "jobs/t", expect=66, **slurm).stderr
+    (dtt.folder / "jobs/t/checkpoints/step-000004").mkdir(parents=True)
+    dtt("submit", "export", "jobs/t", "export.out=a b", "export.dtype=fp32", **slurm)
+    script = (dtt.folder / "jobs/t-export/slurm.sh").read_text()
+    assert "command=(export jobs/t 'export.out=a b' export.dtype=fp32)\n" in script
+
+
+def test_what_cannot_be_submitted_is_refused(dtt: Dtt, slurm: dict[str, str]) -> None:
+    assert "dtt submit train" in dtt("submit", "generate", expect=2, **slurm).stderr
+    done = dtt("submit", "tokenize", "jobs/x", expect=2, **slurm)
+    assert "cannot understand the argument 'jobs/x'" in done.stderr
+
+
+def test_a_login_node_needs_nothing_slow(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('slow:', *({SLOW!r} & sys.modules.keys())))\n"
+        f"sys.argv = {['dtt', 'submit', 'train', *map(str, tiny())]!r}\n"
+        "from dtt.main import main\nmain()"
+    )
+    out, err = dtt.start_python("-c", code, **slurm).communicate(timeout=60)
+    assert "submitted  17" in out, err
+    assert out.splitlines()[-1] == "slow:"
