@@ -5,8 +5,9 @@
 Runs of one and of two ranks with Muon, dropout, accumulation, evaluation, samples and asynchronous
 saves. A random rank gets SIGKILL at a random moment, then the same command is started again, ten
 times for each run; then it may end. Every checkpoint file of its last step and every loss is
-compared with those of a run that nobody disturbed. A process that has to be ended by hand, because
-it does not notice that another one is gone, counts as a manual step.
+compared with those of a run that nobody disturbed. As under torchrun, the other rank gets SIGTERM
+then, and SIGKILL if that does not help (it waits for one that will never come). Anything else that
+has to be done for a run to go on counts as a manual step.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def disturbed(
     while True:
         started = run().start()
         kills += kills < most and killed(started, job, rng, doing)
-        manual += not started.wait(120)
+        manual += not started.wait(180)
+        if started.put_down:
+            print(f"{job.root.name}: put down in {', '.join(started.put_down)}", file=sys.stderr)
         codes = set(started.codes.values())
         if codes == {0}:
             return kills, manual

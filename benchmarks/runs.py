@@ -45,6 +45,9 @@ DOING = (
     "async flush",
 )
 
+GRACE = 30.0
+"""Seconds that torchrun gives ranks to end after another one has failed."""
+
 
 class Board:
     """What each rank does, and what it did when it last heard a signal."""
@@ -159,6 +162,8 @@ class Run:
     pids: list[int] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes by rank, negative for a signal."""
+    put_down: list[str] = field(default_factory=list)
+    """What ranks were doing that another one's end did not end."""
 
     def start(self) -> Run:
         """Fork the ranks."""
@@ -206,9 +211,16 @@ class Run:
         return [rank for rank in range(self.ranks) if rank not in self.codes]
 
     def wait(self, limit: float = 60.0) -> bool:
-        """Wait for the end; False if some ranks had to be killed after `limit` seconds."""
-        ended = wait_until(lambda: not self.running(), limit)
+        """Wait for the end; False if no rank ended within `limit` seconds.
+
+        As under torchrun, when one rank fails the others get SIGTERM, and SIGKILL after a while.
+        """
+        ended = wait_until(lambda: not self.running() or any(self.codes.values()), limit)
         for rank in self.running():
+            os.kill(self.pids[rank], signal.SIGTERM)
+        wait_until(lambda: not self.running(), GRACE)
+        for rank in self.running():
+            self.put_down.append(self.board.doing(rank))
             self.kill(rank)
         wait_until(lambda: not self.running(), limit)
         return ended
@@ -224,8 +236,12 @@ class Torchrun(Run):
 
     agent: subprocess.Popen[bytes] | None = None
 
+    def wait(self, limit: float = 60.0) -> bool:
+        """Wait for the end of torchrun; False if there was none within `limit` seconds."""
+        return wait_until(lambda: not self.running(), limit)
+
     def start(self) -> Torchrun:
-        """Start torchrun."""
+        """Start it."""
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
         command = [sys.executable, *launcher, "-m", "dtt.main", *self.arguments]
         with (self.folder / "log").open("ab") as log:

@@ -290,8 +290,38 @@ TRAINING = (
             cut("jobs/small/checkpoints/*/model-00000.safetensors")),
     Mistake("a file where the job should be", TRAIN, IO,
             ("a file stands", "jobs/new"), file_instead("jobs/new")),
+    Mistake("a step to go on from that is not there", "dtt train jobs/small --from-step 5", MISSING,
+            ("no checkpoint of step 5", "4, 8")),
+    Mistake("weights of a job that is not there", f"{TRAIN} init.from=jobs/base", MISSING,
+            ("no checkpoint in jobs/base", "there is no such job", "jobs/base@500")),
+    Mistake("weights that do not fit", f"{TRAIN} init.from=jobs/small model.dim=20", USAGE,
+            ("nothing in jobs/small", "norm.weight: [20] here, [16] there")),
+    Mistake("a password in the configuration", f"{TRAIN} download.dataset=https://me:pw@host/x",
+            USAGE, ("download.dataset: holds a password", "~/.netrc")),
+    Mistake("keeping the best without knowing them", f"{TRAIN} checkpoint.keep_best=1", USAGE,
+            ("checkpoint.keep_best", "needs an evaluation at each save")),
     Mistake("two train commands of one job", "dtt train jobs/small", UNFIT,
             ("jobs/small is in use", "wait for it"), in_use("jobs/small")),
+)  # fmt: skip
+
+CLUSTER = (
+    Mistake("a cluster without a profile", "dtt submit train -c run.yaml --cluster lumy", MISSING,
+            ("lumy", "lumi")),
+    Mistake("a time limit that is none", "dtt submit train -c run.yaml launch.time=tomorrow", USAGE,
+            ("launch.time", "HH:MM:SS")),
+    Mistake("a batch that does not divide over the nodes",
+            "dtt submit train -c run.yaml name=new launch.nodes=3 --dry-run", USAGE,
+            ("3 processes", "train.global_batch_tokens=")),
+    Mistake("a command that is no job", "dtt submit generate -c run.yaml", USAGE, ("generate",)),
+    Mistake("a mistyped job to look at", "dtt job status jobs/smal", MISSING,
+            ("jobs/smal is not the directory of a job", "dtt job ls")),
+    Mistake("a sweep of too many trials", "dtt sweep submit lr.yaml --dry-run", USAGE,
+            ("max_trials",),
+            text("lr.yaml", "base: run.yaml\nmax_trials: 2\nparameters: {seed: [1, 2, 3]}\n")),
+    Mistake("a sweep over a mistyped key", "dtt sweep submit lr.yaml --dry-run", USAGE,
+            ("optim.rl", "optim.lr"),
+            text("lr.yaml", "base: run.yaml\nparameters: {optim.rl: [1, 2, 3]}\n")),
+    Mistake("a sweep that is not there", "dtt sweep status lr", MISSING, ("lr",)),
 )  # fmt: skip
 
 RELEASE = (
@@ -333,6 +363,7 @@ GROUPS = {
     "The configuration": CONFIG,
     "download and tokenize": DATA,
     "train": TRAINING,
+    "submit, job and sweep": CLUSTER,
     "export and generate": RELEASE,
 }
 MISTAKES = [mistake for group in GROUPS.values() for mistake in group]
@@ -365,7 +396,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and "attempts" not in path.parts
+        if path.is_file() and "attempts" not in path.parts and path.name != "heartbeat.json"
     }
 
 

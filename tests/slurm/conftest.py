@@ -148,7 +148,7 @@ class Submitted:
         return (self.dtt.folder / self.path / "logs/latest-slurm.log").read_text()
 
 
-STEPS = 400
+STEPS = 320
 Settings = Callable[..., list[str]]
 
 

@@ -120,7 +120,8 @@ def find(config: str | Path) -> Path:
             return candidate
     if (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
-    names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
+    found = (p.relative_to(folder) for p in folder.rglob("*.yaml") if p.parent.name != "sweeps")
+    names = sorted(str(p.with_suffix("")) for p in found)
     beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
     close = difflib.get_close_matches(str(path), beside, n=3)
     close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)

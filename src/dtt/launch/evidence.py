@@ -202,7 +202,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
+        if path.stat().st_size > TAIL:
+            file.seek(-TAIL, 2)
+            file.readline()  # the rest of a line that began before
         for line in file:
             if line.startswith(b"{") and line.endswith(b"}\n"):
                 yield json.loads(line)
