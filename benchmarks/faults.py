@@ -319,7 +319,7 @@ def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
     try:
         store.verify(store.folder_of(JobDir(folder).checkpoints, OLD))
     except (DamagedError, InputError) as error:
-        if not re.search(f"{culprit}|is not what it is called", str(error)):
+        if not re.search(culprit, str(error)):
             return "found, not named"
         return "found" if same(keeper.load(folder), 5) else "found, no fallback"
     return "harmless" if same(keeper.load(folder), OLD) else "unnoticed"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,8 @@ def _show(board: Board, rank: int) -> None:
         @contextmanager
         def managed(*arguments: Any, **named: Any) -> Iterator[Any]:
             said = label(*arguments, **named)
-            if said is None:
-                with original(*arguments, **named) as value:
-                    yield value
-                return
-            with board.during(rank, said), original(*arguments, **named) as value:
+            saying = board.during(rank, said) if said else nullcontext()
+            with saying, original(*arguments, **named) as value:
                 yield value
 
         setattr(owner, name, managed)

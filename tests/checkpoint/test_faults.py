@@ -54,10 +54,7 @@ def test_any_damage_is_found_its_file_named_and_the_one_before_taken(
     outcomes: dict[str, dict[str, dict[str, int]]],
 ) -> None:
     damaged = {name.split(": ")[1]: times for name, times in outcomes["damaged"].items()}
-    # Without its last line break a manifest says the same; a file it does not name is not read.
-    assert damaged.pop("an extra file") == {"harmless": 1}
-    assert damaged.pop("longer")["harmless"] == 1
-    assert damaged.pop("cut short")["harmless"] <= 1
+    assert damaged.pop("an extra file") == {"harmless": 1}  # one the manifest does not name
     for kind, times in damaged.items():
         assert times.keys() == {"found"}, kind
     assert sum(times["found"] for times in damaged.values()) > 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from dtt.checkpoint import retain, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
 from dtt.errors import DamagedError, InputError
+from dtt.runtime import files
 
 fork = multiprocessing.get_context("fork")
 
@@ -44,11 +46,11 @@ def save(folder: Path, step: int, numbers: int = 100) -> Checkpoint:
     staging = folder / store.staging_name(step, 1)
     staging.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
-    files = [tensors.write_bytes(staging / store.POSITION, [json.dumps({"step": step}).encode()])]
+    written = [tensors.write_bytes(staging / store.POSITION, [json.dumps({"step": step}).encode()])]
     for name in FILES[:-2]:
         values = {"w": torch.randn(numbers, generator=generator)}
-        files.append(tensors.write(staging / name, tensors.cut(values, 0, 1)))
-    return store.commit(staging, files, step=step, **FACTS)
+        written.append(tensors.write(staging / name, tensors.cut(values, 0, 1)))
+    return store.commit(staging, written, step=step, **FACTS)
 
 
 @pytest.fixture
@@ -183,8 +185,7 @@ def test_files_of_another_checkpoint_are_found(
     folder: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(folder / "step-000005" / name, folder / "step-000010" / name)
-    culprit = "it holds step 5" if name == "MANIFEST.json" else name
-    assert falls_back(folder, culprit, caplog)
+    assert falls_back(folder, name, caplog)
 
 
 def test_a_folder_renamed_to_another_step_is_found(
@@ -264,11 +265,11 @@ def test_a_pickle_that_the_manifest_vouches_for_is_not_executed_either(tmp_path:
     went_off = tmp_path / "went off"
     staging = tmp_path / "checkpoints" / store.staging_name(1, 1)
     staging.mkdir(parents=True)
-    files = []
+    written = []
     for name in (FILES[0], store.POSITION):
         torch.save({"w": Bomb(went_off)}, staging / name)
-        files.append(tensors.write_bytes(staging / name, [(staging / name).read_bytes()]))
-    checkpoint = store.commit(staging, files, step=1, **FACTS)
+        written.append(tensors.write_bytes(staging / name, [(staging / name).read_bytes()]))
+    checkpoint = store.commit(staging, written, step=1, **FACTS)
     with pytest.raises(Exception, match=r"(?i)header"):
         checkpoint.tensors(store.MODEL)
     with pytest.raises(ValueError, match=r"codec|JSON|Expecting"):
@@ -322,3 +323,19 @@ def test_newer_checkpoints_are_set_aside_with_their_content(folder: Path) -> Non
     save(folder, 10)
     moved.rename(folder / "step-000010.old")
     assert store.verify(folder / "step-000010").step == 10
+
+
+def test_a_file_that_the_disk_no_longer_gives_is_passed_over(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = folder / "step-000010" / FILES[1]
+    sha256_file = store.sha256_file
+
+    def unreadable(path: Path) -> str:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sha256_file(path)
+
+    monkeypatch.setattr(store, "sha256_file", unreadable)
+    monkeypatch.setattr(files, "PATIENCE", (0.0,))
+    assert falls_back(folder, f"{FILES[1]} cannot be read", caplog)

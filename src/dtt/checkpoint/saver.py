@@ -172,7 +172,7 @@ class Saver:
         folder, staging = self._job.checkpoints, self._staging(save)
         first, started = self._world.first, time.perf_counter()
         try:
-            self._together(lambda: self._prepare(save) if first else None)
+            self._together(lambda: retrying(partial(self._prepare, save)) if first else None)
             written = self._together(lambda: self._write_files(save))
             files = [file for some in written for file in some]
             facts = {"step": save.step, **self._facts}
@@ -200,7 +200,7 @@ class Saver:
     def _prepare(self, save: Save) -> None:
         needed = save.bytes + 2**20
         check_space(self._job.checkpoints, needed, f"the checkpoint of step {save.step}")
-        self._staging(save).mkdir(parents=True)
+        self._staging(save).mkdir(parents=True, exist_ok=True)
 
     def _write_files(self, save: Save) -> list[FileRecord]:
         """This rank's files, and the position if it is the first."""
@@ -241,7 +241,7 @@ class Saver:
 def _verify_files(path: Path, files: list[FileRecord]) -> None:
     """Read back what this rank wrote; StorageError when the disk gives something else."""
     for record in files:
-        forget_cached(path / record.path)
+        retrying(partial(forget_cached, path / record.path))
         try:
             store.verify_file(path, record)
         except DttError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,12 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
     folder = staging.parent
     # Training reached this step from an older one, so those from here on were rejected. Set aside,
     # they neither take this one's place nor count as newer than it.
-    for step in steps(folder):
+    for step in retrying(lambda: steps(folder)):
         if step >= manifest.step:
-            folder_of(folder, step).rename(folder / f"{STAGING_PREFIX}{step:06d}-rejected")
+            rejected = folder / f"{STAGING_PREFIX}{step:06d}-rejected"
+            retrying(partial(_rename, folder_of(folder, step), rejected))
     final = folder_of(folder, manifest.step)
-    retrying(lambda: _rename(staging, final))
+    retrying(partial(_rename, staging, final))
     retrying(lambda: fsync_folder(folder))
     return Checkpoint(final, manifest)
 
@@ -112,11 +114,18 @@ def verify(path: Path) -> Checkpoint:
 
     Files that the manifest does not name (notes, leftovers of NFS) are ignored, and never read.
     """
-    manifest = CheckpointManifest.read(path)
+    try:
+        manifest = retrying(lambda: CheckpointManifest.read(path))
+        text = retrying((path / manifest.filename).read_bytes)
+    except OSError as error:
+        why = f"{CheckpointManifest.filename} cannot be read: {error}"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
+    if text != manifest.dump().encode():
+        why = f"{manifest.filename} is not as it was written"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why)
     if path.name != f"{PREFIX}{manifest.step:06d}":
-        raise DamagedError(
-            f"checkpoint {path} is not what it is called", why=f"it holds step {manifest.step}"
-        )
+        why = f"{manifest.filename} says that it holds step {manifest.step}"
+        raise DamagedError(f"checkpoint {path} is not what it is called", why=why)
     for record in manifest.files:
         verify_file(path, record)
     return Checkpoint(path, manifest)
@@ -124,6 +133,14 @@ def verify(path: Path) -> Checkpoint:
 
 def verify_file(path: Path, record: FileRecord) -> None:
     """DamagedError unless one file of a checkpoint is as its manifest says."""
+    try:
+        retrying(lambda: _compare(path, record))
+    except OSError as error:
+        why = f"{record.path} cannot be read: {error}"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
+
+
+def _compare(path: Path, record: FileRecord) -> None:
     file = path / record.path
     if not file.is_file():
         raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
