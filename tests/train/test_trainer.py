@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -320,3 +321,23 @@ def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
         assert record["write_seconds"] > 0
         assert record["verify_seconds"] > 0
     assert saves[0]["slowdown"] is not None
+
+
+def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings) -> None:
+    """A job script learns from it that trying again is of no use."""
+    job = dtt.folder / "jobs/t"
+    dtt("train", *tiny(train__steps=2))
+    text = (job / "config.yaml").read_text()
+    (job / "config.yaml").write_text(text.replace("steps: 2", "steps: many"))
+    assert Dtt.wait(torchrun(dtt, 2, "train", "jobs/t")).returncode == 1
+    assert exit_record(job, 2)["code"] == 2
+    (job / "config.yaml").write_text(re.sub("(?m)^  tokens: .*", "  tokens: nowhere", text))
+    assert Dtt.wait(torchrun(dtt, 2, "train", "jobs/t")).returncode == 1
+    assert exit_record(job, 3)["code"] == 66
+
+
+def test_before_its_first_checkpoint_a_job_may_become_another(dtt: Dtt, tiny: Settings) -> None:
+    dtt("train", *tiny(data__tokens="nowhere", train__steps=50), expect=66)
+    dtt("train", *tiny(train__steps=4))
+    assert reached(dtt.folder / "jobs/t") == 4
+    dtt("train", *tiny(train__steps=5), expect=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,21 +49,24 @@ def run(
     """Train the job that `config` names, or the job directory among `arguments`, to its end."""
     requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks = Ranks.detect()
-    resolved, job = find_job(config, arguments, allow_change)
+    try:
+        resolved, job = find_job(config, arguments, allow_change)
+    except DttError:
+        if config is None and len(arguments) == 1 and (named := JobDir(Path(arguments[0]))).exists:
+            with holding(named, ranks), attempt(named, ranks, requests):
+                raise  # a job script reads exit.json, not what we say
+        raise
     requests.watch(job)
-    tokens_dir = resolved.config.tokens_dir
-    if not TokensManifest.exists(tokens_dir):
-        raise InputError(
-            f"no token files in {tokens_dir}",
-            next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
-        )
-    if ranks.first:
-        check_shards(tokens_dir)
     from dtt.runtime import dist
 
-    holding = exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
     try:
-        with holding, attempt(job, ranks, requests) as this, dist.lost_peers_told():
+        with (
+            holding(job, ranks),
+            attempt(job, ranks, requests) as this,
+            dist.lost_peers_told(),
+        ):
+            if ranks.first:
+                check_tokens(resolved.config.tokens_dir)
             world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
             train(resolved, this, world, from_step)
@@ -71,10 +74,20 @@ def run(
         dist.stop()  # after exit.json was written: the others now see that this process has ended
 
 
-def check_shards(folder: Path) -> None:
+def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
+    """Nobody else trains this job meanwhile; a predecessor that is just stopping is waited for."""
+    return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
+
+
+def check_tokens(folder: Path) -> None:
     """Look at every shard now, not when training comes to it; DamagedError, InputError."""
     from dtt.data.windows import open_shard
 
+    if not TokensManifest.exists(folder):
+        raise InputError(
+            f"no token files in {folder}",
+            next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
+        )
     for shard in TokensManifest.read(folder).shards:
         open_shard(folder, shard)
 
@@ -84,8 +97,8 @@ def find_job(
 ) -> tuple[Resolved, JobDir]:
     """The checked configuration and the job it belongs to.
 
-    An existing job's own config lies below the file and the arguments; ConfigError if they would
-    change what is being trained and `allow_change` does not name the key.
+    Once a job has a checkpoint, its own config lies below the file and the arguments; ConfigError
+    if they would change what is being trained and `allow_change` does not name the key.
     """
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -105,10 +118,11 @@ def find_job(
         close = explain.nearest(key)
         if close != key:
             raise ConfigError(f"--allow-change {key}: no such key", next=f"--allow-change {close}")
-    if not job.config.exists():
+    begun = job.newest_checkpoint_name() is not None
+    if not folders and not (begun and job.exists):
         return resolve(config, overrides), job
     resolved = resolve(config, overrides, job_config=job.config)
-    changed = changes_on_resume(load_job(job.root), resolved.config)
+    changed = changes_on_resume(load_job(job.root), resolved.config) if begun else []
     refused = [key for key in changed if key not in allow_change]
     if refused:
         raise ConfigError(

@@ -35,6 +35,11 @@ class JobDir:
         return self.root / "config.yaml"
 
     @property
+    def exists(self) -> bool:
+        """Whether there is such a job."""
+        return self.config.is_file()
+
+    @property
     def metrics(self) -> Path:
         """One JSON record a line: what training measured, by step."""
         return self.root / "metrics.jsonl"
