@@ -107,6 +107,7 @@ def test_a_secret_in_the_configuration_is_refused_and_not_repeated(
         ("https://host/a?b=c", "https://host/a?b=c"),
         ("s3://bucket/key", "s3://bucket/key"),
         (f"token={TOKEN}.", "token=[secret]."),
+        ("https://host/x?a=1&token=abc&b=2", "https://host/x?a=1[secret]&b=2"),
         ("hf_short is a name", "hf_short is a name"),
         ("sk-ratings and task-list-of-many-things", "sk-ratings and task-list-of-many-things"),
     ],
@@ -114,6 +115,15 @@ def test_a_secret_in_the_configuration_is_refused_and_not_repeated(
 def test_what_looks_like_a_secret_is_blackened_and_nothing_else(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert holds_secret(text) == (text != shown)
+
+
+def test_the_value_of_a_secret_variable_is_known_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a1b2c3d4" * 5)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert redacted(f"key {'a1b2c3d4' * 5}, false") == "key [secret], false"
+    assert holds_secret("a1b2c3d4" * 5)
 
 
 def test_variables_are_judged_by_their_names() -> None:

@@ -59,6 +59,7 @@ def losses(folder: Path, losses: dict[int, float | None]) -> None:
         ({"keep_every": 10}, None, [10, 1_000_000]),
         ({"keep_best": 1}, None, [5, 1_000_000]),
         ({"keep_best": 2, "keep_every": 15}, None, [5, 15, 1_000_000]),
+        ({"keep_best": 9}, None, [5, 10, 15, 1_000_000]),
         ({}, 14, [10, 1_000_000]),
         ({}, 15, [15, 1_000_000]),
         ({}, 4, [1_000_000]),
@@ -74,7 +75,7 @@ def test_rules_keep_more_than_the_newest(
 
 
 def test_a_damaged_checkpoint_is_no_candidate_for_the_best(folder: Path) -> None:
-    losses(folder, {10: 3.0, 15: 2.0})
+    losses(folder, {10: 3.0, 15: None})
     (folder / "step-000005" / store.POSITION).write_bytes(b"\xff")
-    retain.prune(folder, CheckpointConfig(keep_last=1, keep_best=1))
-    assert store.steps(folder) == [15, 1_000_000]
+    retain.prune(folder, CheckpointConfig(keep_last=1, keep_best=3))
+    assert store.steps(folder) == [10, 1_000_000]

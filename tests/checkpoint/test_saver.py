@@ -145,6 +145,43 @@ def test_waiting_for_space_the_checkpoint_is_written_once_there_is_some(
     assert store.at_step(tmp_path / "checkpoints", 1).step == 1
 
 
+def wait_for_space_until_stopped(world: World, folder: Path) -> str:
+    wanted = threading.Event()
+    module.SECONDS_BETWEEN_LOOKS_FOR_SPACE = 0.01
+    job = JobDir(folder)
+    job.checkpoints.mkdir(parents=True, exist_ok=True)
+    config = CheckpointConfig(on_full="wait")
+    saver = Saver(job, 1, world, config, FACTS, wanted.is_set)
+    tensors.write = full  # type: ignore[assignment]
+    saver.begin(1, state(1.0), own(world.rank), {})
+    assert not saver.failed
+    if world.rank == 1:
+        wanted.set()
+    try:
+        saver.wait()
+    except DiskFull as error:
+        return str(error)
+    return ""
+
+
+def test_a_stop_request_on_any_rank_ends_the_wait_for_space(tmp_path: Path) -> None:
+    for message in on_ranks(2, wait_for_space_until_stopped, tmp_path):
+        assert "no space left on device" in message
+
+
+def test_a_file_that_vanishes_is_the_disks_fault(
+    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanish(path: Path, pieces: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(tensors, "write", vanish)
+    saver = make(tmp_path, alone)
+    saver.begin(1, state(1.0), {}, {})
+    with pytest.raises(StorageError, match="model-00000.safetensors"):
+        saver.wait()
+
+
 def test_an_error_that_passes_is_tried_again_from_the_start_of_the_file(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,3 +239,18 @@ def test_one_save_at_most_is_on_its_way(
     assert [save.step for save in saver.finished()] == [1]
     saver.wait()
     assert store.steps(tmp_path / "checkpoints") == [1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_the_copy_is_made_before_training_goes_on(tmp_path: Path) -> None:
+    world = start(Ranks(), "cuda")
+    saver = make(tmp_path, world, keep_last=3)
+    for step in (1, 2, 3):
+        values = {store.MODEL: {"w": torch.full((4096, 4096), float(step), device="cuda")}}
+        saver.begin(step, values, {}, {})
+        values[store.MODEL]["w"].fill_(99.0)
+    saver.wait()
+    for step in (1, 2, 3):
+        held = store.at_step(tmp_path / "checkpoints", step).tensors(store.MODEL)
+        assert torch.equal(held["w"], torch.full((4096, 4096), float(step)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from running import Dtt
 
 Settings = Any
@@ -95,6 +96,23 @@ def test_from_an_older_step_the_newer_ones_are_set_aside(dtt: Dtt) -> None:
     assert max(steps) == 8
     dtt("ckpt", "prune", "jobs/t")
     assert not [c for c in checkpoints(dtt) if c["name"].startswith("superseded")]
+
+
+def test_what_cannot_go_on_supersedes_nothing(dtt: Dtt) -> None:
+    manifest = dtt.folder / "jobs/t/config.yaml"
+    shutil.copytree(tokens_of(manifest), dtt.folder / "other")
+    record = dtt.folder / "other/manifest.json"
+    text = record.read_text()
+    key = json.loads(text)["key"]
+    record.write_text(text.replace(key, "0" * len(key)))
+    where = ("data.tokens=other", "--allow-change", "data.tokens")
+    told = dtt("train", "jobs/t", "--from-step", 4, *where, expect=2)
+    assert "other token files" in told.stderr
+    assert len(checkpoints(dtt)) == 3
+
+
+def tokens_of(config: Path) -> Path:
+    return Path(yaml.safe_load(config.read_text())["data"]["tokens"])
 
 
 def test_a_step_that_is_not_there_supersedes_nothing(dtt: Dtt) -> None:

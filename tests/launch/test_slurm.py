@@ -531,7 +531,7 @@ def test_a_successor_waits_from_the_start_and_is_cancelled_when_all_is_over(
     assert calls(tmp_path)[0] == successor
     assert ("scancel 77" in calls(tmp_path)) == cancelled, output
     assert REQUEUE not in calls(tmp_path)
-    assert slurm.submissions(JobDir(tmp_path / "jobs/run")) == ["77"]
+    assert evidence.slurm_ids(JobDir(tmp_path / "jobs/run")) == ["77"]
 
 
 def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -72,9 +74,56 @@ def test_a_line_torn_at_any_byte_is_dropped_and_the_rest_kept(tmp_path: Path) ->
     assert list(jsonl.read(path)) == RECORDS[:2] + RECORDS[3:]
 
 
-def test_flush_puts_the_records_on_the_disk(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", None)
+def test_flush_puts_the_records_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, None)
+    monkeypatch.setattr(jsonl.os, "fsync", lambda fd: synced.append(path.read_bytes()))
     tracker.log(RECORDS[0])
     tracker.flush()
-    assert list(jsonl.read(tmp_path / "metrics.jsonl")) == RECORDS[:1]
+    assert synced == [path.read_bytes()]
+    assert list(jsonl.read(path)) == RECORDS[:1]
     tracker.close()
+
+
+def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, None)
+    room, file = [0], tracker._file
+
+    class Full:
+        fileno, close = file.fileno, file.close
+
+        def write(self, data: bytes) -> int:
+            if room[0] == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return file.write(data[: room[0]])
+
+    tracker._file = Full()  # type: ignore[assignment]
+    for record in RECORDS[:4]:
+        tracker.log(record)
+    assert caplog.text.count("its lines are kept") == 1
+    with pytest.raises(OSError, match="No space"):
+        tracker.flush()
+    room[0] = 7  # bytes at a time
+    tracker.log(RECORDS[4])
+    tracker.close()
+    assert list(jsonl.read(path)) == RECORDS[:5]
+
+
+def test_an_evaluation_that_will_be_made_again_is_dropped(metrics: Path) -> None:
+    JsonlTracker(metrics, 1, evaluated=False).close()
+    assert list(jsonl.read(metrics)) == RECORDS[:2]
+
+
+def test_a_line_that_is_no_record_is_named_and_left_out(
+    metrics: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*lines[:2], b"\0" * 50 + b"\n", *lines[2:]]))
+    assert list(jsonl.read(metrics)) == RECORDS
+    assert "metrics.jsonl:3 is no record" in caplog.text

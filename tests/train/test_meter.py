@@ -118,7 +118,7 @@ def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
 
 def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespace) -> None:
     speed = Meter(CPU, 1, 1, "bf16")
-    assert speed.slowdown() is None
+    assert speed.slowdown(100.0, 101.0) == (None, None)
 
     def step(seconds: float) -> None:
         with speed.step(1):
@@ -126,8 +126,11 @@ def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespa
 
     for seconds in (9.0, 1.0, 1.0, 1.0):  # the median: the first one compiles
         step(seconds)
-    speed.save_begins()
-    assert speed.slowdown() is None
+    begin = clock.now
+    assert speed.slowdown(begin, begin) == (None, None)
     step(1.5)
     step(1.1)
-    assert speed.slowdown() == pytest.approx(0.3)
+    end = clock.now - 0.1  # the save is on the disk before the second step ends
+    step(1.0)
+    assert speed.slowdown(begin, end) == (pytest.approx(0.5), pytest.approx(0.3))
+    assert speed.slowdown(begin, begin) == (pytest.approx(0.5), pytest.approx(0.5))

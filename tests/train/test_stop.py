@@ -117,7 +117,7 @@ def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple
     [
         (False, None, [(0, ""), (0, "")]),
         (True, None, [(1, ""), (1, "")]),
-        (True, 1, [(2, ""), (2, "SIGTERM")]),
+        (True, 1, [(2, "SIGTERM"), (2, "SIGTERM")]),
         (False, 0, [(2, "SIGTERM"), (2, "SIGTERM")]),
     ],
 )

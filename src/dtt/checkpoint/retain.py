@@ -22,7 +22,8 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
     if rules.keep_every:
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
     if rules.keep_best:
-        scored = sorted((eval_loss(store.folder_of(folder, step)), step) for step in steps)
+        losses = ((eval_loss(store.folder_of(folder, step)), step) for step in steps)
+        scored = sorted((loss, step) for loss, step in losses if math.isfinite(loss))
         keep |= {step for _, step in scored[: rules.keep_best]}
     if diverged is not None:
         keep |= set([step for step in steps if step <= diverged][-1:])
@@ -40,16 +41,18 @@ def eval_loss(path: Path) -> float:
 
 
 def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:
-    """Delete what need not stay; call only after the newest was verified. Returns the steps.
-
-    A folder is renamed before its files go, so that a half-deleted one is never taken for whole.
-    """
+    """Delete what need not stay; call only after the newest was verified. Returns the steps."""
     gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged))
     for step in gone:
-        doomed = folder / f"{store.STAGING_PREFIX}{step:06d}-pruned"
-        store.folder_of(folder, step).rename(doomed)
-        shutil.rmtree(doomed)
+        delete(store.folder_of(folder, step))
     return gone
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a half-deleted one is never taken for whole."""
+    doomed = path.with_name(f"{store.STAGING_PREFIX}{path.name}-pruned")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def sweep_staging(folder: Path) -> None:

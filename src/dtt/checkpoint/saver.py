@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,6 +50,12 @@ class Save:
     position: Mapping[str, Any]
     bytes: int
     """Of all ranks."""
+    flush: Callable[[], None]
+    """Makes durable what a run that goes on from here must find."""
+    began: float = field(default_factory=time.perf_counter)
+    """When training went on, by `time.perf_counter`."""
+    ended: float = 0.0
+    """When it was on the disk and verified."""
     blocked_seconds: float = 0.0
     """How long training stood still for it."""
     write_seconds: float = 0.0
@@ -73,8 +79,14 @@ class Saver:
         world: World,
         config: CheckpointConfig,
         facts: Mapping[str, Any],
+        stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`facts` go into every manifest: what the run is, not where it is."""
+        """`facts` go into every manifest: what the run is, not where it is.
+
+        While it waits for space, it asks whether a stop is wanted, on any rank: then it gives up.
+        """
+        self._stop_wanted = stop_wanted
+        self._diverged = job.diverged_after()
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
         self._copies: dict[tuple[str, str], Tensor] = {}
@@ -88,21 +100,22 @@ class Saver:
         shared: Mapping[str, Mapping[str, Tensor]],
         own: Mapping[str, Tensor],
         position: Mapping[str, Any],
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a copy and begin to write it; on return the tensors may change.
 
         `shared` tensors, by kind and name, are the same on every rank; `own` are this rank's, under
-        names no other rank uses, and become part of the kind STATE. Waits for the save before;
-        raises what went wrong with that one.
+        names no other rank uses, and become part of the kind STATE. `flush` is called by the first
+        rank, from the thread. Waits for the save before; raises what went wrong with that one.
         """
-        self.wait()
         started = time.perf_counter()
+        self.wait()
         ranks = self._world
         pieces = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
         whole = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
         pieces.setdefault(store.STATE, []).extend(whole)
         size = sum(t.nbytes for named in shared.values() for t in named.values())
-        save = Save(step, self._copied(pieces), position, size)
+        save = Save(step, self._copied(pieces), position, size, flush)
         if self._config.asynchronous:
             self._thread = threading.Thread(
                 target=self._run, args=(save,), name="checkpoint", daemon=True
@@ -161,14 +174,21 @@ class Saver:
         try:
             if self._config.asynchronous and sys.platform == "linux":  # there, of this thread alone
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            while not self._written(save):
+            full = self._write(save)
+            if full is not None and self._world.first:
+                log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)
+            while full is not None:
                 time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
+                if any(self._world.exchange(self._stop_wanted())):
+                    raise full
+                full = self._write(save)
+            save.ended = time.perf_counter()
             self._done.append(save)
         except Exception as error:  # noqa: BLE001  raised again by `wait`
             self._error = error
 
-    def _written(self, save: Save) -> bool:
-        """Write, commit, verify, prune; False when the disk was full and is to be waited for."""
+    def _write(self, save: Save) -> DiskFull | None:
+        """Write, commit, verify, prune; or return that the disk is full and to be waited for."""
         folder, staging = self._job.checkpoints, self._staging(save)
         first, started = self._world.first, time.perf_counter()
         try:
@@ -182,8 +202,7 @@ class Saver:
                 shutil.rmtree(staging, ignore_errors=True)
             if self._config.on_full == "stop":
                 raise
-            log.warning("%s\n  the checkpoint of step %d waits for space", error, save.step)
-            return False
+            return error
         save.write_seconds = time.perf_counter() - started
         path = store.folder_of(folder, save.step)
         mine = written[self._world.rank]
@@ -192,12 +211,13 @@ class Saver:
         if first:
             self._prune()
             log.info("saved %s", path)
-        return True
+        return None
 
     def _staging(self, save: Save) -> Path:
         return self._job.checkpoints / store.staging_name(save.step, self._attempt)
 
     def _prepare(self, save: Save) -> None:
+        save.flush()
         needed = save.bytes + 2**20
         check_space(self._job.checkpoints, needed, f"the checkpoint of step {save.step}")
         self._staging(save).mkdir(parents=True, exist_ok=True)
@@ -222,7 +242,8 @@ class Saver:
         try:
             outcome = action()
         except OSError as error:
-            outcome = in_words(error)
+            told = in_words(error)  # whatever it is, it is the disk's: a missing folder, too
+            outcome = told if isinstance(told, StorageError) else StorageError(str(told))
         except DttError as error:
             outcome = error
         outcomes = self._world.exchange(outcome)
@@ -233,7 +254,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            retain.prune(self._job.checkpoints, self._config, self._job.diverged_after())
+            retain.prune(self._job.checkpoints, self._config, self._diverged)
         except OSError as error:  # there is one too many: no reason to stop
             log.warning("an old checkpoint could not be deleted: %s", error)
 

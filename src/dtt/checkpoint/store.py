@@ -181,10 +181,12 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def _newest_first(folder: Path) -> Iterator[Checkpoint | DttError]:
     for step in reversed(steps(folder)):
+        path = folder_of(folder, step)
         try:
-            yield verify(folder_of(folder, step))
+            yield verify(path)
         except (DamagedError, InputError) as error:
-            yield error
+            if path.exists():  # else pruned meanwhile, by the job that is running
+                yield error
 
 
 def find(reference: str) -> Checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import datetime
@@ -75,6 +74,8 @@ def verify(job: Path, step: int | None, *, as_json: bool) -> None:
         try:
             store.verify(store.folder_of(folder, one))
         except DttError as error:
+            if not store.folder_of(folder, one).exists():  # pruned meanwhile: the job is running
+                continue
             problem = str(error)
         results.append({"step": one, "whole": problem is None, "problem": problem})
     if as_json:
@@ -110,12 +111,8 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
         for path in gone:
             print(f"{'would delete' if dry_run else 'deleted'}  {path}")
             if not dry_run:
-                doomed = folder / f"{store.STAGING_PREFIX}{path.name}-pruned"
-                path.rename(doomed)
-                shutil.rmtree(doomed)
-        log.info(
-            "%d stay, %d go", len(store.steps(folder)) if not dry_run else len(keep), len(gone)
-        )
+                retain.delete(path)
+        log.info("%d stay, %d go", len(keep), len(gone))
 
 
 def diff(one: str, other: str, *, as_json: bool) -> None:

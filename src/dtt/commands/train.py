@@ -151,7 +151,7 @@ class Attempt:
 def attempt(job: JobDir, ranks: Ranks, requests: Requests) -> Iterator[Attempt]:
     """Begin an attempt; however it ends, `exit.json` says how."""
     this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
-    code, reason = ExitCode.BUG, "a bug"
+    code, reason = ExitCode.BUG, ""
     try:
         yield this
         code, reason = ExitCode.DONE, "done"
@@ -164,9 +164,16 @@ def attempt(job: JobDir, ranks: Ranks, requests: Requests) -> Iterator[Attempt]:
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
         raise
+    except Exception as error:
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise
     finally:
-        if this.number:
-            job.end_attempt(code, reason, ranks.rank, attempt=this.number)
+        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
+        if this.number and (ranks.first or not together):
+            try:
+                job.end_attempt(code, reason, ranks.rank, attempt=this.number)
+            except OSError as error:
+                log.warning("exit.json could not be written: %s", error)
 
 
 def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None) -> None:
@@ -187,6 +194,7 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
             write_atomically(job.config, explain.show(resolved.config, resolved.layer))
         if resume is not None and is_done(job, resume, plan.steps):
             log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
+            this.requests.forget(world)
             return
         if world.first:
             log.info("%s", plan.describe(world))
@@ -196,6 +204,9 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
             for tracker in trainer.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.saver.close)
+            watchdog.before_end = trainer.saver.close
+            if world.first and from_step is not None:
+                set_aside(this, from_step)
             finished = trainer.run(resume)
     if not finished:
         raise Preempted(
@@ -220,7 +231,7 @@ def find_checkpoint(
 
 
 def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or that of `from_step`, which supersedes newer ones."""
+    """The newest checkpoint that is whole, or that of `from_step`."""
     from dtt.checkpoint import retain, store
 
     folder = this.job.checkpoints
@@ -228,10 +239,15 @@ def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
         retain.sweep_staging(folder)
     if from_step is None:
         return store.newest(folder)
-    chosen = store.at_step(folder, from_step)
-    for path in store.supersede(folder, from_step, this.number):
+    return store.at_step(folder, from_step)
+
+
+def set_aside(this: Attempt, from_step: int) -> None:
+    """From now on the checkpoints after `from_step` are those that this attempt writes."""
+    from dtt.checkpoint import store
+
+    for path in store.supersede(this.job.checkpoints, from_step, this.number):
         log.info("set aside: %s", path)
-    return chosen
 
 
 def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
@@ -301,7 +317,9 @@ def build(
         trackers=make_trackers(cfg, plan, this.job, resume) if world.first else [],
         requests=this.requests,
         watchdog=watchdog,
-        saver=Saver(this.job, this.number, world, cfg.checkpoint, facts),
+        saver=Saver(
+            this.job, this.number, world, cfg.checkpoint, facts, this.requests.stop_asked_here
+        ),
         meter=Meter(world.device, world.size, plan.flops_per_token, plan.precision),
         run_id=run_id,
     )
@@ -353,7 +371,9 @@ def make_trackers(
     from dtt.track.wandb import WandbTracker
 
     step = None if resume is None else resume.step
-    trackers: list[Tracker] = [JsonlTracker(job.metrics, step), ConsoleTracker(plan.steps)]
+    evaluated = resume is None or resume.position()["evaluated"] == step
+    record = JsonlTracker(job.metrics, step, evaluated=evaluated)
+    trackers: list[Tracker] = [record, ConsoleTracker(plan.steps)]
     for tracker in cfg.track:
         match tracker:
             case WandbConfig():

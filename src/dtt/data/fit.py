@@ -58,8 +58,13 @@ def shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
 
 
 def _expected_sizes(folder: Path, shard: TokenShard, dtype: str) -> Iterator[tuple[Path, int]]:
-    """The two files of a shard and their bytes; dtt.data.tokenfile describes them."""
+    """The two files of a shard and their bytes."""
     stem = folder / shard.stem
     yield stem.with_name(stem.name + ".bin"), shard.counts.tokens * BYTES[dtype]
     documents = shard.counts.documents
-    yield stem.with_name(stem.name + ".idx"), 34 + 12 * documents + 8 * (documents + 1)
+    yield stem.with_name(stem.name + ".idx"), index_bytes(documents, documents + 1)
+
+
+def index_bytes(sequences: int, entries: int) -> int:
+    """Size of an index file, whose parts dtt.data.tokenfile describes."""
+    return 34 + 12 * sequences + 8 * entries

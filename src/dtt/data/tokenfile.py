@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from dtt.data import fit
 from dtt.errors import DamagedError, InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -72,7 +73,7 @@ class TokenFile:
         if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
             raise self._damaged(f"dtype code {code} does not stand for an integer type")
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
-        expected = HEADER.size + 12 * self.sequences + 8 * self._entries
+        expected = fit.index_bytes(self.sequences, self._entries)
         if idx_bytes != expected:
             raise self._damaged(f"it should have {expected} bytes, but has {idx_bytes}")
         self.total = bin_bytes // self.dtype.itemsize

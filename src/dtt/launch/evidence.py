@@ -58,7 +58,7 @@ class Evidence:
         ending = job.exit_record(number) if number else None
         beat, answered = _read(job.heartbeat), _read(job.acknowledged)
         own_beat = beat if beat is not None and beat["attempt"] == number else None
-        submissions = list(_records(job.submissions))
+        submissions = list(tail(job.submissions))
         return cls(
             job=job,
             ran_as=_ran_as(job),
@@ -104,7 +104,7 @@ class Evidence:
     @property
     def tokens_per_second(self) -> float | None:
         """The newest measurement."""
-        rates = [r["tokens_per_second"] for r in _records(self.job.metrics) if r["kind"] == "perf"]
+        rates = [r["tokens_per_second"] for r in tail(self.job.metrics) if r["kind"] == "perf"]
         return rates[-1] if rates else None
 
     def stalled(self) -> int:
@@ -156,7 +156,7 @@ def requester(trigger: Path) -> str:
 
 def slurm_ids(job: JobDir) -> list[str]:
     """What Slurm called the last submissions of a job, the newest last."""
-    ids = [str(record["job_id"]) for record in _records(job.submissions)][-SUBMISSIONS:]
+    ids = [str(record["job_id"]) for record in tail(job.submissions)][-SUBMISSIONS:]
     ran_as = _ran_as(job)
     # One that was handed over by plain sbatch is known from its attempt only.
     return ids if ran_as is None or ran_as in ids else [*ids, ran_as]
@@ -197,7 +197,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def tail(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines at the end of a JSON-lines file."""
     if not path.exists():
         return

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from dtt.config.load import load_job
-from dtt.errors import ExitCode, InputError
+from dtt.errors import ConfigError, ExitCode, InputError
 from dtt.launch import squeue
 from dtt.launch.evidence import SILENT_SECONDS, Evidence, requester, slurm_ids
 from dtt.launch.squeue import Answer, SlurmJob
@@ -84,6 +84,18 @@ class Status:
     def queued(self) -> bool:
         """Whether it waits in Slurm's queue, for the first time or again."""
         return not self.alive and self.slurm is not None and self.slurm.queued
+
+    def check_idle(self) -> None:
+        """ConfigError if it runs or is queued, so that it must not be started again."""
+        if not self.alive and not (self.slurm is not None and self.slurm.live):
+            return
+        known = f" as Slurm job {self.slurm.id}" if self.slurm is not None else ""
+        yes = " -y" if self.queued else ""
+        raise ConfigError(
+            f"{self.job.root} is {self.state}{known}",
+            why=self.detail or None,
+            next=f"wait for it to end, or dtt job stop {self.job.root}{yes}",
+        )
 
     @property
     def changed(self) -> float:
@@ -210,6 +222,8 @@ class _Case:
             return State.STOPPING, own.reason
         if own.ending is not None:
             return State.RUNNING, f"attempt {own.attempt} ended: {own.reason}"
+        if own.heartbeat is None:  # not every command has one
+            return State.RUNNING, where
         if own.silence <= SILENT_SECONDS:
             return State.RUNNING, f"starting: {where}"
         return State.LOST, f"{where}, and it has said nothing for {own.silence:.0f} s"
@@ -248,21 +262,25 @@ class _Case:
             return State.FAILED, f"Slurm says {slurm.state}; {self.what_is_left()}"
         if own.heartbeat is None and own.silence <= SILENT_SECONDS:
             return State.RUNNING, "starting"
+        if own.heartbeat is None and self.answer.silence:
+            return self.not_told()
         where = f" on {own.heartbeat['node']}" if own.heartbeat else ""
         return State.LOST, f"attempt {own.attempt}{where} was last heard {own.silence:.0f} s ago"
 
     def never_begun(self) -> Verdict:
-        own, slurm = self.own, self.slurm
         if self.given_up():
-            return State.OUT_OF_ATTEMPTS, f"{own.stalled()} that could not even begin"
-        if slurm is not None:  # a command that makes no attempts, or a node that was never set up
-            done = slurm.state == "COMPLETED"
-            return State.DONE if done else State.FAILED, f"Slurm says {slurm.state}"
+            return State.OUT_OF_ATTEMPTS, f"{self.own.stalled()} that could not even begin"
+        if self.slurm is not None:  # its node was never set up
+            return State.FAILED, f"Slurm says {self.slurm.state}"
         if not self.ids:
             return State.NEW, ""
         if self.answer.silence:
-            return State.UNKNOWN, f"submitted as {self.ids[-1]}; {self.answer.silence}"
+            return self.not_told()
         return State.LOST, f"it never began, and Slurm does not know job {self.ids[-1]} any more"
+
+    def not_told(self) -> Verdict:
+        """Slurm would know, and does not answer."""
+        return State.UNKNOWN, f"submitted as {self.ids[-1]}; {self.answer.silence}"
 
     def given_up(self) -> bool:
         """Whether the job script has started it in vain as often as it may."""

@@ -8,8 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.runtime.jobdir import JobDir
-from dtt.secrets import redacted
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -297,33 +294,3 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
             next="mend it under `launch`, then submit again",
         )
     return done.stdout.strip().partition(";")[0]
-
-
-def submissions(job: JobDir) -> list[str]:
-    """Ids of the jobs that this job directory was submitted as, oldest first."""
-    if not job.submissions.exists():
-        return []
-    lines = job.submissions.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["job_id"] for line in lines]
-
-
-def record_submission(job: JobDir, job_id: str) -> None:
-    """Keep that this job directory was handed to Slurm."""
-    record = {
-        "time": int(time.time()),
-        "job_id": job_id,
-        "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
-    }
-    with job.submissions.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def active(job_ids: Sequence[str]) -> dict[str, str]:
-    """State of those of the jobs that Slurm has queued or running, as `{"17": "PENDING"}`."""
-    if not job_ids or shutil.which("squeue") is None:
-        return {}
-    argv = ["squeue", "--noheader", "--format=%A %T", f"--jobs={','.join(job_ids)}"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode != 0:  # it has forgotten the only job it was asked about
-        return {}
-    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

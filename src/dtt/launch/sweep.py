@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -181,10 +182,14 @@ def plan(path: Path) -> Plan:
 def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
     """A function from values to a trial's id: the one it has, or the next number and a hash."""
     known = {fingerprint(t.values): id for id, t in before.trials.items()} if before else {}
+    taken = [int(id[:3]) for id in known.values()]
+    free = count(max(taken, default=0) + 1)  # not by how many there are: some were never made
 
     def number(values: Mapping[str, Any]) -> str:
         identity = fingerprint(values)
-        return known.setdefault(identity, f"{len(known) + 1:03d}-{identity[:6]}")
+        if identity not in known:
+            known[identity] = f"{next(free):03d}-{identity[:6]}"
+        return known[identity]
 
     return number
 

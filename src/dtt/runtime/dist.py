@@ -73,10 +73,14 @@ class World:
 
     def from_first(self, value: T) -> T:
         """Rank 0's `value`, on every rank."""
+        return self.from_rank(value, 0)
+
+    def from_rank(self, value: T, rank: int) -> T:
+        """The `value` of one rank, on every rank."""
         if self.control is None:
             return value
         box: list[T] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, src=rank, group=self.control)
         return box[0]
 
 
@@ -92,13 +96,7 @@ def start(ranks: Ranks, device: str) -> World:
             next="train.device=cpu, or install a GPU build of torch where there is a GPU",
         )
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if on_gpu and ranks.local_rank >= torch.cuda.device_count():
-        raise EnvironmentUnfit(
-            f"{ranks.local_size} processes were started here, "
-            f"but there are only {torch.cuda.device_count()} GPUs",
-            next=f"torchrun --nproc_per_node {torch.cuda.device_count()} …",
-        )
-    chosen = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
+    chosen = torch.device("cuda", _gpu(ranks)) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
@@ -116,8 +114,22 @@ def start(ranks: Ranks, device: str) -> World:
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
-    background = dist.new_group(backend="gloo", timeout=timeout)
+    # A write to a slow disk may take long; a rank that has ended is noticed at once all the same.
+    background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     return World(ranks, chosen, control, background)
+
+
+def _gpu(ranks: Ranks) -> int:
+    """Which of the visible GPUs is this process's: the only one, if srun gave each its own."""
+    count = torch.cuda.device_count()
+    if count == 1 and ranks.launcher in ("slurm", "pmi"):
+        return 0
+    if ranks.local_size > count:  # the same on every rank here, so that the first one says it
+        raise EnvironmentUnfit(
+            f"{ranks.local_size} processes were started here, but there are only {count} GPUs",
+            next=f"torchrun --nproc_per_node {count} …",
+        )
+    return ranks.local_rank
 
 
 def stop() -> None:

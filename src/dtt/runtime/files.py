@@ -86,6 +86,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_folder(path.parent)
 
 
+def write_once(path: Path, content: str) -> None:
+    """Write `content` unless somebody already has: of several writers the first one wins.
+
+    The file server decides who that is, not a look that it may answer from memory.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_atomically(aside, content)
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
 def check_space(folder: Path, needed: int, what: str) -> None:
     """DiskFull if the file system of `folder` has less than `needed` bytes free for `what`."""
     existing = folder.absolute()

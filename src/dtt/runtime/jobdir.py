@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.errors import ExitCode
-from dtt.runtime.files import write_atomically
+from dtt.runtime.files import write_atomically, write_once
 from dtt.secrets import holds_secret, named_secret, redacted
 
 # Environment variables worth keeping with a job; never all of them: they hold secrets.
@@ -137,7 +137,7 @@ class JobDir:
             "node": node or socket.gethostname(),
             "checkpoint": self.newest_checkpoint_name(),
         }
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
+        write_once(path, json.dumps(record, indent=1) + "\n")
 
     def newest_checkpoint_name(self) -> str | None:
         """Name of the newest checkpoint folder, for people; loading scans and verifies."""
@@ -152,8 +152,8 @@ class JobDir:
         with self.metrics.open("rb") as file:
             file.seek(max(0, self.metrics.stat().st_size - 2**16))
             lines = file.read().splitlines(keepends=True)
-        whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"\n")]
-        return max((json.loads(line)["step"] for line in whole), default=None)
+        steps = (_step_of(line) for line in lines)
+        return max((step for step in steps if step is not None), default=None)
 
     def run_id(self, known: str | None = None) -> str:
         """The job's identity for trackers: made once, the same for every attempt.
@@ -182,11 +182,19 @@ class JobDir:
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
-                if name.startswith(ENVIRONMENT)
-                and not (named_secret(name) or holds_secret(value))
+                if name.startswith(ENVIRONMENT) and not (named_secret(name) or holds_secret(value))
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole record; None for a line that is torn at either end."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record["step"] if isinstance(record, dict) and "step" in record else None
 
 
 def _git_state(folder: Path) -> dict[str, str] | None:

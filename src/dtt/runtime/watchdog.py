@@ -86,6 +86,8 @@ class Watchdog:
         NFS may hide a new file for a minute.
         """
         self._job, self._ranks, self._steps, self._attempt = job, ranks, steps, attempt
+        self.before_end: Callable[[], None] = lambda: None
+        """Called before a run that hangs is ended: what is on its way to the disk may get there."""
         self._floor, self._interval, self._patience = hang_seconds, interval, patience
         folder = job.attempt_dir(attempt)
         self._hang, self._judge = folder / "hang", folder / "judge"
@@ -276,6 +278,7 @@ class Watchdog:
             deadline = time.monotonic() + self._patience
             while not record.exists() and time.monotonic() < deadline:
                 time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one has ended
+        self.before_end()
         os._exit(ExitCode.BUG)
 
     def _node(self, rank: int) -> str:

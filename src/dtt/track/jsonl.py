@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from dtt.runtime.files import write_atomically
+from dtt.runtime.log import log
 from dtt.track.base import Record
 
 
 class JsonlTracker:
-    """Appends records; `flush` makes them durable."""
+    """Appends records; `flush` makes them durable.
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
-        """Open `path`; drop records after `resume_step` (None: all), which will be made again."""
-        kept = [r for r in read(path) if resume_step is not None and r["step"] <= resume_step]
+    What the disk does not take at once is kept and tried again: only `flush` fails.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None, *, evaluated: bool = True) -> None:
+        """Open `path`; drop the records that will be made again.
+
+        Those are the ones after `resume_step` (None: all), and the evaluation and the sample of
+        that very step if it is not `evaluated` yet.
+        """
+        kept = []
+        if resume_step is not None:
+            for record in read(path):
+                again = record["step"] == resume_step and record["kind"] in ("eval", "sample")
+                if record["step"] <= resume_step and (evaluated or not again):
+                    kept.append(record)
         write_atomically(path, "".join(_line(record) for record in kept))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+        self._lock = threading.Lock()  # a checkpoint's thread flushes while training logs
 
     def log(self, record: Record) -> None:
         """Append one line."""
-        self._file.write(_line(record))
+        with self._lock:
+            waiting = self._pending != b""
+            self._pending += _line(record).encode()
+            try:
+                self._write()
+            except OSError as error:
+                if not waiting:
+                    log.warning("metrics.jsonl is behind, its lines are kept: %s", error)
 
     def flush(self) -> None:
         """Return when every record so far is on the disk."""
-        self._file.flush()
+        with self._lock:
+            self._write()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -34,22 +58,33 @@ class JsonlTracker:
         self.flush()
         self._file.close()
 
+    def _write(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
+
 
 def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def read(path: Path, kind: str | None = None) -> Iterator[Record]:
-    """The records of a file, or those of a kind; none if it is absent.
+    """The records of a file, or those of one kind; none if it is absent.
 
-    A torn last line (a crash) is left out.
+    A torn last line (a crash) is left out; so is, with a warning, what is no record.
     """
     if not path.exists():
         return
     mark = b"" if kind is None else json.dumps(kind).encode()  # spares parsing most lines
     with path.open("rb") as file:  # bytes: a line may be torn within a character
-        for line in file:
-            if mark in line and line.endswith(b"\n"):
-                record = json.loads(line)
-                if kind is None or record["kind"] == kind:
-                    yield record
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            if mark not in line:
+                continue
+            try:
+                record: Record = json.loads(line)
+            except ValueError:
+                log.warning("%s:%d is no record and left out", path, number)
+                continue
+            if kind is None or record["kind"] == kind:
+                yield record

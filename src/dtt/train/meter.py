@@ -31,10 +31,11 @@ PEAK_FLOPS = {
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
 
-RECENT = 64
+RECENT = 256
 """Steps that are remembered one by one."""
 Mark = float | torch.cuda.Event
-Span = tuple[Mark, Mark]
+Span = tuple[float, Mark, Mark]
+"""A step: when the host began it, and its start and end on the device."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -60,31 +61,32 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._start = time.perf_counter()
         self._steps = self._tokens = 0
-        self._before: deque[Span] = deque(maxlen=RECENT)
-        self._since: deque[Span] = deque(maxlen=RECENT)
+        self._spans: deque[Span] = deque(maxlen=RECENT)
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """One step of so many tokens, over all devices, happens inside."""
-        start = self._mark()
+        began, start = time.perf_counter(), self._mark()
         yield
-        self._since.append((start, self._mark()))
+        self._spans.append((began, start, self._mark()))
         self._steps += 1
         self._tokens += tokens
 
-    def save_begins(self) -> None:
-        """From now on a checkpoint is being written beside the steps."""
-        self._before, self._since = self._since, deque(maxlen=RECENT)
+    def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
+        """By what share steps took longer than the median one before `begin`.
 
-    def slowdown(self) -> float | None:
-        """By what share the steps since `save_begins` took longer than those before.
-
-        None when there are too few to tell. Call when the device has finished those steps.
+        First the next step after `begin`, then the mean of those begun until `end`; None when there
+        are too few to tell. Times are those of `time.perf_counter`. Call when the device has
+        finished these steps.
         """
-        if not self._before or not self._since:
-            return None
-        usual = statistics.median(self._seconds(span) for span in self._before)
-        return statistics.fmean(self._seconds(span) for span in self._since) / usual - 1
+        before = [self._seconds(span) for span in self._spans if span[0] < begin]
+        after = [span for span in self._spans if span[0] >= begin]
+        if not before or not after:
+            return None, None
+        usual = statistics.median(before)
+        during = [self._seconds(span) / usual - 1 for span in after if span[0] <= end]
+        following = self._seconds(after[0]) / usual - 1
+        return round(following, 4), round(statistics.fmean(during or [following]), 4)
 
     def _mark(self) -> Mark:
         """This moment: on a GPU, that of the device, which lags behind the host."""
@@ -95,7 +97,7 @@ class Meter:
         return event
 
     def _seconds(self, span: Span) -> float:
-        start, end = span
+        _, start, end = span
         if isinstance(start, float) and isinstance(end, float):
             return end - start
         return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr,arg-type]

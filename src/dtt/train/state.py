@@ -73,7 +73,9 @@ def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
     ]
     if not fitting:
         raise ConfigError(
-            f"nothing in {source} fits this model", why="\n".join(rest).strip(), next="look at init.from"
+            f"nothing in {source} fits this model",
+            why="\n".join(rest).strip(),
+            next="look at init.from",
         )
     count = sum(parameters[name].numel() for name in fitting)
     taken = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"

@@ -42,7 +42,6 @@ class Requests:
         self.reason = ""
         self._job: JobDir | None = None
         self._looked = 0.0
-        self._acknowledged = Request.NONE
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
@@ -59,8 +58,10 @@ class Requests:
         """What all ranks do now, after `step`; `failed`: this rank's last save went wrong."""
         wish = Request.FAILED if failed else self._wish(world)
         agreed = Request(world.agree(wish))
-        if agreed is Request.STOP:  # any rank may be the first to end, and to write down why
-            self.reason = world.from_first(self.reason) or self.reason
+        if agreed is Request.STOP:  # whoever knows why tells all
+            self.reason = world.from_rank(
+                self.reason, world.agree(world.rank if self.reason else 0)
+            )
         if world.first and agreed in (Request.SAVE, Request.STOP):
             self._acknowledge(agreed, step)
         return agreed
@@ -68,6 +69,10 @@ class Requests:
     def stop_wanted(self, world: World) -> bool:
         """Whether to break off what takes long: the same on every rank that asks now."""
         return world.agree(self._wish(world)) >= Request.STOP
+
+    def stop_asked_here(self) -> bool:
+        """Whether this rank alone knows of a wish to stop; asks no other."""
+        return bool(self.reason) or (self._job is not None and self._job.stop.exists())
 
     def _wish(self, world: World) -> Request:
         if self.reason:
@@ -83,14 +88,16 @@ class Requests:
 
     def _acknowledge(self, request: Request, step: int) -> None:
         """Tell whoever asked that it was heard."""
-        if self._job is None or request == self._acknowledged == Request.STOP:
+        if self._job is None:
             return
-        self._acknowledged = request
         name = request.name.lower()
-        by = self.reason or (_first_line(self._job, name) if request == Request.SAVE else "a rank")
+        by = self.reason or _first_line(self._job, name)
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
-        write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+        try:
+            write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+        except OSError as error:
+            log.warning("the request could not be acknowledged: %s", error)
         if request == Request.SAVE:
             self._job.save.unlink(missing_ok=True)
 

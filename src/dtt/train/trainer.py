@@ -94,6 +94,8 @@ class Trainer:
                 self.saver.wait()  # raises, on every rank
             if request is Request.STOP:
                 break
+            if request is Request.SAVE and self.saved_step != self.position.step:
+                self.save()
             multiplier = schedule.multiplier(cfg.schedule, self.position.step, steps)
             set_learning_rate(self.optimizers, multiplier)
             with self.meter.step(self.plan.tokens_per_step):
@@ -103,7 +105,7 @@ class Trainer:
             if every(cfg.train.log_every, step) or step == steps:
                 self.log_progress()
             self.look()
-            if every(cfg.checkpoint.every, step) or request is Request.SAVE:
+            if every(cfg.checkpoint.every, step):
                 self.save()
 
     def restore(self, resume: Checkpoint | None) -> None:
@@ -237,22 +239,26 @@ class Trainer:
         self.read_losses()
         step = self.position.step
         with self.watchdog.phase("save"), self.meter.paused():
-            for tracker in self.trackers:
-                tracker.flush()  # what a checkpoint goes on from is on the disk before it
             shared = {
                 store.MODEL: self.model.state_dict(),
                 store.STATE: optimizer_tensors(self.optimizers),
             }
             own = rng_tensors(self.world.rank, self.world.device)
             position = self.position.to_json() | {"run_id": self.run_id}
-            self.saver.begin(step, shared, own, position)
-        self.meter.save_begins()
+            self.saver.begin(step, shared, own, position, self.flush)
         self.saved_step = step
+
+    def flush(self) -> None:
+        """What a run that goes on from a checkpoint must find is on the disk before it."""
+        for tracker in self.trackers:
+            tracker.flush()
 
     def log_saves(self) -> None:
         """What the saves took that have been finished since the last call."""
         for save in self.saver.finished():
-            self.emit({"kind": "save", **save.record(), "slowdown": self.meter.slowdown()})
+            following, during = self.meter.slowdown(save.began, save.ended)
+            slowdown = {"next_step_slowdown": following, "slowdown": during}
+            self.emit({"kind": "save", **save.record(), **slowdown})
 
 
 def every(interval: int, step: int) -> bool:
