@@ -13,68 +13,86 @@
 #SBATCH --requeue
 
 # Written by `dtt submit`. From the same folder, `sbatch jobs/run/slurm.sh` runs it again: it goes on
-# where it was. 120 s before the time limit it lets dtt save; then Slurm continues the job:
-# requeue. docs/slurm.md tells the rest.
+# where it was. 120 s before the time limit, or earlier, it lets dtt save; then Slurm continues
+# the job: requeue. docs/slurm.md tells the rest.
 # shellcheck disable=SC1091,SC2034,SC2329  # what it sources; what nodes and traps use
 
+# What stands beside the lines of set-up begins with `_dtt_`: they cannot change it by accident.
 set -u
 limit='slurm: time limit'
-directory=/scratch/me/dtt
-job=jobs/run
-command=(train "$job")
-tag=$SLURM_JOB_ID-r${SLURM_RESTART_COUNT:-0}
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((10000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 20000))
-while (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do ((port++)); done # somebody listens there
+_dtt_directory=/scratch/me/dtt
+_dtt_job=jobs/run
+id=$SLURM_JOB_ID
+log=$SLURM_JOB_NAME-$id.log
+again='sbatch jobs/run/slurm.sh'
+trained=$_dtt_job # where its checkpoints are, and requests go
+command=(train "$_dtt_job")
+_dtt_tag=$SLURM_JOB_ID-r${SLURM_RESTART_COUNT:-0}
+_dtt_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+_dtt_port=$((10000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 20000))
+while (: <"/dev/tcp/127.0.0.1/$_dtt_port") 2>/dev/null; do ((_dtt_port++)); done # somebody listens there
 
 say() { printf '%s slurm: %s\n' "$(date +%T)" "$*"; }
 
 # ---- on every node -----------------------------------------------------------------------------
 
-set_up() {
+_dtt_set_up() {
     set +u
     source env.sh || return
     return 0
 }
 
-processes() {
-    cd -- "$directory" || exit 66
-    exec >>"$job/logs/$log-${SLURMD_NODENAME:-$(hostname)}.log" 2>&1
-    if ! set_up; then
-        echo "slurm: cannot set up $(hostname)" >&2
-        exit 78
-    fi
+_dtt_unfit() {
+    echo "slurm: cannot set up $(hostname)" >&2
+    exit 78
+}
+
+_dtt_processes() {
+    cd -- "$_dtt_directory" || exit 66
+    exec >>"$_dtt_job/logs/$_dtt_log-${SLURMD_NODENAME:-$(hostname)}.log" 2>&1
+    trap _dtt_unfit EXIT # set-up may fail, or exit; or there is no such program
+    _dtt_set_up || exit
+    cd -- "$_dtt_directory" || exit
     # The batch script asks for the stop. Whoever starts the ranks must not die of a signal before
     # they have saved; they set handlers of their own.
     trap '' USR2 TERM
-    getent hosts "$host" >/dev/null || host=$SLURM_LAUNCH_NODE_IPADDR
+    getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
     local first=0
     [[ $SLURM_NODEID != 0 ]] || first=1
     exec torchrun \
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node=4 \
-        --rdzv_backend=c10d --rdzv_endpoint="$host:$port" --rdzv_conf=is_host="$first" \
-        --rdzv_id="$tag" --max_restarts=0 --signals_to_handle=SIGINT,SIGHUP,SIGQUIT \
+        --rdzv_backend=c10d --rdzv_endpoint="$_dtt_host:$_dtt_port" --rdzv_conf=is_host="$first" \
+        --rdzv_id="$_dtt_tag" --max_restarts=0 --signals_to_handle=SIGINT,SIGHUP,SIGQUIT \
         -m "$@"
 }
 
 # launch NAME MODULE [ARGUMENT]…: run it on all nodes; sets `status`. Each node has a log of its own.
 launch() {
-    local name=$1 log=$1-$tag node
+    local name=$1 _dtt_log=$1-$_dtt_tag node code
     shift
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-        ln -sfn -- "$log-$node.log" "$job/logs/latest-$node.log"
+        ln -sfn -- "$_dtt_log-$node.log" "$_dtt_job/logs/latest-$node.log"
     done
-    ln -sfn -- "$log-$host.log" "$job/logs/latest.log"
-    say "$name on $SLURM_JOB_NODELIST: see $job/logs/latest.log"
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    ln -sfn -- "$_dtt_log-$_dtt_host.log" "$_dtt_job/logs/latest.log"
+    say "$name on $SLURM_JOB_NODELIST: see $_dtt_job/logs/latest.log"
+    code="$(declare -p _dtt_directory _dtt_job _dtt_log _dtt_tag _dtt_host _dtt_port)
+        $(declare -f _dtt_set_up _dtt_unfit _dtt_processes)
+        _dtt_processes \"\$@\""
+    ( # a shell of its own: what set-up does, even `exit`, never reaches this script
+        trap _dtt_unfit EXIT
+        _dtt_set_up || exit
+        exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         --cpus-per-task=32 \
         --kill-on-bad-exit=0 --wait=60 \
-        bash -c "$(declare -p directory job log tag host port)
-            $(declare -f set_up processes)
-            processes \"\$@\"" bash "$@" &
+            bash -c "$code" bash "$@"
+    ) &
     step=$!
-    # A signal ends `wait` early; asked again, it still knows how the step ended.
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+    # A signal ends `wait` early; asked again, it still knows how the step ended. A person may take
+    # our request over while the job saves.
+    while kill -0 "$step" 2>/dev/null; do
+        if [[ -z $asked ]]; then wait "$step"; else sleep 0.5; fi
+        if a_person_asks; then person=yes; fi
+    done
     wait "$step"
     status=$?
 }
@@ -91,7 +109,7 @@ largest() {
     echo "$best"
 }
 
-field() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+field() { scontrol show job "$id" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
 
 running() { [[ $(field JobState) == RUNNING ]]; }
 
@@ -105,26 +123,29 @@ preempted() {
 
 # ---- signals -----------------------------------------------------------------------------------
 
-asked='' # why we asked for a stop; empty when nobody or somebody else did
+asked=''  # why we asked for a stop; empty when nobody or somebody else did
+person='' # whether a person asked for one, too: then nothing goes on
 step=''
 successor=''
 
 ask() {
-    if [[ ! -e $job/control/stop ]]; then
-        asked=$1
-        mkdir -p -- "$job/control"
-        printf '%s\n' "$1" >"$job/control/.stop" && mv -- "$job/control/.stop" "$job/control/stop"
-    fi
+    local request=$trained/control
+    if [[ -n $asked || -e $request/stop ]]; then return; fi
+    asked=$1
+    mkdir -p -- "$request"
+    printf '%s\n' "$1" >"$request/.stop" && mv -- "$request/.stop" "$request/stop"
+}
+
+a_person_asks() {
+    local line
+    line=$(head -n 1 "$trained/control/stop" 2>/dev/null) && [[ $line != slurm:* ]]
 }
 
 # A request of ours that nobody was left to hear is not meant for another attempt.
-drop_request() {
-    if [[ -e $job/control/stop && $(head -n 1 "$job/control/stop") == slurm:* ]]; then
-        rm -f -- "$job/control/stop"
-    fi
-}
+drop_request() { a_person_asks || rm -f -- "$trained/control/stop"; }
 
 on_limit() {
+    [[ -z $asked ]] || return
     say "the time limit is near: asking to save and stop"
     ask "$limit"
 }
@@ -136,6 +157,29 @@ on_term() {
 
 trap on_limit USR2
 trap on_term TERM
+
+# Slurm's signal comes as early as was right when the job was submitted. `lead` holds the seconds
+# that stopping takes by now; more than half of the time is never given to it.
+watch_limit() {
+    local ends end lead longest now
+    ends=$(field EndTime)
+    end=$(date -d "$ends" +%s) || return # no limit
+    longest=$(((end - $(date +%s)) / 2))
+    while sleep 5; do
+        read -r lead <"$trained/lead" && [[ $lead =~ ^[1-9][0-9]{0,6}$ ]] || continue
+        now=$(date +%s)
+        if ((now < end - (lead < longest ? lead : longest))); then continue; fi
+        if [[ $(field EndTime) == "$ends" ]]; then
+            kill -USR2 $$
+            return
+        fi
+        ends=$(field EndTime) # somebody has moved it
+        end=$(date -d "$ends" +%s) || return
+    done
+}
+watch_limit >/dev/null 2>&1 &
+watch=$!
+trap 'kill "$watch" 2>/dev/null' EXIT
 
 # leave CODE MESSAGE…: the end of this job.
 leave() {
@@ -149,58 +193,59 @@ leave() {
 
 # ---- this attempt ------------------------------------------------------------------------------
 
-cd -- "$directory" || exit 66
-mkdir -p -- "$job/logs" "$job/control"
-ln -sfn -- "$SLURM_JOB_NAME-$SLURM_JOB_ID.log" "$job/logs/latest-slurm.log"
+cd -- "$_dtt_directory" || exit 66
+mkdir -p -- "$_dtt_job/logs" "$_dtt_job/control"
+ln -sfn -- "$log" "$_dtt_job/logs/latest-slurm.log"
 drop_request
 
 # `stalled` holds the newest checkpoint's step and how many attempts in a row began with it.
-before=$(largest "$job/checkpoints/step-")
+before=$(largest "$trained/checkpoints/step-")
 stalled=0
-if [[ -s $job/stalled && (${1:-} == continued || ${SLURM_RESTART_COUNT:-0} != 0) ]]; then
-    read -r last stalled <"$job/stalled"
+if [[ -s $_dtt_job/stalled && (${1:-} == continued || ${SLURM_RESTART_COUNT:-0} != 0) ]]; then
+    read -r last stalled <"$_dtt_job/stalled"
     [[ $last == "$before" && $stalled =~ ^[0-9]+$ ]] || stalled=0
 fi
-give_up="3 attempts in a row without a new checkpoint: see logs/latest.log, then sbatch jobs/run/slurm.sh"
+give_up="3 attempts in a row without a new checkpoint: see logs/latest.log, then $again"
 if ((stalled >= 3)); then leave 1 "$give_up"; fi
-printf '%s %s\n' "$before" "$((++stalled))" >"$job/stalled"
+printf '%s %s\n' "$before" "$((++stalled))" >"$_dtt_job/stalled"
 
-attempt=$(largest "$job/attempts/")
-status=78
-if set_up; then
-    set -u
-    launch train dtt.main "${command[@]}"
-else
-    say "cannot set up $(hostname)"
-fi
+attempt=$(largest "$_dtt_job/attempts/")
+launch train dtt.main "${command[@]}"
 
 # ---- how it ended, and whether it goes on ------------------------------------------------------
 
-code=$status
-((code <= 128)) || code=none
-last=$(largest "$job/attempts/")
+case $status in
+0 | 1 | 2 | 65 | 66 | 74 | 75 | 76 | 78 | 130) code=$status ;;
+*) code=none ;;
+esac
+last=$(largest "$_dtt_job/attempts/")
 if ((last > attempt)); then # torchrun says 1 for everything; this is the truth
-    told=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$job/attempts/$last/exit.json" 2>/dev/null)
+    told=$(sed -n 's/^ *"code": *\([0-9][0-9]*\).*/\1/p' "$_dtt_job/attempts/$last/exit.json" 2>/dev/null)
     if [[ -n $told ]]; then code=$told status=$told; fi
 fi
 
 case $code in
 0) leave 0 "done" ;;
-2 | 65 | 66 | 76 | 130) leave "$status" "exit code $code: mend what it says, then sbatch jobs/run/slurm.sh" ;;
+2 | 65 | 66 | 76 | 130) leave "$status" "exit code $code: mend what it says, then $again" ;;
 esac
+on_request="stopped on request, all is saved; $again goes on"
+if [[ $code == 75 && -n $person ]]; then
+    rm -f -- "$trained/control/stop"
+    leave 75 "$on_request"
+fi
 if [[ $asked != "$limit" ]] && ! { preempted && running; }; then
     if [[ -n $asked ]]; then
         say "exit code $code after SIGTERM: whether the job goes on is Slurm's to say"
         trap '' USR2 TERM
         exit "$status"
     fi
-    [[ $code != 75 ]] || leave 75 "stopped on request, all is saved; sbatch jobs/run/slurm.sh goes on"
+    [[ $code != 75 ]] || leave 75 "$on_request"
 fi
-if [[ $(largest "$job/checkpoints/step-") == "$before" ]] && ((stalled >= 3)); then
+if [[ $(largest "$trained/checkpoints/step-") == "$before" ]] && ((stalled >= 3)); then
     leave "$status" "exit code $code; $give_up"
 fi
 if ! running; then leave "$status" "exit code $code; the job was cancelled"; fi
 trap '' USR2 TERM # a requeue sends them, too
 say "exit code $code; back into the queue"
-scontrol requeue "$SLURM_JOB_ID" || leave "$status" "cannot be requeued: sbatch jobs/run/slurm.sh goes on"
+scontrol requeue "$id" || leave "$status" "cannot be requeued: $again goes on"
 exit "$status"

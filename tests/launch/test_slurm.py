@@ -21,7 +21,7 @@ from running import ROOT
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve, shipped_configs
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
-from dtt.launch import slurm
+from dtt.launch import evidence, slurm
 from dtt.launch.slurm import Array, Script, render
 from dtt.runtime.jobdir import JobDir
 

@@ -191,24 +191,41 @@ def _newest_first(folder: Path) -> Iterator[Checkpoint | DttError]:
 
 def find(reference: str) -> Checkpoint:
     """The verified checkpoint that `JOB` (its newest) or `JOB@STEP` means; InputError if none."""
+    folder, step = locate(reference)
+    found = newest(folder) if step is None else at_step(folder, step)
+    assert found is not None, "it was just located"
+    return found
+
+
+def locate(reference: str) -> tuple[Path, int | None]:
+    """The folder of checkpoints and the step (None: its newest) that `find` verifies."""
     job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
     folder = JobDir(Path(job)).checkpoints
-    if step:
-        if not step.isdigit():
-            raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
-        return at_step(folder, int(step))
-    found = newest(folder)
-    if found is None:
+    if step and not step.isdigit():
+        raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
+    if not steps(folder):
         raise InputError(
             f"no checkpoint in {folder}",
             why="that job has not saved one" if folder.parent.is_dir() else "there is no such job",
             next="name a job directory, as jobs/base or jobs/base@500",
         )
-    return found
+    if not step:
+        return folder, None
+    _existing(folder, int(step))
+    return folder, int(step)
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of one step; InputError lists the steps there are."""
+    try:
+        return verify(_existing(folder, step))
+    except DamagedError as error:
+        raise DamagedError(
+            str(error), next="name no step to take the newest that is whole"
+        ) from None
+
+
+def _existing(folder: Path, step: int) -> Path:
     path = folder_of(folder, step)
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"
@@ -217,9 +234,4 @@ def at_step(folder: Path, step: int) -> Checkpoint:
             why=f"there are: {there}",
             next="name one of those; without a step it is the newest that is whole",
         )
-    try:
-        return verify(path)
-    except DamagedError as error:
-        raise DamagedError(
-            str(error), next="name no step to take the newest that is whole"
-        ) from None
+    return path

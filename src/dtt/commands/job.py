@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import re
 import shlex
 import shutil
 import time
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtt.errors import ConfigError, DttError, InputError
-from dtt.launch import ledger, slurm, squeue
-from dtt.launch.evidence import newest_log
+from dtt.launch import ledger, squeue, submissions
+from dtt.launch.evidence import newest_log, requester
 from dtt.launch.ledger import State, Status
+from dtt.launch.sweep import SweepManifest
 from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -117,11 +117,16 @@ def _duration(seconds: float) -> str:
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:
-    """Ask a running job to save and stop; cancel one that waits in the queue."""
+    """Ask a running training to save and stop; cancel what waits in the queue, or has no ear."""
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
+    command = submissions.argv(job)[0]
     if found.queued and found.slurm is not None:
         _cancel(found, found.slurm.id, yes=yes)
+    elif found.alive and found.slurm is not None and command != "train":
+        print(f"dtt {command} hears no request; what it has finished is kept")
+        squeue.cancel(found.slurm.id)
+        print(f"cancelled Slurm job {found.slurm.id}")
     elif found.alive:
         _ask(found, "stop", wait)
     else:
@@ -145,6 +150,8 @@ def save(path: Path, *, wait: float) -> None:
     (found,) = ledger.examine([job])
     if not found.alive:
         raise ConfigError(f"{job.root} does not run: it is {found.state}", why=found.detail or None)
+    if (command := submissions.argv(job)[0]) != "train":
+        raise ConfigError(f"{job.root} has nothing to save: it runs dtt {command}")
     _ask(found, "save", wait)
 
 
@@ -152,7 +159,8 @@ def _ask(found: Status, what: Literal["stop", "save"], wait: float) -> None:
     """Touch the trigger file, and wait until somebody says that it was heard."""
     job, before = found.job, _answer(found.job)
     trigger = job.stop if what == "stop" else job.save
-    if not trigger.exists():  # who asked first is the one to be named
+    # Who asked first is the one to be named. But after Slurm's own request the job would go on.
+    if not trigger.exists() or requester(trigger).startswith("slurm:"):
         write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n")
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
@@ -164,6 +172,10 @@ def _ask(found: Status, what: Literal["stop", "save"], wait: float) -> None:
         ):
             then = "it saves and stops" if what == "stop" else "it saves and goes on"
             print(f"acknowledged at step {answer['step']}: {then}")
+            if what == "stop" and answer["by"].startswith("slurm:"):
+                print(
+                    f"it was stopping by itself ({answer['by']}), to go on; now it does not go on"
+                )
             return
         if job.exit_record(job.attempt()) is not None and found.own.ending is None:
             (ended,) = ledger.examine([job])
@@ -200,28 +212,17 @@ def resume(path: Path) -> None:
     (found,) = ledger.examine([job])
     if found.state is State.DONE:
         raise ConfigError(f"{job.root} is done", next="name=ANOTHER starts a new job")
-    if found.alive or (found.slurm is not None and found.slurm.live):
-        raise ConfigError(
-            f"{job.root} is {found.state}",
-            why=found.detail or None,
-            next=f"dtt job stop {job.root}"
-            + (f", or scancel {found.slurm.id}" if found.slurm is not None else ""),
-        )
+    found.check_idle()
+    if job.script.is_file() and shutil.which("sbatch") is not None:
+        print(f"submitted  {submissions.submit_again(job)}")
+        return
     # A request that nobody was left to hear is not meant for the next attempt.
     job.stop.unlink(missing_ok=True)
     job.save.unlink(missing_ok=True)
-    if not job.script.is_file() or shutil.which("sbatch") is None:
-        print(f"dtt train {shlex.quote(str(job.root))}")
-        return
-    id = slurm.submit(job.script, *_from_its_folder(job))
-    slurm.record_submission(job, id)
-    print(f"submitted  {id}")
-
-
-def _from_its_folder(job: JobDir) -> list[str]:
-    """Options of sbatch that let the script run where it was first submitted from."""
-    found = re.search(r"^directory=(.*)$", job.script.read_text(encoding="utf-8"), re.MULTILINE)
-    return [f"--chdir={shlex.split(found[1])[0]}"] if found else []
+    argv = submissions.argv(job)
+    if SweepManifest.exists(job.root.parent):
+        argv = ["sweep", "retry", str(job.root.parent), job.root.name]
+    print(shlex.join(["dtt", *argv]))
 
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:

@@ -42,7 +42,7 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     for number, (stage, argv) in enumerate(stages(cfg, options), start=1):
         print(f"\n[{number}/4] {stage}: {as_typed(argv)}", file=sys.stderr, flush=True)
         before = job.attempt()
-        code = local.run(argv)
+        code = local.run(argv, local.without_slurm() if stage == "tokenize" else None)
         if code != ExitCode.DONE:
             sys.exit(report_stop(stage, code, job, began=job.attempt() > before))
     print(closing(cfg, summarize(job.metrics), time.monotonic() - start, config))

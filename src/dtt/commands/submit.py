@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,12 @@ from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf
-from dtt.errors import ConfigError, DttError, EnvironmentUnfit
-from dtt.launch import checks, slurm
+from dtt.errors import ConfigError, DttError
+from dtt.launch import checks, ledger, slurm, submissions
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 
 COMMANDS = ("download", "tokenize", "train", "export", "pipeline")
-
-HEARTBEAT_LASTS = 60.0
-"""Seconds after which a heartbeat says that nobody is there any more."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,8 @@ def run(
     code_copy: bool,
 ) -> None:
     """Check everything, show the plan, ask at a terminal, submit; prints the job id."""
+    if print_script and as_json:
+        raise ConfigError("--print-script and --json exclude each other")
     request = prepare(command, config, arguments, cluster, allow_change, code_copy=code_copy)
     text = slurm.render(request.script)
     if print_script:
@@ -68,11 +66,10 @@ def run(
     checks.raise_all(list(problems(request, dry_run=dry_run)))
     print("\n".join(plan(request)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
-    if not dry_run:
-        if not yes and not _agreed():
-            print("not submitted", file=sys.stderr)
-            return
-        job_id = submit(request, text)
+    if not dry_run and (yes or agreed("submit?")):
+        job_id = submit(request, copy_code=code_copy)
+    elif not dry_run:
+        print("not submitted", file=sys.stderr)
     if as_json:
         facts = {"job_id": job_id, "job_dir": str(request.job.root)}
         print(json.dumps(facts | {"script": str(request.job.script)}))
@@ -91,16 +88,15 @@ def prepare(
 ) -> Request:
     """The configuration, where the job goes, and the parameters of its script."""
     base: str | Layer | None = config
-    if cluster is not None:  # a profile lies below the config
-        profile = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
-        names = [str(profile), *([config] if config else [])]
+    if cluster is not None:  # a profile lies below the config, and above a job's own
+        names = [str(_profile(cluster)), *([config] if config else [])]
         base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     match command:
         case "train":
             resolved, trained = find_job(config if folders else base, arguments, allow_change)
-            if folders and cluster is not None:
+            if folders and cluster is not None:  # changes nothing but `launch`
                 resolved = resolve(base, overrides, job_config=trained.config)
             job, argv = trained, ["train"]
         case "export":
@@ -131,9 +127,24 @@ def prepare(
         kind="train" if command == "train" else "tokenize" if command == "tokenize" else "other",
         launch=launch,
         lead=slurm.lead(job, launch),
-        code=code_copy,
+        code=code_copy or (job.root / "code").is_dir(),
     )
     return Request(command, resolved, job, trained, script)
+
+
+def _profile(cluster: str) -> Path:
+    """The file of a cluster profile; ConfigError if it says anything but `launch`."""
+    path = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
+    layer = resolve(path, env={}).layer
+    others = [k for k, leaf in layer.items() if k[0] != "launch" and leaf.origin != "default"]
+    if others:
+        raise ConfigError(
+            f"{path} is no cluster profile: it sets {', '.join(map('.'.join, others))}",
+            where=layer[others[0]].origin,
+            why="a profile holds a `launch` section and nothing else",
+            next="put the rest into a config, and name that with -c",
+        )
+    return path
 
 
 def _beside(trained: JobDir, command: str) -> JobDir:
@@ -168,29 +179,19 @@ def _export_keys(own: RunConfig, resolved: Resolved) -> Iterator[str]:
 
 def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
     """Everything that speaks against submitting this now."""
-    yield from checks.problems(request.command, request.config, request.trained)
+    command, job, cfg = request.command, request.job, request.config
+    if job.config.is_file() and (name := load_job(job.root).name) != cfg.name:
+        yield ConfigError(
+            f"{job.root} is the directory of another job, of {name}",
+            where=job.config,
+            next="name=ANOTHER",
+        )
+    yield from checks.problems(command, cfg, request.trained)
+    yield from checks.launch_problems(command, cfg)
     if not dry_run:
         yield from checks.sbatch_problems()
-        yield from _running(request.job)
-
-
-def _running(job: JobDir) -> Iterator[DttError]:
-    """Whether the job is queued or running already."""
-    heartbeat = job.heartbeat
-    if heartbeat.exists() and job.exit_record(job.attempt()) is None:
-        age = time.time() - json.loads(heartbeat.read_bytes())["time"]
-        if age < HEARTBEAT_LASTS:
-            yield EnvironmentUnfit(
-                f"{job.root} is running already",
-                where=heartbeat,
-                why=f"it said so {age:.0f} s ago",
-                next=f"touch {job.stop} stops it",
-            )
-    for job_id, state in slurm.active(slurm.submissions(job)).items():
-        yield EnvironmentUnfit(
-            f"{job.root} is submitted already: job {job_id} is {state.lower()}",
-            next=f"scancel {job_id}, or wait for it to end",
-        )
+        [status] = ledger.examine([job])
+        yield from checks.caught(status.check_idle)
 
 
 def plan(request: Request) -> Iterator[str]:
@@ -207,6 +208,8 @@ def plan(request: Request) -> Iterator[str]:
     yield f"time       {limit}; asked to save {script.lead} s before; then {launch.continuation}"
     where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
     yield f"where      {', '.join(where) or 'the default partition and account'}"
+    if script.code:
+        yield f"code       the copy in {request.job.root / 'code'}"
     yield f"script     {request.job.script}"
 
 
@@ -224,29 +227,38 @@ def _amount(cfg: RunConfig) -> str:
     )
 
 
-def _agreed() -> bool:
+def agreed(question: str) -> bool:
     """Ask, if there is somebody at a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
-    print("submit? [Y/n] ", end="", file=sys.stderr, flush=True)
+    print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("", "y", "yes")
 
 
-def submit(request: Request, text: str) -> str:
-    """Make the job directory and hand its script to Slurm; returns the job id."""
+def submit(request: Request, *, copy_code: bool) -> str:
+    """Make the job directory and hand its script to Slurm; returns the job id.
+
+    If Slurm refuses it, what is configured is what was before.
+    """
     job = request.job
+    before = job.config.read_bytes() if job.config.exists() else None
+    new = not job.root.exists()
     with exclusive(job.root, "dtt train or dtt submit"):
         write_atomically(job.config, explain.show(request.config, request.resolved.layer))
         job.write_environment()
-        job.logs.mkdir(exist_ok=True)
         job.stop.parent.mkdir(exist_ok=True)
-        if request.script.code:
+        if copy_code:
             _copy_code(job.root / "code")
-        write_atomically(job.script, text)
-        job.script.chmod(0o755)
-        job_id = slurm.submit(job.script)
-        slurm.record_submission(job, job_id)
-    return job_id
+        try:
+            return submissions.submit(request.script)
+        except DttError:
+            if new:
+                shutil.rmtree(job.root)
+            elif before is None:
+                job.config.unlink()
+            else:
+                write_atomically(job.config, before)
+            raise
 
 
 def _copy_code(folder: Path) -> None:

@@ -8,13 +8,14 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dtt.commands.submit import agreed
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
-from dtt.launch import arrays, checks, trials
+from dtt.launch import arrays, checks, squeue, trials
 from dtt.launch import results as outcome
 from dtt.launch import sweep as planning
 from dtt.launch.checks import raise_all
@@ -55,7 +56,7 @@ class How:
 
 def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Plan a sweep, show it, make the job directories, start the trials that never were."""
-    plan = _checked(planning.plan(file))
+    plan = _checked(planning.plan(file), how)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
@@ -64,18 +65,24 @@ def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> 
         return
     if how.kind != "local":
         raise_all(list(checks.sbatch_problems()))
-    if not yes and not _agreed(f"start {len(plan.trials)} trials in {plan.root}?"):
+    if not yes and not agreed(f"start {len(plan.trials)} trials in {plan.root}?"):
         print("nothing was started", file=sys.stderr)
         return
-    _start(plan.write(), lambda one: one.state == State.NEW, how, as_json=as_json)
+    new = not plan.root.exists()
+    try:
+        _start(plan.write(), lambda one: one.state == State.NEW, how, as_json=as_json)
+    except DttError:
+        if new and how.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
+            shutil.rmtree(plan.root)  # so that a mended file is as free as the first
+        raise
 
 
 def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
     """Start again what is neither done nor under way; each goes on from its checkpoint."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    # One that Slurm would not tell of may be in its queue.
-    settled = (State.DONE, State.UNKNOWN)
+    # One that Slurm would not tell of may be in its queue: only who names it knows better.
+    settled = (State.DONE,) if chosen else (State.DONE, State.UNKNOWN)
     _start(
         sweep,
         lambda one: one.trial in ids and not one.under_way and one.state not in settled,
@@ -93,8 +100,6 @@ def _start(sweep: Sweep, wanted: Callable[[Progress], bool], how: How, *, as_jso
         for state, number in left.items():
             log.info("%s: %d %s, left as they are", sweep.root, number, state)
         jobs = [sweep.job(trial) for trial in ids]
-        for job in jobs:
-            job.stop.unlink(missing_ok=True)  # which cancelled it
         if jobs:
             _run_or_submit(sweep, jobs, how)
     after = outcome.progress(sweep)
@@ -107,6 +112,8 @@ def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
     at_once = how.at_once or sweep.manifest.concurrency
     match how.kind:
         case "local":
+            for job in jobs:
+                job.stop.unlink(missing_ok=True)  # which cancelled it
             trials.run(jobs, at_once or 1, trials.visible_gpus())
         case "array":
             arrays.submit(sweep, jobs, at_once)
@@ -134,8 +141,10 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
         job = sweep.job(one.trial)
         # Whoever starts it after all finds this, too.
         write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
-        if one.queued and one.slurm is not None:
-            arrays.dequeue(one.slurm)
+        if one.queued and (id := one.slurm) is not None:
+            # Not with --state=PENDING: Slurm would then cancel every waiting task of the array.
+            for error in checks.caught(lambda: squeue.cancel(id)):
+                log.warning("%s", error)
     log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
     _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
 
@@ -195,9 +204,11 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
         print(draw.save(figure, folder / f"curves-{one}.png"))
 
 
-def _checked(plan: Plan) -> Plan:
+def _checked(plan: Plan, how: How) -> Plan:
     """Drop trials that would end as soon as they began; what ends them all is raised."""
-    found = {trial.id: {str(error): error for error in _problems(trial)} for trial in plan.trials}
+    found = {
+        trial.id: {str(error): error for error in _problems(trial, how)} for trial in plan.trials
+    }
     first, *others = found.values()
     raise_all([error for said, error in first.items() if all(said in other for other in others)])
     dropped = [
@@ -211,9 +222,11 @@ def _checked(plan: Plan) -> Plan:
     return Plan(plan.file, trials, (*plan.dropped, *dropped))
 
 
-def _problems(trial: Trial) -> Iterable[DttError]:
+def _problems(trial: Trial, how: How) -> Iterator[DttError]:
     config = trial.resolved.config
-    return checks.problems("train", config, JobDir(config.job_dir))
+    yield from checks.problems("train", config, JobDir(config.job_dir))
+    if how.kind != "local":
+        yield from checks.launch_problems("train", config)
 
 
 def _plan_lines(plan: Plan) -> list[str]:
@@ -236,14 +249,6 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "trials": {trial.id: trial.values for trial in plan.trials},
         "dropped": [asdict(one) for one in plan.dropped],
     }
-
-
-def _agreed(question: str) -> bool:
-    """Ask, where there is someone to ask."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return True
-    print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("", "y", "yes")
 
 
 def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool) -> None:

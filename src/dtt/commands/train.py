@@ -18,6 +18,7 @@ from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.config.train import TensorBoardConfig, WandbConfig
+from dtt.data import fit
 from dtt.errors import ConfigError, DttError, ExitCode, InputError, Preempted
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
@@ -221,12 +222,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """What to resume from, the same on every rank; the first one verifies it for all."""
     resume = world.from_first(first_choice(this, from_step) if world.first else None)
-    if resume is not None and resume.manifest.data_key != tokens.key:
-        raise ConfigError(
-            f"{this.job.root} was trained on other token files than those that are there now",
-            why="their corpus, tokenizer or options differ from those of the checkpoint",
-            next="name the old ones with data.tokens=FOLDER, or start a new job with name=ANOTHER",
-        )
+    if resume is not None:
+        fit.check_data_key(resume.manifest, tokens, this.job)
     return resume
 
 
@@ -286,7 +283,8 @@ def build(
     from dtt.optim import groups
     from dtt.parallel.apply import apply
     from dtt.train.meter import Meter
-    from dtt.train.trainer import Trainer
+    from dtt.train.state import Position
+    from dtt.train.trainer import Trainer, evaluation_due
 
     with world.device:
         model = Decoder(plan.arch)
@@ -296,7 +294,12 @@ def build(
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     share = Share(world.rank, world.size, cfg.train.micro_batch, world.device)
     order = Order(cfg.seed, len(source))
-    known = None if resume is None else resume.position()["run_id"]
+    known, unfinished = None, False
+    evaluator = make_evaluator(cfg, plan, world, tokens, share)
+    if resume is not None:
+        known = resume.position()["run_id"]
+        position = Position.from_json(resume.position())
+        unfinished = evaluator is not None and evaluation_due(cfg.train, plan.steps, position)
     run_id = world.from_first(this.job.run_id(known) if world.first else "")
     facts = {
         "config_sha256": fingerprint(cfg.model_dump(mode="json")),
@@ -312,9 +315,11 @@ def build(
         optimizers=groups.build(cfg.optim, dict(model.named_parameters()), roles(model), ns_dtype),
         order=order,
         batches_from=partial(training_batches, source, order, share, plan.sequences),
-        evaluator=make_evaluator(cfg, plan, world, tokens, share),
+        evaluator=evaluator,
         sampler=make_sampler(cfg, tokens),
-        trackers=make_trackers(cfg, plan, this.job, resume) if world.first else [],
+        trackers=make_trackers(cfg, plan, this.job, resume, evaluated=not unfinished)
+        if world.first
+        else [],
         requests=this.requests,
         watchdog=watchdog,
         saver=Saver(
@@ -362,16 +367,18 @@ def make_sampler(cfg: RunConfig, tokens: TokensManifest) -> Sampler | None:
 
 
 def make_trackers(
-    cfg: RunConfig, plan: Plan, job: JobDir, resume: Checkpoint | None
+    cfg: RunConfig, plan: Plan, job: JobDir, resume: Checkpoint | None, *, evaluated: bool
 ) -> list[Tracker]:
-    """The job's own record first, then what a person watches, then what the config asks for."""
+    """The job's own record first, then what a person watches, then what the config asks for.
+
+    `evaluated`: what was to be measured at the step of `resume` has been.
+    """
     from dtt.track.console import ConsoleTracker
     from dtt.track.jsonl import JsonlTracker
     from dtt.track.tensorboard import TensorBoardTracker
     from dtt.track.wandb import WandbTracker
 
     step = None if resume is None else resume.step
-    evaluated = resume is None or resume.position()["evaluated"] == step
     record = JsonlTracker(job.metrics, step, evaluated=evaluated)
     trackers: list[Tracker] = [record, ConsoleTracker(plan.steps)]
     for tracker in cfg.track:

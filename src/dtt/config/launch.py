@@ -18,6 +18,14 @@ CHARACTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 PLAIN = r"[A-Za-z0-9_.,:/@%+=&|()\[\]*-]+"
 TIME = r"[0-9]{1,9}|([0-9]{1,4}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]"
 
+# Variables of the job script, facts of Slurm (all but what `srun` takes its options from), and what
+# bash itself gives a meaning to, which may be that of running the value.
+OWN_VARIABLES = (
+    r"_dtt_.*|SLURM_(?!(CPU_BIND|DISTRIBUTION|GPU_BIND|HINT|MEM_BIND|MPI_TYPE|NETWORK)$).*|BASH.*"
+    r"|(DIRSTACK|E?UID|FUNCNAME|GROUPS|HISTCMD|IFS|LINENO|OPTIND|PIPESTATUS|POSIXLY_CORRECT|PPID"
+    r"|PS4|S?RANDOM|SECONDS|SHELLOPTS|_)"
+)
+
 
 def _must_be(pattern: str, what: str) -> AfterValidator:
     def check(value: str | int) -> str | int:
@@ -38,7 +46,11 @@ Features = Annotated[
 Memory = Annotated[str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, as 480G")]
 Time = Annotated[str | int, _must_be(TIME, "HH:MM:SS, D-HH:MM:SS or a number of minutes")]
 Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, as PrgEnv-gnu/8.5")]
-Variable = Annotated[str, _must_be(r"[A-Za-z_]\w*", "the name of a variable")]
+Variable = Annotated[
+    str,
+    _must_be(r"[A-Za-z_]\w*", "the name of a variable"),
+    _must_be(rf"(?!({OWN_VARIABLES})$).*", "none of the variables of bash, Slurm and dtt's script"),
+]
 Value = Annotated[str | int, _must_be(f"{CHARACTER}*", "a single line without control characters")]
 Line = Annotated[str, _must_be(f"{CHARACTER}*", "a single line without control characters")]
 Text = Annotated[str, _must_be(rf"(?!-){CHARACTER}+", "a single line that starts with no dash")]

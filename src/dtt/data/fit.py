@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtt.artifacts import TokenShard, TokensManifest
+from dtt.artifacts import CheckpointManifest, TokenShard, TokensManifest
 from dtt.config.train import TrainConfig
 from dtt.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.runtime.jobdir import JobDir
 
 BYTES = {"uint16": 2, "int32": 4}
 
@@ -37,6 +38,16 @@ def check_length(tokens: TokensManifest, windows: int, seq_len: int) -> None:
             "the training data is shorter than one sequence",
             why=f"{total} tokens in all, train.seq_len = {seq_len}",
             next=f"train.seq_len={fits}, or more text",
+        )
+
+
+def check_data_key(checkpoint: CheckpointManifest, tokens: TokensManifest, job: JobDir) -> None:
+    """ConfigError if a checkpoint of `job` comes from other token files."""
+    if checkpoint.data_key != tokens.key:
+        raise ConfigError(
+            f"{job.root} was trained on other token files than those that are there now",
+            why="their corpus, tokenizer or options differ from those of the checkpoint",
+            next="name the old ones with data.tokens=FOLDER, or start a new job with name=ANOTHER",
         )
 
 

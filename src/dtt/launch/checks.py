@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dtt.artifacts import CorpusManifest, TokensManifest
+from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
+from dtt.checkpoint import store
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
+from dtt.config.train import CheckpointConfig
 from dtt.data import fit
 from dtt.errors import ConfigError, DamagedError, DttError, EnvironmentUnfit, InputError
 from dtt.model import count, families
@@ -36,15 +39,15 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         if command == "download" or not CorpusManifest.exists(cfg.corpus_dir):
             yield ConfigError("no dataset is named", next="download.dataset=org/name, or a folder")
     elif command == "tokenize":
-        yield from _caught(lambda: CorpusManifest.read(cfg.corpus_dir))
+        yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:
         yield InputError(f"no checkpoint in {job.root}", next=f"dtt train {job.root}")
-    yield from _launch_problems(cfg.launch)
 
 
-def _caught(check: Callable[[], object]) -> Iterator[DttError]:
+def caught(check: Callable[[], object]) -> Iterator[DttError]:
+    """What a check that raises its problem finds."""
     try:
         check()
     except DttError as error:
@@ -52,8 +55,9 @@ def _caught(check: Callable[[], object]) -> Iterator[DttError]:
 
 
 def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
-    train, processes = cfg.train, cfg.launch.nodes * cfg.launch.processes
-    yield from _caught(lambda: fit.sequences_per_step(train, processes))
+    train = cfg.train
+    if cfg.init.source is not None and job.newest_checkpoint_name() is None:
+        yield from caught(lambda: store.locate(str(cfg.init.source)))
     try:
         tokens = TokensManifest.read(cfg.tokens_dir)
     except DttError as error:
@@ -62,8 +66,9 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     yield from fit.shard_problems(cfg.tokens_dir, tokens)
     yield from _tokenizer_problems(cfg, tokens)
     windows = (tokens.counts("train").tokens - 1) // train.seq_len
-    yield from _caught(lambda: fit.check_length(tokens, max(0, windows), train.seq_len))
-    yield from _caught(lambda: _check_model(cfg, tokens, job))
+    yield from caught(lambda: fit.check_length(tokens, max(0, windows), train.seq_len))
+    yield from caught(lambda: _check_model(cfg, tokens, job))
+    yield from caught(lambda: _check_same_data(tokens, job))
 
 
 def _tokenizer_problems(cfg: RunConfig, tokens: TokensManifest) -> Iterator[DttError]:
@@ -88,16 +93,63 @@ def _tokenizer_problems(cfg: RunConfig, tokens: TokensManifest) -> Iterator[DttE
 
 
 def _check_model(cfg: RunConfig, tokens: TokensManifest, job: JobDir) -> None:
-    """ConfigError if vocabulary or context do not fit; StorageError if checkpoints will not."""
+    """ConfigError if vocabulary or context do not fit; DiskFull if checkpoints will not."""
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len)
-    there = sum(1 for _ in job.checkpoints.glob("step-*"))
-    more = max(1, cfg.checkpoint.keep_last + 1 - there)  # one is written before one is deleted
+    more = max(1, _most_kept(cfg.checkpoint, cfg.train.steps) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
 
 
-def _launch_problems(launch: LaunchConfig) -> Iterator[DttError]:
+def _most_kept(checkpoint: CheckpointConfig, steps: int) -> int:
+    """How many checkpoints there are at most; one is written before one is deleted."""
+    for_ever = 0
+    if checkpoint.keep_every:
+        for_ever = steps // math.lcm(checkpoint.every, checkpoint.keep_every)
+    saved = math.ceil(steps / checkpoint.every)
+    return min(checkpoint.keep_last + for_ever + checkpoint.keep_best, saved) + 1
+
+
+def _check_same_data(tokens: TokensManifest, job: JobDir) -> None:
+    """ConfigError if the job was trained on other token files."""
+    newest = job.newest_checkpoint_name()
+    if newest is not None and CheckpointManifest.exists(job.checkpoints / newest):
+        fit.check_data_key(CheckpointManifest.read(job.checkpoints / newest), tokens, job)
+
+
+def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
+    """What Slurm, or the nodes it gives, would not do as `launch` says."""
+    if command in ("train", "pipeline"):
+        yield from _process_problems(command, cfg)
+    yield from _setup_problems(cfg.launch)
+
+
+def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
+    """Whether the processes that train have a GPU each, and a share of the batch."""
+    launch, device = cfg.launch, cfg.train.device
+    gpus = launch.gpus_per_node if device != "cpu" else 0
+    key, each, nodes = "launch.processes_per_node", launch.processes, launch.nodes
+    if command == "pipeline":  # which starts them itself
+        key, nodes = "pipeline.train_processes", 1
+        each = cfg.pipeline.train_processes or gpus or 1
+    yield from caught(lambda: fit.sequences_per_step(cfg.train, nodes * each))
+    if gpus and each > gpus:
+        yield ConfigError(
+            f"{each} processes on a node do not share {gpus} GPUs",
+            why="each process trains on a GPU of its own",
+            next=f"{key}=0, launch.gpus_per_node={each} or train.device=cpu",
+        )
+    asked = any(d.startswith(("--exclusive", "--gres", "--gpus")) for d in launch.directives)
+    if device == "cuda" and not gpus and not asked:
+        yield ConfigError(
+            "train.device=cuda, and the job asks Slurm for no GPU",
+            next="launch.gpus_per_node=1 or more; on nodes that are given as a whole, "
+            'launch.directives=["--exclusive"]',
+        )
+
+
+def _setup_problems(launch: LaunchConfig) -> Iterator[DttError]:
+    """What the job script would stumble over in the lines of the user's own."""
     inside = not isinstance(launch.container, NoContainer)
     for line in launch.setup:
         parsed = subprocess.run(["bash", "-nc", line], capture_output=True, text=True, check=False)

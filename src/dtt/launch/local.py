@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -40,14 +40,24 @@ def torchrun_argv(processes: int, arguments: Sequence[str]) -> list[str]:
     return [*launcher, "--nproc_per_node", str(processes), "-m", "dtt.main", *arguments]
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run to the end; returns the exit code, 128 + n after signal n.
+def without_slurm() -> dict[str, str]:
+    """Our environment, such that mpirun starts its processes here by itself.
+
+    Inside a step of Slurm it would ask for another step, which waits for this one to end.
+    """
+    theirs = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
+def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run to the end, in our environment or `env`; returns the exit code, 128 + n after signal n.
 
     The child has its own process group and gets each SIGINT and SIGTERM that we get, once: so it
     can save and stop. If we are killed, it is told to stop (Linux).
     """
     child = subprocess.Popen(
         argv,
+        env=env,
         start_new_session=True,
         preexec_fn=stop_with_parent,  # noqa: PLW1509  a system call and nothing else
     )

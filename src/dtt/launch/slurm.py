@@ -25,6 +25,8 @@ TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9_./-]*"
 PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 
+NSYS_REPORT = '"$_dtt_job/logs/nsys-$_dtt_tag-%h-%p"'
+
 DEFAULT_LEAD = 120
 SHORTEST_LEAD = 60  # Slurm looks at time limits about every half minute
 LONGEST_LEAD = 65_535  # what `--signal` can hold
@@ -104,6 +106,13 @@ class Script:
             )
 
     @property
+    def trained(self) -> Path:
+        """Directory of the job that trains: of a pipeline the one beside its own."""
+        if self.argv[0] != "pipeline":
+            return self.job
+        return self.job.with_name(self.job.name.removesuffix("-pipeline"))
+
+    @property
     def nodes(self) -> int:
         """Nodes of the job."""
         return 1 if self.kind == "other" else self.launch.nodes
@@ -117,18 +126,21 @@ class Script:
 
 def render(script: Script) -> str:
     """The text of the job script; ConfigError when the user's own template does not work."""
-    from jinja2 import TemplateError
-
-    path = script.launch.template or TEMPLATE
+    own = script.launch.template
+    path = own or TEMPLATE
     try:
         return str(_template(path.read_text(encoding="utf-8")).render(_variables(script)))
     except OSError as error:
         raise InputError(
             f"cannot read the template {path}", why=error.strerror, next="launch.template=FILE"
         ) from None
-    except TemplateError as error:
+    except Exception as error:  # a template runs whatever its author wrote
+        if own is None:
+            raise
         raise ConfigError(
-            f"cannot render {path}", why=str(error), next="docs/slurm.md lists what it may use"
+            f"cannot render {path}",
+            why=str(error) or type(error).__name__,
+            next="docs/slurm.md lists what it may use",
         ) from None
 
 
@@ -164,13 +176,16 @@ def _variables(script: Script) -> dict[str, Any]:
     return {
         "job_name": script.job_name.replace("/", "."),
         "job": script.job,
+        "trained": script.trained,
         "script": JobDir(script.job).script,
+        "again": _again(script),
         "log": folder / f"{stem}.log",
         "directory": script.directory,
         "argv": script.argv,
         "kind": script.kind,
         "launch": launch,
         "lead": script.lead,
+        "watched": launch.lead_seconds is None and script.argv[0] in ("train", "pipeline"),
         "array": script.array,
         "code": script.directory / script.job / "code" if script.code else None,
         "nodes": script.nodes,
@@ -179,8 +194,15 @@ def _variables(script: Script) -> dict[str, Any]:
         "starter": " \\\n        ".join(_starter(script)),
         "container": launch.container.type,
         "container_options": list(_container_options(script)),
-        "profiler": 'nsys profile --output="$job/logs/nsys-$tag-%h-%p" ' if launch.nsys else "",
+        "profiler": f"nsys profile --output={NSYS_REPORT} " if launch.nsys else "",
     }
+
+
+def _again(script: Script) -> str:
+    """The command that lets the job go on; of an array the one for a single trial."""
+    if script.array is not None:
+        return f"dtt sweep retry {script.job.name}"
+    return f"sbatch {JobDir(script.job).script}"
 
 
 def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:

@@ -182,7 +182,7 @@ def plan(path: Path) -> Plan:
 def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
     """A function from values to a trial's id: the one it has, or the next number and a hash."""
     known = {fingerprint(t.values): id for id, t in before.trials.items()} if before else {}
-    taken = [int(id[:3]) for id in known.values()]
+    taken = [int(id.partition("-")[0]) for id in known.values()]
     free = count(max(taken, default=0) + 1)  # not by how many there are: some were never made
 
     def number(values: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
+from dtt.config.train import TrainConfig
 from dtt.data.loader import Batch
 from dtt.data.order import Order, extend_ledger
 from dtt.errors import DamagedError
@@ -202,9 +203,9 @@ class Trainer:
 
     def evaluation_due(self) -> bool:
         """Whether there should be a validation loss of this step, and is none yet."""
-        step, ends = self.position.step, (0, self.plan.steps)
-        wanted = every(self.cfg.train.eval_every, step) or step in ends
-        return self.evaluator is not None and wanted and self.position.evaluated != step
+        return self.evaluator is not None and evaluation_due(
+            self.cfg.train, self.plan.steps, self.position
+        )
 
     def evaluate(self) -> None:
         """Validation loss, on all ranks together."""
@@ -259,6 +260,12 @@ class Trainer:
             following, during = self.meter.slowdown(save.began, save.ended)
             slowdown = {"next_step_slowdown": following, "slowdown": during}
             self.emit({"kind": "save", **save.record(), **slowdown})
+
+
+def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
+    """Whether a run of `steps` should have a validation loss at this position, and has none."""
+    wanted = every(train.eval_every, position.step) or position.step in (0, steps)
+    return wanted and position.evaluated != position.step
 
 
 def every(interval: int, step: int) -> bool:
