@@ -339,3 +339,25 @@ def test_a_file_that_the_disk_no_longer_gives_is_passed_over(
     monkeypatch.setattr(store, "sha256_file", unreadable)
     monkeypatch.setattr(files, "PATIENCE", (0.0,))
     assert falls_back(folder, f"{FILES[1]} cannot be read", caplog)
+
+
+def test_the_commit_reaches_the_disk_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifest, then the rename, then the folder that holds the new name."""
+    done: list[str] = []
+    rename, fsync_folder = Path.rename, store.fsync_folder
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert (path / CheckpointManifest.filename).exists()
+        done.append(f"rename {target.name}")
+        return rename(path, target)
+
+    def synced(path: Path) -> None:
+        done.append(f"sync {path.name}")
+        fsync_folder(path)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(store, "fsync_folder", synced)
+    save(tmp_path / "checkpoints", 5)
+    assert done == ["rename step-000005", "sync checkpoints"]

@@ -13,6 +13,8 @@ import pytest
 from fake_slurm import SQUEUE, FakeSlurm
 from running import Dtt
 
+from dtt.launch.sweep import SweepManifest, TrialRecord
+
 Settings = Callable[..., list[str]]
 ALONE = {"PATH": "/nonexistent"}
 """No Slurm."""
@@ -117,16 +119,80 @@ def test_ls_tells_of_all_jobs_newest_first_trials_too(dtt: Dtt) -> None:
 
 
 def test_resume_submits_the_script_from_its_own_folder(dtt: Dtt) -> None:
-    job = made(dtt, "t")
-    (job / "slurm.sh").write_text("#!/bin/bash\ndirectory='/a b'\n")
+    job = handed_over(made(dtt, "t"), "train", "jobs/t")
+    (job / "control").mkdir()
+    (job / "control/stop").write_text("bob: dtt job stop\n")
     slurm = FakeSlurm(dtt.folder / "bin")
+    slurm.says("sbatch", error="sbatch: error: no such partition")
+    path = str(slurm.folder)
+    assert "no such partition" in dtt("job", "resume", "jobs/t", PATH=path, expect=78).stderr
+    assert (job / "control/stop").read_text() == "bob: dtt job stop\n"
     slurm.says("sbatch", "23")
     slurm.says("squeue", SQUEUE["PENDING"].format(id="23", since=round(time.time())))
-    path = str(slurm.folder)
     assert "submitted  23" in dtt("job", "resume", "jobs/t", PATH=path).stdout
-    assert slurm.asked("sbatch") == ["--parsable --chdir=/a b jobs/t/slurm.sh"]
+    assert slurm.asked("sbatch") == ["--parsable --chdir=/a b jobs/t/slurm.sh"] * 2
+    assert not (job / "control/stop").exists()
     assert "is queued" in dtt("job", "resume", "jobs/t", PATH=path, expect=2).stderr
-    assert len(slurm.asked("sbatch")) == 1
+    assert len(slurm.asked("sbatch")) == 2
+
+
+def handed_over(job: Path, *argv: str, id: str = "7") -> Path:
+    """Submitted from `/a b`."""
+    (job / "slurm.sh").touch()
+    record = {"time": 1, "job_id": id, "command": "x", "argv": argv, "directory": "/a b"}
+    (job / "submissions.jsonl").write_text(json.dumps(record) + "\n")
+    return job
+
+
+def test_without_a_script_resume_tells_the_command_itself(dtt: Dtt) -> None:
+    handed_over(made(dtt, "z-download"), "download", "-c", "jobs/z-download/config.yaml")
+    told = dtt("job", "resume", "jobs/z-download", **ALONE).stdout
+    assert told == "dtt download -c jobs/z-download/config.yaml\n"
+    trial = made(dtt, "s/001-a")
+    manifest = SweepManifest(
+        name="s", source="s.yaml", keys=("seed",), logarithmic=(), metric="eval.loss", goal="min",
+        concurrency=None, trials={"001-a": TrialRecord(values={"seed": 0}, folder="001-a")},
+    )  # fmt: skip
+    (trial.parent / manifest.filename).write_text(manifest.dump())
+    told = dtt("job", "resume", "jobs/s/001-a", **ALONE).stdout
+    assert told == "dtt sweep retry jobs/s 001-a\n"
+
+
+def test_a_command_that_hears_no_request_is_cancelled(dtt: Dtt) -> None:
+    job = handed_over(made(dtt, "z-download"), "download", "-c", "jobs/z-download/config.yaml")
+    (job / "attempts/1").mkdir(parents=True)
+    slurm = FakeSlurm(dtt.folder / "bin")
+    slurm.says("squeue", SQUEUE["RUNNING"].format(id="7", since=round(time.time()) - 100))
+    slurm.says("scancel")
+    path = str(slurm.folder)
+    assert "nothing to save" in dtt("job", "save", "jobs/z-download", PATH=path, expect=2).stderr
+    stopped = dtt("job", "stop", "jobs/z-download", PATH=path).stdout.splitlines()
+    assert stopped[0].startswith("dtt download hears no request")
+    assert stopped[1] == "cancelled Slurm job 7"
+    assert slurm.asked("scancel") == ["7"]
+
+
+def test_a_person_takes_over_the_stop_of_the_time_limit(dtt: Dtt) -> None:
+    job = handed_over(made(dtt, "t"), "train", "jobs/t")
+    (job / "attempts/1/ranks").mkdir(parents=True)
+    (job / "attempts/1/ranks/00000.json").write_text("{}")
+    (job / "control").mkdir()
+    (job / "control/stop").write_text("slurm: time limit\n")
+    now = time.time()
+    answer = {"request": "stop", "by": "slurm: time limit", "step": 8, "time": now}
+    (job / "control/acknowledged.json").write_text(json.dumps(answer))
+    beat = {
+        "time": now, "progress": now, "attempt": 1, "phase": "save", "step": 8, "steps": 20,
+        "seconds_per_step": 0.5, "world_size": 2, "node": "n1", "pid": 1,
+    }  # fmt: skip
+    (job / "heartbeat.json").write_text(json.dumps(beat))
+    first, second = dtt("job", "stop", "jobs/t", **ALONE).stdout.splitlines()
+    assert first == "acknowledged at step 8: it saves and stops"
+    assert "slurm: time limit" in second
+    assert (job / "control/stop").read_text().endswith(": dtt job stop\n")
+    (job / "control/stop").write_text("bob: dtt job stop\n")
+    dtt("job", "stop", "jobs/t", **ALONE)
+    assert (job / "control/stop").read_text() == "bob: dtt job stop\n"
 
 
 def test_a_queued_job_is_cancelled_only_with_yes(dtt: Dtt) -> None:

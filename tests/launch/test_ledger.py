@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, SQUEUE, FakeSlurm
 
-from dtt.errors import InputError
+from dtt.errors import ConfigError, InputError
 from dtt.launch import ledger
 from dtt.launch.ledger import Status
 from dtt.runtime.jobdir import JobDir
 
-NOW = time.time()
 SAVED = "stopped at step 8 of 20, everything is saved\n  why:   {by}\n  next:  dtt train jobs/t"
 
 
@@ -31,7 +30,7 @@ class Written:
     job: JobDir
 
     def submitted(self, *ids: str) -> Written:
-        lines = [{"time": NOW - 500, "job_id": id, "command": "dtt submit"} for id in ids]
+        lines = [{"time": time.time() - 500, "job_id": id, "command": "dtt submit"} for id in ids]
         self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         return self
 
@@ -41,9 +40,16 @@ class Written:
         self._write("env.json", json.dumps({"environment": environment}), ago)
         return self
 
+    def other_attempt(self, number: int, *, ago: float) -> Written:
+        """One of a command that only the job script watches."""
+        folder, when = self.job.attempt_dir(number), time.time() - ago
+        folder.mkdir(parents=True)
+        os.utime(folder, (when, when))
+        return self
+
     def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
         beat = {
-            "time": NOW - ago, "progress": NOW - ago, "attempt": number, "phase": "step",
+            "time": time.time() - ago, "progress": time.time() - ago, "attempt": number, "phase": "step",
             "step": 8, "steps": 20, "seconds_per_step": 0.5, "world_size": 2, "node": "n1",
             "pid": 1,
         }  # fmt: skip
@@ -60,7 +66,12 @@ class Written:
         return self
 
     def acknowledged(self, request: str = "stop", *, ago: float = 1) -> Written:
-        record = {"request": request, "by": "alice: dtt job stop", "step": 8, "time": NOW - ago}
+        record = {
+            "request": request,
+            "by": "alice: dtt job stop",
+            "step": 8,
+            "time": time.time() - ago,
+        }
         self._write("control/acknowledged.json", json.dumps(record))
         return self
 
@@ -84,7 +95,8 @@ class Written:
         path = self.job.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        os.utime(path, (NOW - ago, NOW - ago))
+        when = time.time() - ago
+        os.utime(path, (when, when))
 
 
 @pytest.fixture
@@ -111,11 +123,11 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def squeue_line(state: str, *, ago: float = 400, id: str = "7") -> str:
-    return SQUEUE[state].format(id=id, since=round(NOW - ago))
+    return SQUEUE[state].format(id=id, since=round(time.time() - ago))
 
 
 def sacct_line(state: str, *, ago: float = 400, id: str = "7") -> str:
-    return SACCT[state].format(id=id, since=round(NOW - ago))
+    return SACCT[state].format(id=id, since=round(time.time() - ago))
 
 
 def told(status: Status) -> tuple[str, str]:
@@ -233,6 +245,43 @@ def test_slurm_runs_it_and_it_has_not_begun(written: Written, slurm: FakeSlurm) 
     assert told(written.submitted("7").status()) == (
         "running", "starting: Slurm runs it on n[1-2]",
     )  # fmt: skip
+
+
+def test_a_command_without_a_heartbeat_runs_as_long_as_slurm_says_so(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("RUNNING", ago=400))
+    written.submitted("7").other_attempt(1, ago=399).stalled(-1, 3)
+    assert told(written.status()) == ("running", "Slurm runs it on n[1-2]")
+    slurm.says("squeue", error=NO_CONTROLLER)
+    assert told(written.status()) == ("unknown", f"submitted as 7; {NO_CONTROLLER}")
+    slurm.says("squeue", error=FORGOTTEN)
+    assert written.status().state == "lost"
+    written.ended(0, "done")
+    assert told(written.status()) == ("done", "")
+    slurm.says("squeue", squeue_line("COMPLETED", ago=99))
+    assert told(written.status()) == ("done", "")
+
+
+def test_what_runs_or_waits_is_not_started_again(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("PENDING", id="7_3"))
+    with pytest.raises(ConfigError, match=r"jobs/t is queued as Slurm job 7_3\n[\s\S]*stop .* -y"):
+        written.submitted("7_3").status().check_idle()
+    written.attempt(slurm="7_3").beat()
+    slurm.says("squeue", squeue_line("RUNNING", id="7_3"))
+    with pytest.raises(ConfigError, match="is running"):
+        written.status().check_idle()
+    written.ended(75, SAVED.format(by="bob: x"))
+    slurm.says("squeue", error=FORGOTTEN)
+    written.status().check_idle()
+
+
+def test_a_torn_line_of_submissions_is_passed_over(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("PENDING"))
+    written.submitted("7")
+    with written.job.submissions.open("a") as file:
+        file.write('{"time": 1, "job_')
+    assert written.status().state == "queued"
 
 
 def test_slurm_runs_it_and_nothing_is_heard(written: Written, slurm: FakeSlurm) -> None:

@@ -140,6 +140,13 @@ def test_a_longer_file_adds_trials_and_leaves_those_that_are() -> None:
     assert [id[:3] for id in longer.trials] == ["001", "002", "003", "004"]
 
 
+def test_numbers_are_not_given_twice_where_some_were_never_made() -> None:
+    first = planned({"optim.lr": [1e-3, 1e-2, 1e-1]})
+    sweep.Plan(first.file, (first.trials[0], first.trials[2]), ()).write()  # one was dropped
+    longer = planned({"optim.lr": [1e-3, 1e-1, 3e-3, 2e-3]}).write().manifest
+    assert [id[:3] for id in longer.trials] == ["001", "003", "004", "005"]
+
+
 def test_another_sweep_does_not_take_the_folder() -> None:
     planned({"optim.lr": [1e-3]}).write()
     with pytest.raises(ConfigError, match=r"other values of: train\.seq_len"):
