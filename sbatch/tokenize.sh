@@ -187,11 +187,13 @@ case $status in
 0 | 1 | 2 | 65 | 66 | 74 | 75 | 76 | 78 | 130) code=$status ;;
 *) code=none ;;
 esac
-reason="exit code $status: logs/latest.log tells why"
-if [[ $code == 0 ]]; then reason="done"; fi
-if [[ $code == none && -n $asked ]]; then code=75 status=75 reason="stopped by $asked; what is finished is kept"; fi
-# As `dtt train` writes it for itself.
-exit_record=$_dtt_job/attempts/$attempt/exit.json
+[[ $code != none || -z $asked ]] || code=75 status=75 # the signal's work; what is finished is kept
+case $code in
+0) reason="done" ;;
+75) reason="stopped by ${asked:-a request}" ;;
+*) reason="exit code $status: logs/latest.log tells why" ;;
+esac
+exit_record=$_dtt_job/attempts/$attempt/exit.json # as `dtt train` writes it for itself
 printf '{\n "code": %s,\n "reason": "%s",\n "step": null,\n "rank": 0,\n "node": "%s",\n "checkpoint": null\n}\n' \
     "${code/none/1}" "$reason" "$_dtt_host" >"$exit_record.new"
 mv -- "$exit_record.new" "$exit_record"

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fake_slurm import SQUEUE
 from running import Dtt
 
+from dtt.artifacts import CheckpointManifest
+from dtt.errors import ExitCode
 from dtt.runtime.jobdir import JobDir
 
 SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
@@ -94,11 +97,12 @@ def test_all_that_is_wrong_is_told_at_once(
     (broken / "tokenizer.json").write_text("{}")
     settings = tiny(
         data__tokens=broken, launch__nodes=3, model__vocab_size=100,
-        launch__setup='["source nix.sh", "if"]', checkpoint__keep_last=10**12,
+        launch__setup='["source nix.sh", "if"]', init__from="jobs/nix", train__device="cuda",
     )  # fmt: skip
     done = dtt("submit", "train", *settings, expect=2, **slurm)
     for problem in (
-        "7 problems, so nothing was submitted", str(shard), str(other), "nix.sh",
+        "9 problems, so nothing was submitted", "there is no such job", "asks Slurm for no GPU",
+        str(shard), str(other), "nix.sh",
         "does not divide over 3 processes", "the tokenizer is not the one",
         "model.vocab_size (100) is smaller", "is not bash: if",
     ):  # fmt: skip
@@ -109,8 +113,54 @@ def test_all_that_is_wrong_is_told_at_once(
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
-    done = dtt("submit", "train", *tiny(checkpoint__keep_last=10**12), expect=74, **slurm)
-    assert "not enough disk space" in done.stderr
+    for kept in ("keep_last", "keep_every", "keep_best"):
+        settings = tiny(
+            **{f"checkpoint__{kept}": 1 if kept == "keep_every" else 10**12},
+            checkpoint__every=1, train__steps=10**12, train__eval_every=1,
+        )  # fmt: skip
+        done = dtt("submit", "train", *settings, "--dry-run", expect=74, **slurm)
+        assert "not enough disk space for 1000000000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "problem"),
+    [
+        ("train", {"launch__gpus_per_node": 2, "launch__processes_per_node": 8}, "share 2 GPUs"),
+        ("pipeline", {"launch__gpus_per_node": 1, "pipeline__train_processes": 2}, "share 1 GPUs"),
+        ("pipeline", {"launch__gpus_per_node": 3}, "does not divide over 3 processes"),
+        ("pipeline", {"pipeline__train_processes": 3}, "does not divide over 3 processes"),
+    ],
+)
+def test_processes_that_could_not_train_are_told(
+    command: str, changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
+) -> None:
+    settings = tiny(download__dataset="python-stdlib", **changes)
+    assert problem in dtt("submit", command, *settings, "--dry-run", expect=2).stderr
+
+
+def test_the_step_that_weights_are_taken_from_is_there(dtt: Dtt, tiny: Settings) -> None:
+    (dtt.folder / "jobs/base/checkpoints/step-000004").mkdir(parents=True)
+    for said, code in (("jobs/base@9", 66), ("jobs/base@4", 0), ("jobs/base", 0)):
+        done = dtt("submit", "train", *tiny(init__from=said), "--dry-run", expect=code)
+        assert ("no checkpoint of step 9" in done.stderr) == (code == 66)
+
+
+def test_gpus_asked_for_in_another_way_are_gpus(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(train__device="cuda", launch__directives='["--exclusive"]')
+    dtt("submit", "train", *settings, "--dry-run")
+
+
+def test_a_job_does_not_go_on_with_other_token_files(dtt: Dtt, tiny: Settings) -> None:
+    job = JobDir(dtt.folder / "jobs/t")
+    (job.checkpoints / "step-000004").mkdir(parents=True)
+    job.config.write_text("name: t\n")
+    manifest = CheckpointManifest(
+        step=4, attempt=1, world_size=1, config_sha256="", data_key="another", versions={}, files=()
+    )
+    (job.checkpoints / "step-000004" / manifest.filename).write_text(manifest.dump())
+    allowed = (f"--allow-change={setting.split('=')[0]}" for setting in tiny())
+    done = dtt("submit", "train", *tiny(), *allowed, "--dry-run", expect=2)
+    assert "trained on other token files" in done.stderr
 
 
 def test_missing_token_files_have_their_own_exit_code(
@@ -133,16 +183,17 @@ def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     dtt("submit", "train", *tiny(), **slurm)
-    queued = slurm | {"QUEUE": "17 PENDING\n"}
-    done = dtt("submit", "train", "jobs/t", expect=78, **queued)
-    assert "job 17 is pending" in done.stderr
+    queued = slurm | {"QUEUE": SQUEUE["PENDING"].format(id="17", since=round(time.time()))}
+    done = dtt("submit", "train", "jobs/t", expect=2, **queued)
+    assert "jobs/t is queued as Slurm job 17" in done.stderr
     job = JobDir(dtt.folder / "jobs/t")
-    job.heartbeat.write_text(json.dumps({"time": time.time(), "step": 3}))
-    assert "is running already" in dtt("submit", "train", "jobs/t", expect=78, **slurm).stderr
-    job.heartbeat.write_text(json.dumps({"time": time.time() - 3600, "step": 3}))
+    job.begin_attempt()
+    assert "jobs/t is running" in dtt("submit", "train", "jobs/t", expect=2, **slurm).stderr
+    job.end_attempt(ExitCode.BUG, "a bug", 0, attempt=1)
     dtt("submit", "train", "jobs/t", "launch.nodes=2", **slurm)
     assert len(job.submissions.read_text().splitlines()) == 2
     assert yaml.safe_load(job.config.read_text())["launch"]["nodes"] == 2
+    (job.checkpoints / "step-000004").mkdir(parents=True)
     changed = dtt("submit", "train", "jobs/t", "train.steps=50", expect=2, **slurm)
     assert "--allow-change train.steps" in changed.stderr
 
@@ -154,7 +205,14 @@ def test_a_refusal_of_sbatch_is_told_in_its_own_words(
     fake.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     done = dtt("submit", "train", *tiny(), expect=78, **slurm)
     assert "sbatch: error: invalid partition" in done.stderr
-    assert not JobDir(dtt.folder / "jobs/t").submissions.exists()
+    assert not (dtt.folder / "jobs/t").exists()
+    (dtt.folder / "jobs/t").mkdir()
+    config = dtt.folder / "jobs/t/config.yaml"
+    dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert not config.exists()
+    config.write_text("name: t")
+    dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert config.read_text() == "name: t"
 
 
 @pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
@@ -162,17 +220,19 @@ def test_at_a_terminal_it_asks(
     answer: str, submits: bool, dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dtt.main", "submit", "train", *tiny()]
+    command = [sys.executable, "-m", "dtt.main", "submit", "train", *tiny(), "--json"]
     process = subprocess.Popen(
         command, cwd=dtt.folder, env=os.environ | slurm, stdin=theirs, stderr=theirs,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(theirs)
     said = b""
     while b"submit? [Y/n]" not in said:
         said += os.read(ours, 1024)
     os.write(ours, answer.encode())
-    assert process.wait(timeout=60) == 0
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(told)["job_id"] == ("17" if submits else None)
     os.close(ours)
     assert (dtt.folder / "calls").exists() == submits
     assert (dtt.folder / "jobs").exists() == submits
@@ -190,6 +250,9 @@ def test_a_profile_lies_below_the_config(dtt: Dtt, tiny: Settings, slurm: dict[s
     dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
     arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
     assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout
+    (dtt.folder / "mine.yaml").write_text("launch: {account: me}\noptim: {lr: 5.0}")
+    done = dtt("submit", "train", "jobs/t", "--cluster", "mine.yaml", expect=2, **slurm)
+    assert "mine.yaml is no cluster profile: it sets optim.lr" in done.stderr
     unknown = dtt("submit", "train", *tiny(), "--cluster", "generc", expect=66, **slurm)
     assert "clusters/generic" in unknown.stderr
 
@@ -197,12 +260,12 @@ def test_a_profile_lies_below_the_config(dtt: Dtt, tiny: Settings, slurm: dict[s
 def test_a_copy_of_the_code_is_what_the_job_runs(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
-    dtt("submit", "train", *tiny(), "--code-copy", **slurm)
     code = dtt.folder / "jobs/t/code"
-    assert (
-        f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}"
-        in (dtt.folder / "jobs/t/slurm.sh").read_text()
-    )
+    for arguments in ([*tiny(), "--code-copy"], ["jobs/t"]):  # it stays the job's own
+        told = dtt("submit", "train", *arguments, **slurm).stdout
+        assert "the copy in jobs/t/code" in told
+        script = (dtt.folder / "jobs/t/slurm.sh").read_text()
+        assert f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}" in script
     show = (
         "-c",
         "import dtt.main, dtt.config.load as l; print(dtt.__file__, l.find('quickstart'))",
@@ -230,6 +293,17 @@ def test_the_other_commands_have_directories_of_their_own(
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
 
 
+def test_a_directory_of_another_job_is_not_taken(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    dtt("submit", "train", *tiny(name="z-download"), **slurm)
+    own = (dtt.folder / "jobs/z-download/config.yaml").read_text()
+    arguments = ("submit", "download", "name=z", "download.dataset=python-stdlib")
+    done = dtt(*arguments, expect=2, **slurm)
+    assert "jobs/z-download is the directory of another job, of z-download" in done.stderr
+    assert (dtt.folder / "jobs/z-download/config.yaml").read_text() == own
+
+
 def test_an_export_is_of_a_job_that_has_a_checkpoint(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
@@ -244,6 +318,8 @@ def test_an_export_is_of_a_job_that_has_a_checkpoint(
 
 
 def test_what_cannot_be_submitted_is_refused(dtt: Dtt, slurm: dict[str, str]) -> None:
+    both = dtt("submit", "train", "-c", "quickstart", "--print-script", "--json", expect=2, **slurm)
+    assert "exclude each other" in both.stderr
     assert "dtt submit train" in dtt("submit", "generate", expect=2, **slurm).stderr
     done = dtt("submit", "tokenize", "jobs/x", expect=2, **slurm)
     assert "cannot understand the argument 'jobs/x'" in done.stderr

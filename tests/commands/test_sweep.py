@@ -81,7 +81,9 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
     dtt: Dtt, tiny: Settings
 ) -> None:
     parameters = {"optim.lr": [*LRS, -1e-3], "train.sample_prompt": PROMPTS}
-    write_sweep(dtt, tiny(), parameters, seeds=SEEDS, filters=FILTERS)
+    # Only what is measured costs: three evaluations, one checkpoint, no samples.
+    cheap = tiny(train__steps=4, train__eval_every=2, train__sample_tokens=0, checkpoint__every=4)
+    write_sweep(dtt, cheap, parameters, seeds=SEEDS, filters=FILTERS)
     planned = json.loads(dtt("sweep", "submit", "s.json", "--dry-run", "--json").stdout)
     assert (len(planned["trials"]), len(planned["dropped"])) == (12, 12)
     assert not (dtt.folder / "jobs").exists()
@@ -287,6 +289,36 @@ def test_an_array_has_a_task_for_each_trial_and_a_cap(
         "sbatch --parsable jobs/s/slurm.sh", "scancel 17_1", "sbatch --parsable jobs/s/slurm.sh",
     ]  # fmt: skip
     assert not (dtt.folder / "jobs/s" / ids[1] / "control/stop").exists()
+
+
+def test_what_slurm_refuses_leaves_no_trace(dtt: Dtt, tiny: Settings, slurm: Path) -> None:
+    accepting = (slurm / "sbatch").read_text()
+    (slurm / "sbatch").write_text("#!/bin/bash\nexit 1\n")
+    write_sweep(dtt, tiny(), {"seed": [0, 1]})
+    dtt("sweep", "submit", "s.json", expect=78)
+    assert not (dtt.folder / "jobs/s").exists()
+    (slurm / "sbatch").write_text(accepting)
+    write_sweep(dtt, tiny(train__steps=13), {"seed": [0, 1]})
+    dtt("sweep", "submit", "s.json")
+    (slurm / "scancel").write_text("#!/bin/bash\necho 'not yours' >&2\nexit 1\n")
+    assert "cannot cancel job 17_0" in dtt("sweep", "cancel", "s").stderr
+    (slurm / "queue").write_text("")
+    (slurm / "sbatch").write_text("#!/bin/bash\nexit 1\n")
+    dtt("sweep", "retry", "s", expect=78)
+    assert states(dtt) == ["cancelled"] * 2  # as they were
+
+
+def test_one_that_slurm_does_not_tell_of_is_started_only_by_name(
+    dtt: Dtt, tiny: Settings, slurm: Path
+) -> None:
+    write_sweep(dtt, tiny(train__steps=1, train__sample_tokens=0), {"seed": [0, 1]})
+    dtt("sweep", "submit", "s.json", "--array")
+    (slurm / "squeue").write_text("#!/bin/bash\nexit 1\n")
+    dtt("sweep", "retry", "s", "--local", 1)
+    assert states(dtt) == ["unknown"] * 2
+    first = min((dtt.folder / "jobs/s").glob("0*"))
+    dtt("sweep", "retry", "s", first.name, "--local", 1)
+    assert states(dtt) == ["done", "unknown"]
 
 
 def test_separate_jobs_are_one_for_each_trial(dtt: Dtt, tiny: Settings, slurm: Path) -> None:

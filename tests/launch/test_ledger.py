@@ -48,8 +48,9 @@ class Written:
         return self
 
     def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
+        when = time.time() - ago
         beat = {
-            "time": time.time() - ago, "progress": time.time() - ago, "attempt": number, "phase": "step",
+            "time": when, "progress": when, "attempt": number, "phase": "step",
             "step": 8, "steps": 20, "seconds_per_step": 0.5, "world_size": 2, "node": "n1",
             "pid": 1,
         }  # fmt: skip
@@ -251,13 +252,13 @@ def test_a_command_without_a_heartbeat_runs_as_long_as_slurm_says_so(
     written: Written, slurm: FakeSlurm
 ) -> None:
     slurm.says("squeue", squeue_line("RUNNING", ago=400))
-    written.submitted("7").other_attempt(1, ago=399).stalled(-1, 3)
+    written.submitted("7").other_attempt(1, ago=399)
     assert told(written.status()) == ("running", "Slurm runs it on n[1-2]")
     slurm.says("squeue", error=NO_CONTROLLER)
     assert told(written.status()) == ("unknown", f"submitted as 7; {NO_CONTROLLER}")
     slurm.says("squeue", error=FORGOTTEN)
     assert written.status().state == "lost"
-    written.ended(0, "done")
+    written.stalled(-1, 3).ended(0, "done")
     assert told(written.status()) == ("done", "")
     slurm.says("squeue", squeue_line("COMPLETED", ago=99))
     assert told(written.status()) == ("done", "")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,9 @@ def test_a_users_template_gets_the_same_values_and_an_unknown_name_is_named(tmp_
     path.write_text("{{ jobname }}")
     with pytest.raises(ConfigError, match="'jobname' is undefined"):
         render(script(template=path))
+    path.write_text("{{ launch.nodes + 'x' }}")
+    with pytest.raises(ConfigError, match="unsupported operand"):
+        render(script(template=path))
     with pytest.raises(InputError, match=r"nix\.j2"):
         render(script(template=tmp_path / "nix.j2"))
 
@@ -260,6 +264,7 @@ FAKES = {
     "sbatch": 'echo "sbatch $*" >>"$CALLS"; echo 77',
     "scancel": 'echo "scancel $*" >>"$CALLS"',
     "singularity": ":",
+    "sleep": "exec /bin/sleep 0.01",
     "getent": "[[ $2 != n1 || -z ${UNRESOLVED:-} ]]",
     "python": 'printf "%q " python "$@" >>"$CALLS"; echo >>"$CALLS"; exit "${PYTHON_CODE:-0}"',
     # A training: it takes a signal, saves or not, and says how it ended.
@@ -269,9 +274,10 @@ FAKES = {
         while [[ -e $job/attempts/$number ]]; do ((number++)); done
         if [[ -n ${BEGINS-yes} ]]; then mkdir -p "$job/attempts/$number"; fi
         if [[ -n ${SIGNAL:-} ]]; then
-            kill -s "$SIGNAL" "$BATCH"
+            [[ $SIGNAL == awaited ]] || kill -s "$SIGNAL" "$BATCH"
             until [[ -s $job/control/stop ]]; do sleep 0.01; done
             head -n 1 "$job/control/stop" >>"$CALLS"
+            [[ -z ${PERSON:-} ]] || echo "alice: dtt job stop" >"$job/control/stop"
             ! grep -q ^slurm: "$job/control/stop" || rm "$job/control/stop"
         fi
         [[ -z ${SAVES:-} ]] || mkdir -p "$job/checkpoints/$SAVES"
@@ -342,6 +348,36 @@ def test_no_hostile_value_is_executed_and_each_arrives_as_it_is(
     assert not list(tmp_path.rglob("canary*"))
 
 
+def known_names(text: str) -> set[str]:
+    """Variables that the script or bash itself knows."""
+    listed = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, env={})
+    used = re.findall(r"\b([A-Za-z_]\w*)\+?=|\$\{?#?([A-Za-z_]\w*)|\b(_dtt_\w+)", text)
+    more = {"BASH_ENV", "HISTCMD", "PS4", "RANDOM", "SECONDS", "SRANDOM"}
+    return {name for names in used for name in names if name} | set(listed.stdout.split()) | more
+
+
+@pytest.mark.parametrize("kind", ["train", "tokenize"])
+def test_no_variable_of_the_environment_changes_the_script_or_is_run_by_bash(
+    kind: str, tmp_path: Path, fakes: Path
+) -> None:
+    argv = EXAMPLES[kind][0]
+    names = known_names(render(script(kind=kind, argv=argv, continuation="singleton")))
+    assert {"_dtt_job", "_dtt_set_up", "attempt", "stalled", "status", "SLURM_JOB_ID"} <= names
+    value = f"x[$(touch {tmp_path}/canary)]"
+    taken = {n: value for n in sorted(names - {"PATH"}) if accepted("environment", {n: value})}
+    assert {"attempt", "stalled", "status", "id"} <= set(taken)
+    refused = {"_dtt_job", "BASHPID", "BASH_ENV", "OPTIND", "RANDOM", "SLURM_JOB_ID", "UID"}
+    assert not refused & set(taken)
+    assert accepted("environment", {"SLURM_CPU_BIND": "map_cpu:0"})
+    code, said = execute(
+        render(script(directory=tmp_path, kind=kind, argv=argv, environment=taken)),
+        tmp_path, fakes,
+    )  # fmt: skip
+    assert (code, said.splitlines()[-1].endswith("slurm: done")) == (0, True), said
+    assert calls(tmp_path)[-1].rstrip().endswith(shlex.join(argv) + " jobs/run" * (kind == "train"))
+    assert not (tmp_path / "canary").exists()
+
+
 def shlex_words(line: str) -> list[str]:
     """What bash's `printf %q` wrote, read by bash."""
     read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
@@ -362,12 +398,37 @@ def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_the
     check_syntax(tmp_path, [render(script(setup=(word,))) for word in slurm.RESERVED])
 
 
-def test_a_set_up_that_fails_is_told_and_nothing_is_started(tmp_path: Path, fakes: Path) -> None:
-    text = render(script(directory=tmp_path, setup=("false",), continuation="none"))
+@pytest.mark.parametrize("line", ["false", "exit 3", "exit 0", "source env.sh", "PATH=; exit"])
+@pytest.mark.parametrize("continuation", ["requeue", "singleton", "none"])
+def test_a_set_up_that_fails_or_exits_is_told_counted_and_nothing_is_started(
+    continuation: str, line: str, tmp_path: Path, fakes: Path
+) -> None:
+    (tmp_path / "env.sh").write_text("exit 0\n")
+    wanted: dict[str, Any] = {"continuation": continuation, "max_stalled_attempts": 1}
+    text = render(script(directory=tmp_path, setup=(line,), **wanted))
     code, said = execute(text, tmp_path, fakes)
     assert code == 78
     assert "cannot set up" in said
-    assert calls(tmp_path) == []
+    assert "exit code 78; " in said.splitlines()[-1]
+    assert (tmp_path / "jobs/run/stalled").read_text() == "-1 1\n"
+    assert [call for call in calls(tmp_path) if not call.startswith("sbatch")] == (
+        ["scancel 77"] if continuation == "singleton" else []
+    )
+
+
+def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(tmp_path: Path, fakes: Path) -> None:
+    line = "[[ -z ${SLURMD_NODENAME:-} ]] || exit 0"
+    text = render(script(directory=tmp_path, setup=(line,), continuation="none"))
+    assert execute(text, tmp_path, fakes)[0] == 78
+    assert "cannot set up" in (tmp_path / "jobs/run/logs/latest.log").read_text()
+
+
+def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, setup=("cd /", "host=else", "set -eu")))
+    code, said = execute(text, tmp_path, fakes)
+    assert code == 0, said
+    assert (tmp_path / "jobs/run/attempts/1/exit.json").exists()
+    assert "--rdzv_endpoint=n1:" in calls(tmp_path)[1]
 
 
 # ---- how processes are started -----------------------------------------------------------------
@@ -440,9 +501,17 @@ def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Pat
     text = render(script(directory=tmp_path, job=Path("jobs/sweep"), array=Array(trials, cap=1)))
     assert directives(text)["array"] == "0-1%1"
     assert directives(text)["output"] == "jobs/sweep/logs/%x-%A_%a.log"
-    assert execute(text, tmp_path, fakes, SLURM_ARRAY_TASK_ID="1")[0] == 0
+    task = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "1"}
+    assert execute(text, tmp_path, fakes, **task)[0] == 0
     assert calls(tmp_path)[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
-    assert (tmp_path / "jobs/sweep/b/stalled").exists()
+    trial = tmp_path / "jobs/sweep/b"
+    assert (trial / "stalled").exists()
+    link = trial / "logs/latest-slurm.log"
+    assert link.parent / link.readlink() == trial / "logs/../../logs/run-42_1.log"
+    execute(text, tmp_path, fakes, CODE="1", **task)
+    assert calls(tmp_path)[-1] == "scontrol requeue 42_1"  # 42 would be all tasks
+    _, said = execute(text, tmp_path, fakes, CODE="75", **task)
+    assert said.splitlines()[-1].endswith("saved; dtt sweep retry sweep b goes on")
 
 
 def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
@@ -534,6 +603,41 @@ def test_a_successor_waits_from_the_start_and_is_cancelled_when_all_is_over(
     assert evidence.slurm_ids(JobDir(tmp_path / "jobs/run")) == ["77"]
 
 
+@pytest.mark.parametrize(
+    ("ended", "code", "expected", "requeued"),
+    [("0", 0, 0, False), ("2", 2, 2, False), ("130", 130, 130, False), ("74", 74, 74, True),
+     ("143", 1, 143, True), ("127", 1, 127, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["download", "tokenize", "pipeline"])
+def test_the_other_commands_have_attempts_and_endings_too(
+    command: str, ended: str, code: int, expected: int, requeued: bool, tmp_path: Path, fakes: Path
+) -> None:
+    kind = "tokenize" if command == "tokenize" else "other"
+    job = Path(f"jobs/run-{command}")
+    text = render(script(directory=tmp_path, job=job, argv=(command,), kind=kind))
+    assert execute(text, tmp_path, fakes, PYTHON_CODE="1")[0] == 1
+    assert execute(text, tmp_path, fakes, PYTHON_CODE=ended)[0] == expected
+    assert calls(tmp_path).count(REQUEUE) == 1 + requeued
+    made = JobDir(tmp_path / job)
+    assert made.attempt() == 2
+    assert made.exit_record(2) == {
+        "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None,
+        "reason": "done" if code == 0 else f"exit code {ended}: logs/latest.log tells why",
+    }  # fmt: skip
+
+
+def test_a_pipeline_gets_on_as_long_as_its_training_saves(tmp_path: Path, fakes: Path) -> None:
+    job = Path("jobs/run-pipeline")
+    changes: dict[str, Any] = {"argv": ("pipeline",), "kind": "other", "max_stalled_attempts": 1}
+    text = render(script(directory=tmp_path, job=job, **changes))
+    (tmp_path / "jobs/run/checkpoints").mkdir(parents=True)
+    (fakes / "python").write_text('#!/bin/bash\nmkdir "jobs/run/checkpoints/$NEW"; exit 74\n')
+    said = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="1")[1]
+    assert said.splitlines()[-1].endswith("back into the queue")
+    said = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="2")[1]
+    assert "1 attempts in a row without a new checkpoint" in said.splitlines()[-1]
+
+
 def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Path) -> None:
     text = render(script(directory=tmp_path, continuation="none"))
     code, output = execute(text, tmp_path, fakes, CODE="75", **LIMIT)
@@ -592,6 +696,32 @@ def test_a_persons_stop_is_not_taken_for_the_time_limit(tmp_path: Path, fakes: P
     assert code == 75
     assert "stopped on request" in output
     assert REQUEUE not in calls(tmp_path)
+
+
+@pytest.mark.parametrize("signal", ["USR2", "TERM"])
+def test_a_person_can_take_the_request_over_while_the_job_saves(
+    signal: str, tmp_path: Path, fakes: Path
+) -> None:
+    env = {"CODE": "75", "SIGNAL": signal, "PERSON": "yes", **SAVES}
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert code == 75
+    assert "stopped on request" in output.splitlines()[-1]
+    assert REQUEUE not in calls(tmp_path)
+    assert not (tmp_path / "jobs/run/control/stop").exists()  # it was heard
+
+
+def test_the_job_is_asked_as_early_as_its_saves_have_come_to_need(
+    tmp_path: Path, fakes: Path
+) -> None:
+    (tmp_path / "jobs/run").mkdir(parents=True)
+    (tmp_path / "jobs/run/lead").write_text("1000\n")  # half of the time is the most
+    ends = (datetime.now() + timedelta(seconds=4)).isoformat(timespec="seconds")  # noqa: DTZ005
+    env = {"CODE": "75", "SIGNAL": "awaited", "ENDS": ends, **SAVES}
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert code == 75
+    assert "slurm: time limit" in calls(tmp_path)
+    assert REQUEUE in calls(tmp_path), output
+    assert "watch_limit" not in render(script(lead_seconds=7))  # asked for
 
 
 # ---- lead, sbatch, squeue ----------------------------------------------------------------------

@@ -63,6 +63,10 @@ class Cluster:
         state = self.field(job, "JobState")
         return state if state in states else None
 
+    def wait_for_file(self, path: Path) -> None:
+        """Until a job has made this file."""
+        wait_for(str(path), path.exists)
+
     def kill(self, daemon: str) -> None:
         """End slurmctld, slurmd-n1 or slurmd-n2 as a power failure would."""
         path = self._pid_file(daemon)
@@ -175,6 +179,12 @@ def submit(dtt: Dtt, cluster: Cluster, settings: Settings) -> Callable[..., Subm
         return Submitted(dtt, Path(said["job_dir"]), said["job_id"])
 
     return submitted
+
+
+@pytest.fixture
+def follow(dtt: Dtt) -> Callable[[str | Path, str], Submitted]:
+    """A job directory and the Slurm job that works in it, however it was submitted."""
+    return lambda path, id: Submitted(dtt, Path(path), id)
 
 
 @pytest.fixture(scope="session")

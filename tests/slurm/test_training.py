@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -63,30 +65,39 @@ def test_three_time_limits_later_the_job_ends_as_if_there_had_been_none(
     assert_as_undisturbed(job)
 
 
-def test_preempted_with_and_without_grace_it_comes_back(
+def test_preempted_with_and_without_time_to_save_it_comes_back(
     cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
     job = submit()
+
+    def preempt() -> dict[str, Any]:
+        urgent = cluster.run(
+            "sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
+            "--wrap", "sleep 1",
+        )  # fmt: skip
+        cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
+        told: dict[str, Any] = job.told()
+        assert told["state"] == "preempted"
+        assert told["checkpoint"] is not None
+        return told
+
+    job.wait_for_step(80)
+    preempt()
+    record = job.exit_record(1)
+    assert record["code"] == 75
+    assert "SIGTERM" in record["reason"]
     grace = cluster.run("scontrol", "-o", "show", "partition", "batch")
     grace = grace.split("GraceTime=")[1].split()[0]
+    cluster.run("scontrol", "update", "partitionname=batch", "gracetime=0")
     try:
-        for attempt, seconds in ((1, grace), (2, "0")):
-            cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={seconds}")
-            job.wait_for_step(80 * attempt)
-            urgent = cluster.run(
-                "sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
-                "--wrap", "sleep 3",
-            )  # fmt: skip
-            cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
-            told = job.told()
-            assert told["state"] == "preempted"
-            assert told["checkpoint"] is not None
-            record = job.exit_record(attempt)
-            assert record["code"] == 75
-            assert "SIGTERM" in record["reason"]
+        job.wait_for_step(160)
+        os.kill(job.told()["heartbeat"]["pid"], signal.SIGSTOP)  # it cannot save
+        preempt()
     finally:
         cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={grace}")
     cluster.wait_for_state(job.id, "COMPLETED")
+    assert not (job.dtt.folder / job.path / "attempts/2/exit.json").exists()
+    assert cluster.field(job.id, "Restarts") == "2"
     assert job.told()["state"] == "done"
     assert_as_undisturbed(job)
 
@@ -115,19 +126,22 @@ def test_cancelled_it_saves_and_stays_away_until_plain_sbatch_goes_on(
     assert_as_undisturbed(job)
 
 
-def test_a_lost_node_is_told_and_the_job_resumed(
-    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+@pytest.mark.parametrize(("continuation", "then"), [("none", "NODE_FAIL"), ("requeue", "PENDING")])
+def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
+    continuation: str, then: str, cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
-    job = submit(launch__continuation="none")
+    job = submit(launch__continuation=continuation)
     job.wait_for_step(80)
     cluster.kill("slurmd-n2")
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=power")
-    cluster.wait_for_state(job.id, "NODE_FAIL")
+    cluster.wait_for_state(job.id, then)
     told = job.told()
-    assert told["state"] == "node failed"
+    assert told["state"] == ("node failed" if continuation == "none" else "queued")
     assert told["checkpoint"] is not None
     cluster.start_what_was_killed()
-    again = job.dtt("job", "resume", job.path).stdout.split()[-1]
+    again = job.id
+    if continuation == "none":
+        again = job.dtt("job", "resume", job.path).stdout.split()[-1]
     cluster.wait_for_state(again, "COMPLETED")
     assert job.told()["state"] == "done"
     assert_as_undisturbed(job)
@@ -143,7 +157,6 @@ def test_a_person_stops_it_and_it_stays_stopped(cluster: Any, submit: Submit) ->
     assert told["state"] == "stopped"
     assert "dtt job stop" in told["detail"]
     assert "nothing to stop" in job.dtt("job", "stop", job.path).stdout
-    assert "trap" not in job.dtt("job", "logs", job.path, "-n", "5").stdout
     assert "step" in job.dtt("job", "logs", job.path, "--node", "n1").stdout
 
 
@@ -172,7 +185,7 @@ def test_what_would_fail_again_is_not_tried_again(cluster: Any, submit: Submit) 
 def test_after_three_attempts_without_a_checkpoint_it_gives_up(
     cluster: Any, submit: Submit
 ) -> None:
-    job = submit(launch__setup="[/bin/false]")
+    job = submit(launch__setup="[exit 3]")
     cluster.wait_for_state(job.id, "FAILED")
     assert cluster.field(job.id, "Restarts") == "2"
     assert job.told()["state"] == "out of attempts"
@@ -197,22 +210,77 @@ def test_a_chain_of_singletons_ends_with_the_last_step(
     assert_as_undisturbed(job)
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI")
-def test_tokenize_under_srun_on_two_nodes_makes_the_same_bytes(
-    cluster: Any, dtt: Any, tokens: Path
+def test_a_limit_of_one_trial_of_an_array_leaves_the_others_alone(
+    cluster: Any, dtt: Any, settings: Callable[..., list[str]], follow: Submit
+) -> None:
+    overrides = [key for key in settings(launch__nodes=1) if not key.startswith("name=")]
+    sweep = {"base": {}, "overrides": overrides, "parameters": {"seed": [1, 2]}}
+    (dtt.folder / "two.json").write_text(json.dumps(sweep))
+    dtt("sweep", "submit", "two.json", "--array")
+    paths = sorted(path.parent for path in (dtt.folder / "jobs/two").glob("*/config.yaml"))
+    array = cluster.run("squeue", "-h", "-o", "%F").split()[0]
+    first, last = (
+        follow(path.relative_to(dtt.folder), f"{array}_{task}") for task, path in enumerate(paths)
+    )
+    first.wait_for_step(20)
+    dtt("job", "stop", first.path)
+    assert first.exit_record(1)["code"] == 75
+    last.wait_for_step(80)
+    cluster.ask_to_save(last.id)
+    assert last.exit_record(1)["code"] == 75
+    cluster.wait_for_state(last.id, "COMPLETED")
+    assert cluster.field(first.id, "Restarts") == "0"
+    assert cluster.field(last.id, "Restarts") == "1"
+    assert (first.told()["state"], last.told()["state"]) == ("stopped", "done")
+    assert "dtt sweep retry two" in first.slurm_log()
+
+
+def test_a_pipeline_starts_ranks_of_its_own_and_goes_on_after_a_limit(
+    cluster: Any, dtt: Any, tokens: Path, settings: Callable[..., list[str]], follow: Submit
 ) -> None:
     shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
-    settings = (
-        "-d", "counting.jsonl", "tokenizer.vocab_size=300", "tokenize.validation_fraction=0.1",
-        "tokenize.unit_bytes=8192",
-    )  # fmt: skip
+    keys = [*settings(launch__nodes=1, data__tokens="null"), *TOKENIZE, "launch.cpus_per_task=2"]
+    keys += ["pipeline.tokenize_processes=2", "pipeline.train_processes=2"]
+    said = json.loads(dtt("submit", "pipeline", *keys, "-y", "--json").stdout)
+    own, trained = (follow(path, said["job_id"]) for path in (said["job_dir"], "jobs/t"))
+    trained.wait_for_step(80)
+    cluster.ask_to_save(own.id)
+    assert "slurm: time limit" in trained.exit_record(1)["reason"]
+    record = own.exit_record(1)
+    assert (record["code"], record["reason"]) == (75, "stopped by slurm: time limit")
+    cluster.wait_for_state(own.id, "COMPLETED")
+    assert cluster.field(own.id, "Restarts") == "1"
+    assert own.exit_record(2)["code"] == 0
+    log = "".join(path.read_text() for path in (dtt.folder / own.path / "logs").glob("pipeline-*"))
+    assert log.count("mpirun -n 2") == (1 if shutil.which("mpirun") else 0)
+
+
+TOKENIZE = (
+    "download.dataset=counting.jsonl", "tokenizer.vocab_size=300",
+    "tokenize.validation_fraction=0.1", "tokenize.unit_bytes=8192", "tokenize.out=tokens",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI")
+def test_tokenize_on_two_nodes_goes_on_after_a_limit_and_makes_the_same_bytes(
+    cluster: Any, dtt: Any, tokens: Path, follow: Submit
+) -> None:
+    shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
     dtt("download", "-d", "counting.jsonl")
-    keys = [k for k in settings if "=" in k]
+    at_first = '[ -z "${SLURM_STEP_ID:-}" ] || [ -e ended ] || { touch began; exec sleep 300; }'
     said = dtt(
-        "submit", "tokenize", "download.dataset=counting.jsonl", *keys, "tokenize.out=tokens",
+        "submit", "tokenize", *TOKENIZE, f"launch.setup={json.dumps([at_first])}",
         "launch.nodes=2", "launch.processes_per_node=2", "launch.mpi_plugin=pmi2", "-y", "--json",
     )  # fmt: skip
-    cluster.wait_for_state(json.loads(said.stdout)["job_id"], "COMPLETED")
+    facts = json.loads(said.stdout)
+    job = follow(facts["job_dir"], facts["job_id"])
+    cluster.wait_for_file(dtt.folder / "began")
+    (dtt.folder / "ended").touch()
+    cluster.ask_to_save(job.id)
+    record = job.exit_record(1)
+    assert (record["code"], record["reason"]) == (75, "stopped by slurm: time limit")
+    cluster.wait_for_state(job.id, "COMPLETED")
+    assert job.exit_record(2)["code"] == 0
     made = {p.name: p.read_bytes() for p in (dtt.folder / "tokens").iterdir() if p.is_file()}
     wanted = {p.name: p.read_bytes() for p in tokens.iterdir() if p.is_file()}
     shards = {name for name in wanted if name.endswith((".bin", ".idx"))}

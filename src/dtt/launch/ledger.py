@@ -255,15 +255,17 @@ class _Case:
     def begun(self) -> Verdict:
         """There was an attempt, and no process of it was left to write how it ended."""
         own, slurm = self.own, self.slurm
+        ended = slurm if slurm is not None and slurm.since >= own.began else None
+        if own.heartbeat is None and ended is None:
+            if own.silence <= SILENT_SECONDS:
+                return State.RUNNING, "starting"
+            if self.answer.silence:
+                return self.not_told()
         if self.given_up():
             stalled = own.stalled()
             return State.OUT_OF_ATTEMPTS, f"{stalled} without a new checkpoint; {own.reason}"
-        if slurm is not None and slurm.since >= own.began:
-            return State.FAILED, f"Slurm says {slurm.state}; {self.what_is_left()}"
-        if own.heartbeat is None and own.silence <= SILENT_SECONDS:
-            return State.RUNNING, "starting"
-        if own.heartbeat is None and self.answer.silence:
-            return self.not_told()
+        if ended is not None:
+            return State.FAILED, f"Slurm says {ended.state}; {self.what_is_left()}"
         where = f" on {own.heartbeat['node']}" if own.heartbeat else ""
         return State.LOST, f"attempt {own.attempt}{where} was last heard {own.silence:.0f} s ago"
 
