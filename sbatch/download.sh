@@ -31,6 +31,7 @@ _dtt_tag=$SLURM_JOB_ID-r${SLURM_RESTART_COUNT:-0}
 _dtt_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 _dtt_port=$((10000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 20000))
 while (: <"/dev/tcp/127.0.0.1/$_dtt_port") 2>/dev/null; do ((_dtt_port++)); done # somebody listens there
+cd -- "$_dtt_directory" || exit 66
 
 say() { printf '%s slurm: %s\n' "$(date +%T)" "$*"; }
 
@@ -58,22 +59,22 @@ _dtt_processes() {
 
 # launch NAME MODULE [ARGUMENT]…: run it on all nodes; sets `status`. Each node has a log of its own.
 launch() {
-    local name=$1 _dtt_log=$1-$_dtt_tag node code
+    local name=$1 _dtt_log=$1-$_dtt_tag node _dtt_code
     shift
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         ln -sfn -- "$_dtt_log-$node.log" "$_dtt_job/logs/latest-$node.log"
     done
     ln -sfn -- "$_dtt_log-$_dtt_host.log" "$_dtt_job/logs/latest.log"
     say "$name on $SLURM_JOB_NODELIST: see $_dtt_job/logs/latest.log"
-    code="$(declare -p _dtt_directory _dtt_job _dtt_log _dtt_tag _dtt_host _dtt_port)
+    _dtt_code="$(declare -p _dtt_directory _dtt_job _dtt_log _dtt_tag _dtt_host _dtt_port)
         $(declare -f _dtt_set_up _dtt_unfit _dtt_processes)
         _dtt_processes \"\$@\""
     ( # a shell of its own: what set-up does, even `exit`, never reaches this script
         trap _dtt_unfit EXIT
         _dtt_set_up || exit
         exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --cpus-per-task=32 \
-            bash -c "$code" bash "$@"
+            --cpus-per-task=32 \
+            bash -c "$_dtt_code" bash "$@"
     ) &
     step=$!
     # A signal ends `wait` early; asked again, it still knows how the step ended. A person may take
@@ -123,7 +124,7 @@ ask() {
     asked=$1
     mkdir -p -- "$request"
     printf '%s\n' "$1" >"$request/.stop" && mv -- "$request/.stop" "$request/stop"
-    scancel --signal=TERM "$id" # srun itself would answer with SIGKILL
+    scancel --signal=TERM "$id" # the processes; srun itself would answer it with SIGKILL
 }
 
 a_person_asks() {
@@ -160,7 +161,6 @@ leave() {
 
 # ---- this attempt ------------------------------------------------------------------------------
 
-cd -- "$_dtt_directory" || exit 66
 mkdir -p -- "$_dtt_job/logs" "$_dtt_job/control"
 ln -sfn -- "$log" "$_dtt_job/logs/latest-slurm.log"
 drop_request
@@ -197,13 +197,14 @@ exit_record=$_dtt_job/attempts/$attempt/exit.json # as `dtt train` writes it for
 printf '{\n "code": %s,\n "reason": "%s",\n "step": null,\n "rank": 0,\n "node": "%s",\n "checkpoint": null\n}\n' \
     "${code/none/1}" "$reason" "$_dtt_host" >"$exit_record.new"
 mv -- "$exit_record.new" "$exit_record"
+drop_request
 
 case $code in
 0) leave 0 "done" ;;
 2 | 65 | 66 | 76 | 130) leave "$status" "exit code $code: mend what it says, then $again" ;;
 esac
 on_request="stopped on request, all is saved; $again goes on"
-if [[ $code == 75 && -n $person ]]; then
+if [[ $code == 75 ]] && { [[ -n $person ]] || a_person_asks; }; then
     rm -f -- "$trained/control/stop"
     leave 75 "$on_request"
 fi

@@ -31,6 +31,7 @@ _dtt_tag=$SLURM_JOB_ID-r${SLURM_RESTART_COUNT:-0}
 _dtt_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 _dtt_port=$((10000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 20000))
 while (: <"/dev/tcp/127.0.0.1/$_dtt_port") 2>/dev/null; do ((_dtt_port++)); done # somebody listens there
+cd -- "$_dtt_directory" || exit 66
 
 say() { printf '%s slurm: %s\n' "$(date +%T)" "$*"; }
 
@@ -57,34 +58,33 @@ _dtt_processes() {
     # they have saved; they set handlers of their own.
     trap '' USR2 TERM
     getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
-    local first=0
-    [[ $SLURM_NODEID != 0 ]] || first=1
     exec torchrun \
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node=4 \
-        --rdzv_backend=c10d --rdzv_endpoint="$_dtt_host:$_dtt_port" --rdzv_conf=is_host="$first" \
-        --rdzv_id="$_dtt_tag" --max_restarts=0 --signals_to_handle=SIGINT,SIGHUP,SIGQUIT \
+        --rdzv_backend=c10d --rdzv_endpoint="$_dtt_host:$_dtt_port" \
+        --rdzv_conf=is_host="$((SLURM_NODEID == 0))" --rdzv_id="$_dtt_tag" --max_restarts=0 \
+        --signals_to_handle=SIGINT,SIGHUP,SIGQUIT \
         -m "$@"
 }
 
 # launch NAME MODULE [ARGUMENT]…: run it on all nodes; sets `status`. Each node has a log of its own.
 launch() {
-    local name=$1 _dtt_log=$1-$_dtt_tag node code
+    local name=$1 _dtt_log=$1-$_dtt_tag node _dtt_code
     shift
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         ln -sfn -- "$_dtt_log-$node.log" "$_dtt_job/logs/latest-$node.log"
     done
     ln -sfn -- "$_dtt_log-$_dtt_host.log" "$_dtt_job/logs/latest.log"
     say "$name on $SLURM_JOB_NODELIST: see $_dtt_job/logs/latest.log"
-    code="$(declare -p _dtt_directory _dtt_job _dtt_log _dtt_tag _dtt_host _dtt_port)
+    _dtt_code="$(declare -p _dtt_directory _dtt_job _dtt_log _dtt_tag _dtt_host _dtt_port)
         $(declare -f _dtt_set_up _dtt_unfit _dtt_processes)
         _dtt_processes \"\$@\""
     ( # a shell of its own: what set-up does, even `exit`, never reaches this script
         trap _dtt_unfit EXIT
         _dtt_set_up || exit
         exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --cpus-per-task=32 \
-        --kill-on-bad-exit=0 --wait=60 \
-            bash -c "$code" bash "$@"
+            --cpus-per-task=32 \
+            --kill-on-bad-exit=0 --wait=60 \
+            bash -c "$_dtt_code" bash "$@"
     ) &
     step=$!
     # A signal ends `wait` early; asked again, it still knows how the step ended. A person may take
@@ -166,7 +166,7 @@ watch_limit() {
     end=$(date -d "$ends" +%s) || return # no limit
     longest=$(((end - $(date +%s)) / 2))
     while sleep 5; do
-        read -r lead <"$trained/lead" && [[ $lead =~ ^[1-9][0-9]{0,6}$ ]] || continue
+        lead=$(head -n 1 "$trained/lead") && [[ $lead =~ ^[1-9][0-9]{0,6}$ ]] || continue
         now=$(date +%s)
         if ((now < end - (lead < longest ? lead : longest))); then continue; fi
         if [[ $(field EndTime) == "$ends" ]]; then
@@ -193,7 +193,6 @@ leave() {
 
 # ---- this attempt ------------------------------------------------------------------------------
 
-cd -- "$_dtt_directory" || exit 66
 mkdir -p -- "$_dtt_job/logs" "$_dtt_job/control"
 ln -sfn -- "$log" "$_dtt_job/logs/latest-slurm.log"
 drop_request
@@ -229,7 +228,7 @@ case $code in
 2 | 65 | 66 | 76 | 130) leave "$status" "exit code $code: mend what it says, then $again" ;;
 esac
 on_request="stopped on request, all is saved; $again goes on"
-if [[ $code == 75 && -n $person ]]; then
+if [[ $code == 75 ]] && { [[ -n $person ]] || a_person_asks; }; then
     rm -f -- "$trained/control/stop"
     leave 75 "$on_request"
 fi

@@ -167,7 +167,7 @@ def test_a_command_that_hears_no_request_is_cancelled(dtt: Dtt) -> None:
     path = str(slurm.folder)
     assert "nothing to save" in dtt("job", "save", "jobs/z-download", PATH=path, expect=2).stderr
     stopped = dtt("job", "stop", "jobs/z-download", PATH=path).stdout.splitlines()
-    assert stopped[0].startswith("dtt download hears no request")
+    assert stopped[0].startswith("dtt download cannot save and stop")
     assert stopped[1] == "cancelled Slurm job 7"
     assert slurm.asked("scancel") == ["7"]
 

@@ -158,6 +158,7 @@ def test_a_job_does_not_go_on_with_other_token_files(dtt: Dtt, tiny: Settings) -
         step=4, attempt=1, world_size=1, config_sha256="", data_key="another", versions={}, files=()
     )
     (job.checkpoints / "step-000004" / manifest.filename).write_text(manifest.dump())
+    (job.checkpoints / "step-000008").mkdir()  # damaged: training would pass it over, too
     allowed = (f"--allow-change={setting.split('=')[0]}" for setting in tiny())
     done = dtt("submit", "train", *tiny(), *allowed, "--dry-run", expect=2)
     assert "trained on other token files" in done.stderr

@@ -43,7 +43,7 @@ class Written:
     def other_attempt(self, number: int, *, ago: float) -> Written:
         """One of a command that only the job script watches."""
         folder, when = self.job.attempt_dir(number), time.time() - ago
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder, (when, when))
         return self
 
@@ -262,6 +262,18 @@ def test_a_command_without_a_heartbeat_runs_as_long_as_slurm_says_so(
     assert told(written.status()) == ("done", "")
     slurm.says("squeue", squeue_line("COMPLETED", ago=99))
     assert told(written.status()) == ("done", "")
+
+
+def test_a_command_without_a_heartbeat_is_cancelled_by_slurm_alone(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("CANCELLED", ago=101))  # it took a second to write its ending
+    record = {"time": 1, "job_id": "7", "argv": ["download"], "directory": "/"}
+    written._write("submissions.jsonl", json.dumps(record) + "\n")
+    written.ended(75, "stopped by slurm: SIGTERM", ago=100).other_attempt(1, ago=100)
+    assert told(written.status()) == ("cancelled", "stopped by slurm: SIGTERM")
+    slurm.says("squeue", error=FORGOTTEN)
+    assert told(written.status()) == ("stopped", "stopped by slurm: SIGTERM")
 
 
 def test_what_runs_or_waits_is_not_started_again(written: Written, slurm: FakeSlurm) -> None:

@@ -7,7 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,22 @@ pytestmark = pytest.mark.slow
 
 Submit = Callable[..., Any]
 Check = Callable[[Any], None]
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Keep a process from running; Slurm sends SIGCONT before SIGTERM, so once does not do."""
+
+    def hold() -> None:
+        with suppress(ProcessLookupError):
+            while True:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.001)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    yield
+    holder.join()
 
 
 def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
@@ -44,11 +63,11 @@ def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
     assert_as_undisturbed(job)
 
 
-def test_three_time_limits_later_the_job_ends_as_if_there_had_been_none(
+def test_two_time_limits_later_the_job_ends_as_if_there_had_been_none(
     cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
     job = submit()
-    for attempt in (1, 2, 3):
+    for attempt in (1, 2):
         job.wait_for_step(80 * attempt)
         cluster.ask_to_save(job.id)
         record = job.exit_record(attempt)
@@ -61,7 +80,7 @@ def test_three_time_limits_later_the_job_ends_as_if_there_had_been_none(
         assert "stopped at step" in told["detail"]
     cluster.wait_for_state(job.id, "COMPLETED")
     assert job.told()["state"] == "done"
-    assert cluster.field(job.id, "Restarts") == "3"
+    assert cluster.field(job.id, "Restarts") == "2"
     assert_as_undisturbed(job)
 
 
@@ -77,12 +96,12 @@ def test_preempted_with_and_without_time_to_save_it_comes_back(
         )  # fmt: skip
         cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
         told: dict[str, Any] = job.told()
-        assert told["state"] == "preempted"
+        assert told["slurm"]["state"] == "PENDING"
         assert told["checkpoint"] is not None
         return told
 
     job.wait_for_step(80)
-    preempt()
+    assert preempt()["state"] == "preempted"
     record = job.exit_record(1)
     assert record["code"] == 75
     assert "SIGTERM" in record["reason"]
@@ -91,8 +110,8 @@ def test_preempted_with_and_without_time_to_save_it_comes_back(
     cluster.run("scontrol", "update", "partitionname=batch", "gracetime=0")
     try:
         job.wait_for_step(160)
-        os.kill(job.told()["heartbeat"]["pid"], signal.SIGSTOP)  # it cannot save
-        preempt()
+        with held(job.told()["heartbeat"]["pid"]):  # it cannot save
+            preempt()
     finally:
         cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={grace}")
     cluster.wait_for_state(job.id, "COMPLETED")
@@ -136,6 +155,7 @@ def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=power")
     cluster.wait_for_state(job.id, then)
     told = job.told()
+    assert told["slurm"]["state"] == then
     assert told["state"] == ("node failed" if continuation == "none" else "queued")
     assert told["checkpoint"] is not None
     cluster.start_what_was_killed()

@@ -35,7 +35,7 @@ from dtt.runtime.process import in_words
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
-SECONDS_TO_SETTLE = 60.0
+SECONDS_TO_SETTLE = 120.0
 NICENESS = 10
 """Of the writing thread: where cores are scarce, training comes first."""
 

@@ -117,14 +117,14 @@ def _duration(seconds: float) -> str:
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:
-    """Ask a running training to save and stop; cancel what waits in the queue, or has no ear."""
+    """Ask a running training to save and stop; cancel what waits, or hears no request."""
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
     command = submissions.argv(job)[0]
     if found.queued and found.slurm is not None:
         _cancel(found, found.slurm.id, yes=yes)
     elif found.alive and found.slurm is not None and command != "train":
-        print(f"dtt {command} hears no request; what it has finished is kept")
+        print(f"dtt {command} cannot save and stop; what it has finished is kept")
         squeue.cancel(found.slurm.id)
         print(f"cancelled Slurm job {found.slurm.id}")
     elif found.alive:

@@ -112,9 +112,13 @@ def _most_kept(checkpoint: CheckpointConfig, steps: int) -> int:
 
 def _check_same_data(tokens: TokensManifest, job: JobDir) -> None:
     """ConfigError if the job was trained on other token files."""
-    newest = job.newest_checkpoint_name()
-    if newest is not None and CheckpointManifest.exists(job.checkpoints / newest):
-        fit.check_data_key(CheckpointManifest.read(job.checkpoints / newest), tokens, job)
+    for step in reversed(store.steps(job.checkpoints)):
+        try:
+            newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
+        except DttError:  # training passes it over, too
+            continue
+        fit.check_data_key(newest, tokens, job)
+        return
 
 
 def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:

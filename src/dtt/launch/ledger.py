@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtt.config.load import load_job
 from dtt.errors import ConfigError, ExitCode, InputError
-from dtt.launch import squeue
+from dtt.launch import squeue, submissions
 from dtt.launch.evidence import SILENT_SECONDS, Evidence, requester, slurm_ids
 from dtt.launch.squeue import Answer, SlurmJob
 from dtt.runtime.jobdir import JobDir
@@ -189,6 +189,8 @@ class _Case:
         own = self.own
         if slurm.state not in ENDED_BY_SLURM or (own.ending and own.ending["code"] in FINAL):
             return False
+        if submissions.argv(own.job)[0] != "train":  # then all its attempts are Slurm's
+            return True
         return own.ran_as == slurm.id or slurm.since >= own.began
 
     def at_work(self) -> Verdict:
@@ -245,7 +247,8 @@ class _Case:
             case ExitCode.DIVERGED:
                 return State.DIVERGED, own.reason
             case ExitCode.PREEMPTED:
-                return State.STOPPED, f"{own.reason}; asked by {own.asked_by}"
+                asked = f"; asked by {own.asked_by}" if own.asked_by else ""
+                return State.STOPPED, f"{own.reason}{asked}"
         ending = own.ending or {}
         detail = f"{own.reason} (exit code {code}, rank {ending['rank']} on {ending['node']})"
         if code not in FINAL and self.given_up():

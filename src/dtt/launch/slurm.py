@@ -191,7 +191,7 @@ def _variables(script: Script) -> dict[str, Any]:
         "nodes": script.nodes,
         "tasks_per_node": script.tasks_per_node,
         "resources": list(_resources(launch)),
-        "starter": " \\\n        ".join(_starter(script)),
+        "starter": " \\\n            ".join(_starter(script)),
         "container": launch.container.type,
         "container_options": list(_container_options(script)),
         "profiler": f"nsys profile --output={NSYS_REPORT} " if launch.nsys else "",
