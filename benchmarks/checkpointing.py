@@ -2,7 +2,7 @@
 
     python benchmarks/checkpointing.py [ROUNDS] [FOLDER]
 
-A GPT-2 124M with Muon (fp32 weights and optimizer state, as dtt trains them) takes small steps on
+A GPT-2 124M with AdamW (fp32 weights and optimizer state, as dtt trains them) takes small steps on
 the CPU; in each round every way saves once. `blocked`: how long the call held training up.
 `next step`: how much longer the step after it took than the median step without a save. `cost`:
 how much longer the round was than one of as many steps without a save, waiting for the save to end
@@ -39,8 +39,8 @@ from dtt.runtime.ranks import Ranks
 from dtt.train.state import optimizer_tensors, rng_tensors
 
 CPU = torch.device("cpu")
-STEPS = 6
-TOKENS = (2, 128)
+STEPS = 4
+TOKENS = (2, 256)
 FACTS = {"config_sha256": "", "data_key": "", "versions": {}}
 Wait = Callable[[], Any]
 
@@ -49,7 +49,7 @@ class Run:
     """A model that trains; `state` is what a checkpoint holds."""
 
     def __init__(self) -> None:
-        cfg = resolve(None, ["model.family=gpt2"]).config
+        cfg = resolve(None, ["optim.type=adamw"]).config
         sizes = resolve("models/gpt2-124m").config.model
         arch = families.get(sizes.family).architecture(
             sizes, fit_vocabulary(sizes, 50257), fit_context(sizes, TOKENS[1])

@@ -68,7 +68,8 @@ def test_ranks_that_end_together_leave_one_whole_record(job: JobDir) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dtt.errors import ExitCode\n"
         "from dtt.runtime.jobdir import JobDir\nsys.stdin.readline()\n"
-        "JobDir(Path(sys.argv[1])).end_attempt(ExitCode.IO, 'disk full', int(sys.argv[2]), attempt=1)"
+        "job, rank = JobDir(Path(sys.argv[1])), int(sys.argv[2])\n"
+        "job.end_attempt(ExitCode.IO, 'disk full', rank, attempt=1)"
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, job.root, str(rank)], stdin=subprocess.PIPE)
