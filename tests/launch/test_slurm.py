@@ -736,17 +736,10 @@ def test_the_lead_is_measured_asked_for_or_a_default(tmp_path: Path) -> None:
     assert slurm.lead(job, LaunchConfig()) == slurm.DEFAULT_LEAD
     assert slurm.lead(job, LaunchConfig(time=2)) == 60  # half of it
     assert slurm.lead(job, LaunchConfig(lead_seconds=7)) == 7
-    job.metrics.write_text(
-        record(kind="perf", seconds_per_step=20.0)
-        + record(kind="save", blocked_seconds=1.0, write_seconds=100.0, verify_seconds=9.0)
-        + record(kind="perf", seconds_per_step=1.0)
-        + '{"kind": "save", "torn'
-    )
+    job.write_lead(step=20.0, save=110.0)
     assert slurm.lead(job, LaunchConfig()) == 30 + 2 * (20 + 110)
-    job.metrics.write_text(
-        record(kind="perf", seconds_per_step=0.1) + record(kind="save", write_seconds=0.2)
-    )
-    assert slurm.lead(job, LaunchConfig()) == slurm.SHORTEST_LEAD
+    job.write_lead(step=0.01, save=0.2)
+    assert slurm.lead(job, LaunchConfig()) == 60
 
 
 def test_sbatch_gives_the_job_id_or_its_own_words(

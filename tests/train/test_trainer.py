@@ -322,6 +322,8 @@ def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
         assert record["write_seconds"] > 0
         assert record["verify_seconds"] > 0
     assert saves[0]["slowdown"] is not None
+    assert saves[0]["next_step_slowdown"] is not None
+    assert int((dtt.folder / "jobs/t/lead").read_text()) >= 60
 
 
 def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings) -> None:

@@ -310,6 +310,7 @@ def build(
         cfg=cfg,
         plan=plan,
         world=world,
+        job=this.job,
         model=model,
         module=apply(model, world, plan.compile),
         optimizers=groups.build(cfg.optim, dict(model.named_parameters()), roles(model), ns_dtype),

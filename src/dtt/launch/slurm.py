@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +26,6 @@ PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 NSYS_REPORT = '"$_dtt_job/logs/nsys-$_dtt_tag-%h-%p"'
 
 DEFAULT_LEAD = 120
-SHORTEST_LEAD = 60  # Slurm looks at time limits about every half minute
 LONGEST_LEAD = 65_535  # what `--signal` can hold
 
 # Words that would open or close something if a line of set-up began with them.
@@ -262,39 +259,14 @@ def _container_options(script: Script) -> Iterator[str]:
 def lead(job: JobDir, launch: LaunchConfig) -> int:
     """Seconds before the time limit at which to stop: asked for, or from what the job measured.
 
-    Twice the slowest recent step and save, and half a minute in which Slurm may be early or late.
     Never more than half of the time limit.
     """
     if launch.lead_seconds is not None:
         return min(launch.lead_seconds, LONGEST_LEAD)
-    measured = _step_and_save(_records(job.metrics))
-    seconds = DEFAULT_LEAD
-    if measured is not None:
-        seconds = max(SHORTEST_LEAD, math.ceil(30 + 2 * measured))
+    seconds = int(job.lead.read_text()) if job.lead.exists() else DEFAULT_LEAD
     if launch.time_limit is not None:
         seconds = min(seconds, max(1, launch.time_limit // 2))
     return min(seconds, LONGEST_LEAD)
-
-
-def _step_and_save(records: Iterable[dict[str, Any]]) -> float | None:
-    """Seconds of a step and a save together, the slowest of the last ten of each."""
-    steps: list[float] = []
-    saves: list[float] = []
-    for record in records:
-        if record.get("kind") == "perf":
-            steps.append(record["seconds_per_step"])
-        elif record.get("kind") == "save":
-            parts = ("blocked_seconds", "write_seconds", "verify_seconds")
-            saves.append(sum(record.get(part) or 0.0 for part in parts))
-    return max(steps[-10:]) + max(saves[-10:]) if steps and saves else None
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("}\n") and ('"perf"' in line or '"save"' in line):
-                    yield json.loads(line)
 
 
 def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:

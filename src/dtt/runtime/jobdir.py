@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
@@ -20,6 +21,7 @@ from dtt.secrets import holds_secret, named_secret, redacted
 
 # Environment variables worth keeping with a job; never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
+SHORTEST_LEAD = 60
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
@@ -63,6 +65,11 @@ class JobDir:
     def acknowledged(self) -> Path:
         """Which request the job has heard last, and at which step."""
         return self.root / "control" / "acknowledged.json"
+
+    @property
+    def lead(self) -> Path:
+        """Seconds, in one line, that the job needs between a stop request and its end."""
+        return self.root / "lead"
 
     @property
     def heartbeat(self) -> Path:
@@ -165,6 +172,10 @@ class JobDir:
             write_atomically(path, (known or secrets.token_hex(4)) + "\n")
         return path.read_text().strip()
 
+    def write_lead(self, step: float, save: float) -> None:
+        """Write `lead` for a job whose slowest step and save take so many seconds."""
+        write_atomically(self.lead, f"{lead_seconds(step, save)}\n")
+
     def diverged_after(self) -> int | None:
         """The last step before the latest divergence; None when there was none."""
         records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
@@ -186,6 +197,12 @@ class JobDir:
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
+
+
+def lead_seconds(step: float, save: float) -> int:
+    """How long before a time limit to ask for a stop: twice a step and a save, and half a minute in
+    which Slurm may be early or late."""
+    return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
 
 
 def _step_of(line: bytes) -> int | None:

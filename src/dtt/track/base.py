@@ -5,8 +5,8 @@ A record is a flat dict with `kind` and `step`:
     eval    loss, bits_per_byte
     sample  text
     perf    tokens_per_second, seconds_per_step, mfu, memory_gb
-    save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes, slowdown
-            (of the steps meanwhile, as a share)
+    save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
+            next_step_slowdown, slowdown (of the next step and of all meanwhile, as a share)
 Only `perf` and `save` records differ between two runs of one config.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from dtt.optim import schedule
 from dtt.optim.groups import set_learning_rate
 from dtt.parallel.apply import autocast, gradient_sync
 from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.watchdog import Watchdog
 from dtt.track.base import Record, Tracker
@@ -47,6 +49,7 @@ class Trainer:
     cfg: RunConfig
     plan: Plan
     world: World
+    job: JobDir
     model: Decoder
     """Holds the parameters, under their plain names."""
     module: nn.Module
@@ -68,6 +71,8 @@ class Trainer:
     saved_step: int | None = None
     _unread: list[tuple[Record, Tensor, Tensor]] = field(default_factory=list)
     """Steps whose loss and gradient norm are still on the device."""
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    _save_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (True) or until asked to stop (False); either way all is saved."""
@@ -185,7 +190,9 @@ class Trainer:
     def log_progress(self) -> None:
         """The console line, with the speed since the last one."""
         self.read_losses()
-        self.emit({"kind": "perf", "step": self.position.step, **self.meter.read()})
+        reading = self.meter.read()
+        self._step_seconds.append(reading["seconds_per_step"] or 0.0)
+        self.emit({"kind": "perf", "step": self.position.step, **reading})
         self.log_saves()
 
     def look(self) -> None:
@@ -256,10 +263,16 @@ class Trainer:
 
     def log_saves(self) -> None:
         """What the saves took that have been finished since the last call."""
-        for save in self.saver.finished():
+        saves = self.saver.finished()
+        for save in saves:
             following, during = self.meter.slowdown(save.began, save.ended)
             slowdown = {"next_step_slowdown": following, "slowdown": during}
             self.emit({"kind": "save", **save.record(), **slowdown})
+            self._save_seconds.append(
+                save.blocked_seconds + save.write_seconds + save.verify_seconds
+            )
+        if saves and self.world.first:
+            self.job.write_lead(max(self._step_seconds, default=0.0), max(self._save_seconds))
 
 
 def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
