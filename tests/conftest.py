@@ -72,13 +72,6 @@ def tiny(tokens: Path) -> Settings:
     return settings
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` a file stays together, and so do those that share a Slurm."""
-    for item in items:
-        group = "slurm" if item.path.parent.name == "slurm" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
