@@ -160,7 +160,10 @@ def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
     cluster.wait_for_state(job.id, then)
     told = job.told()
     assert told["slurm"]["state"] == then
-    assert told["state"] == ("node failed" if continuation == "none" else "queued")
+    # Slurm may have sent SIGTERM to the other node's ranks: without accounting, which this cluster
+    # may lack, nothing tells that from a preemption.
+    waiting = ("queued", "preempted")
+    assert told["state"] in (("node failed",) if continuation == "none" else waiting)
     assert told["checkpoint"] is not None
     cluster.start_what_was_killed()
     again = job.id
