@@ -39,8 +39,8 @@ from dtt.runtime.ranks import Ranks
 from dtt.train.state import optimizer_tensors, rng_tensors
 
 CPU = torch.device("cpu")
-STEPS = 4
-TOKENS = (2, 256)
+STEPS = 2
+TOKENS = (1, 128)
 FACTS = {"config_sha256": "", "data_key": "", "versions": {}}
 Wait = Callable[[], Any]
 
