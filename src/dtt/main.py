@@ -244,11 +244,11 @@ def pipeline(
         pipeline.run(config, overrides or [], dataset)
 
 
-JobFolder = Annotated[Path, typer.Argument(help="Job directory, as jobs/quickstart.")]
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")]
 
 
 @ckpt_cli.command("ls")
-def ckpt_ls(job: JobFolder, json: Json = False) -> None:
+def ckpt_ls(job: Job, json: Json = False) -> None:
     """List the checkpoints, oldest first."""
     with command():
         from dtt.commands import ckpt
@@ -258,7 +258,7 @@ def ckpt_ls(job: JobFolder, json: Json = False) -> None:
 
 @ckpt_cli.command("verify")
 def ckpt_verify(
-    job: JobFolder,
+    job: Job,
     step: Annotated[int | None, typer.Option(help="Only this one.")] = None,
     json: Json = False,
 ) -> None:
@@ -273,7 +273,7 @@ def ckpt_verify(
     "prune", epilog=_examples("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run")
 )
 def ckpt_prune(
-    job: JobFolder,
+    job: Job,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
 ) -> None:
@@ -360,7 +360,6 @@ def submit(
         )
 
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")]
 Wait = Annotated[
     float, typer.Option(min=0.0, help="Seconds to wait for the job to say that it has heard.")
 ]

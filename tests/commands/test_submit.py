@@ -147,7 +147,8 @@ def test_the_step_that_weights_are_taken_from_is_there(dtt: Dtt, tiny: Settings)
 
 def test_gpus_asked_for_in_another_way_are_gpus(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(train__device="cuda", launch__directives='["--exclusive"]')
-    dtt("submit", "train", *settings, "--dry-run")
+    done = dtt("submit", "train", *settings, "--dry-run", "--json")
+    assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
 
 
 def test_a_job_does_not_go_on_with_other_token_files(dtt: Dtt, tiny: Settings) -> None:

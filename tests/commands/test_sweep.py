@@ -228,7 +228,9 @@ def test_options_that_contradict_are_refused(dtt: Dtt, options: list[object], wh
 def test_the_sweep_commands_need_no_torch(dtt: Dtt, tiny: Settings) -> None:
     write_sweep(dtt, tiny(), {"seed": [0]})
     (dtt.folder / "torch.py").write_text("raise RuntimeError('imported')")
-    dtt("sweep", "submit", "s.json", "--dry-run")
+    done = dtt("sweep", "submit", "s.json", "--dry-run")
+    assert "imported" not in done.stderr
+    assert done.stdout
 
 
 FAKE = {

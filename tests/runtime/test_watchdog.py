@@ -246,6 +246,7 @@ def test_a_disk_that_refuses_the_heartbeat_does_not_end_the_watch(job: JobDir) -
         wait_until(lambda: list(job.root.glob(".heartbeat.json.tmp")))
         obstacle.rmdir()
         wait_until(job.heartbeat.is_file)
+    assert json.loads(job.heartbeat.read_text())["phase"] == "stop"
 
 
 # ---- what counts ---------------------------------------------------------------------------------
