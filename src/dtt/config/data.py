@@ -94,8 +94,62 @@ class TokenizeConfig(Section):
     it, or stop."""
 
 
-class DataConfig(Section):
-    """Which token files training reads."""
+class SourceConfig(Section):
+    """One body of token files."""
 
+    path: Path
+    """Folder that `tokenize` made; or token files of others: a Megatron `.bin`/`.idx` pair (its
+    path without the suffix) or a folder of such, a datatrove `.ds` file or a folder of such, a
+    file of raw ids (nanoGPT's `.bin`) or a folder of such."""
+    name: str | None = None
+    """What metrics call it; null: the last part of `path`."""
+    weight: PositiveFloat | None = None
+    """Share of the samples, relative to the other sources; null for all of them: by their size."""
+    validation: Path | None = None
+    """Held-out token files; null: those that `tokenize` held out, if it made the folder."""
+    dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    """Of raw ids; the other formats say it themselves."""
+
+
+class WeightsConfig(Section):
+    """Other weights from some step on."""
+
+    step: PositiveInt
+    """Optimizer step from which they hold."""
+    weights: dict[str, float]
+    """By the name of the source; 0 leaves one out. Every source must be named."""
+
+
+class TokensDataConfig(Section):
+    """Train from token files: one folder, or a mixture of several."""
+
+    type: Literal["tokens"] = "tokens"
     tokens: Path | None = None
     """Folder that `tokenize` made; null: the one this config's `tokenize` section names."""
+    sources: tuple[SourceConfig, ...] = ()
+    """A mixture instead of `tokens`."""
+    weights: tuple[WeightsConfig, ...] = ()
+    """Changes of the sources' weights while training goes on (annealing)."""
+    on_exhausted: Literal["repeat", "stop", "renormalise"] = "repeat"
+    """When every sample of a source has been seen: begin its next epoch, end the run, or go on with
+    the others in proportion to their weights."""
+    packing: Literal["concat", "best-fit"] = "concat"
+    """How documents fill sequences: windows over one long stream, or whole documents put together
+    (Ding et al. 2024, arXiv 2404.10830), of which only those longer than a sequence are cut."""
+    mask_documents: bool = False
+    """Let tokens attend only within their own document, and restart positions at its start."""
+    tokenizer: Path | None = None
+    """The tokenizer.json of token files of others."""
+
+
+class TextDataConfig(Section):
+    """Train straight from text: tokenized on the way, on every process, by a given tokenizer."""
+
+    type: Literal["text"] = "text"
+    corpus: Path | None = None
+    """Folder that `download` made; null: the one this config's `download` section names."""
+    mask_documents: bool = False
+    """Let tokens attend only within their own document, and restart positions at its start."""
+
+
+DataConfig = Annotated[TokensDataConfig | TextDataConfig, Field(discriminator="type")]

@@ -12,8 +12,10 @@ from dtt.config.base import Section, free
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
+    TextDataConfig,
     TokenizeConfig,
     TokenizerConfig,
+    TokensDataConfig,
     TrainedTokenizerConfig,
 )
 from dtt.config.export import ExportConfig
@@ -40,7 +42,7 @@ class RunConfig(Section):
     """Text to ids."""
     tokenize: TokenizeConfig = TokenizeConfig()
     """Documents to token files."""
-    data: DataConfig = DataConfig()
+    data: DataConfig = TokensDataConfig()
     """What training reads."""
     model: ModelConfig = ModelConfig()
     """Family and sizes."""
