@@ -55,7 +55,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Settings = Callable[..., list[str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(tokens: Path) -> Settings:
     """`key=value` arguments of a training run that takes a second; keywords change keys."""
 

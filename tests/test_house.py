@@ -16,7 +16,9 @@ SOURCE = ROOT / "src/dtt"
 SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [[], ["--help"], ["train", "--help"], ["data", "mix", "--help"]], ids=" ".join
+)
 def test_the_command_line_imports_nothing_slow(argv: list[str]) -> None:
     code = (
         "import atexit, sys\n"

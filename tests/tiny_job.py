@@ -1,21 +1,25 @@
-"""A job directory as `dtt train` leaves it, made in no time: a config, tokens, checkpoints."""
+"""A job directory as `dtt train` leaves it, made in no time."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dtt.artifacts import CorpusSource, TokensManifest
+from dtt.artifacts import CorpusSource, DataManifest, SourceFacts
 from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.runtime.files import sha256_file
+from dtt.runtime.jobdir import JobDir
 
 END_OF_DOCUMENT = 256
+KEY = "0" * 64
 
 
 def make_tokenizer() -> Tokenizer:
@@ -28,24 +32,23 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokens(folder: Path) -> None:
-    """A token folder without shards."""
-    tokenizer = make_tokenizer()
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    manifest = TokensManifest(
-        key="0" * 64,
-        key_parts={},
-        corpus=CorpusSource(kind="stdlib", id="python-stdlib"),
-        tokenizer_sha256="0" * 64,
+def write_data(job: Path, tokenizer: Tokenizer) -> None:
+    """What `train` keeps of the data in the folder of a job."""
+    path = JobDir(job).tokenizer
+    tokenizer.save(str(path))
+    corpus = CorpusSource(kind="stdlib", id="python-stdlib")
+    source = SourceFacts(
+        name="tokens", path="tokens", key=KEY, corpus=corpus, tokens=1000, samples=15,
+        bytes_per_token=1.0,
+    )  # fmt: skip
+    manifest = DataManifest(
+        key=KEY,
+        tokenizer_sha256=sha256_file(path),
         vocab_size=tokenizer.get_vocab_size(),
-        dtype="uint16",
         end_of_document=END_OF_DOCUMENT,
-        shards=(),
-        empty_documents=0,
-        skipped_documents=0,
+        sources=(source,),
     )
-    (folder / manifest.filename).write_text(manifest.dump())
+    (job / manifest.filename).write_text(manifest.dump())
 
 
 def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -> None:
@@ -65,14 +68,18 @@ def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -
     staging = job / "checkpoints" / store.staging_name(step, 1)
     staging.mkdir(parents=True)
     pieces = tensors.cut(model.state_dict(), 0, 1)
+    position = json.dumps({"step": step, "tokens": 640 * step}).encode()
     store.commit(
         staging,
-        [tensors.write(staging / store.rank_file(store.MODEL, 0), pieces)],
+        [
+            tensors.write(staging / store.rank_file(store.MODEL, 0), pieces),
+            tensors.write_bytes(staging / store.POSITION, [position]),
+        ],
         step=step,
         attempt=1,
         world_size=1,
         config_sha256="0" * 64,
-        data_key="0" * 64,
+        data_key=KEY,
         versions={},
     )
 
@@ -81,10 +88,9 @@ def write_job(folder: Path) -> Path:
     """The job: a tiny Llama with checkpoints of steps 5 and 10."""
     job = folder / "jobs" / "tiny"
     job.mkdir(parents=True)
-    write_tokens(folder / "tokens")
+    write_data(job, make_tokenizer())
     config = {
         "name": "tiny",
-        "data": {"tokens": str(folder / "tokens")},
         "model": {"family": "llama", "dim": 32, "n_layers": 2, "n_heads": 2},
         "train": {"seq_len": 64},
     }

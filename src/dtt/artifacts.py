@@ -11,7 +11,15 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 
 from dtt.errors import DamagedError, InputError
 
@@ -153,11 +161,43 @@ class TokenShard(Record):
     counts: SplitCounts
     bin_sha256: str
     idx_sha256: str
+    host: str | None = None
+    """Node whose own disk the files were left on; None: they are where `stem` says."""
+    path: str | None = None
+    """Absolute path there, without the suffix."""
+
+    @model_serializer(mode="wrap")
+    def _where_only_if_elsewhere(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = plain(self)
+        if self.host is None:
+            del content["host"], content["path"]
+        return content
+
+
+def shard_stem(folder: Path, shard: TokenShard) -> Path:
+    """Where the files of a shard are, without the suffix: in `folder`, or on this node's own disk.
+
+    Raises InputError when they are on the disk of another node, with the line that fetches them.
+    """
+    stem = folder / shard.stem
+    if shard.path is None or stem.with_name(f"{stem.name}.idx").exists():
+        return stem
+    local = Path(shard.path)
+    if local.with_name(f"{local.name}.idx").exists():
+        return local
+    raise InputError(
+        "a token file is not on this node",
+        where=f"{shard.host}:{shard.path}.bin",
+        why=f"`dtt tokenize` left it on the disk of {shard.host}",
+        next=f"rsync -a '{shard.host}:{shard.path}.*' {folder}/",
+    )
 
 
 class TokensManifest(Manifest):
     """Token files. Made by `tokenize`, read by `train`."""
 
+    work: ClassVar[str] = ".units"
+    """Folder, in that of the token files, of what `tokenize` needs to go on after a kill."""
     holds: ClassVar[str] = "token files"
     made_by: ClassVar[str] = "dtt tokenize"
 
@@ -183,6 +223,42 @@ class TokensManifest(Manifest):
         return sum((s.counts for s in self.shards if s.split == split), SplitCounts())
 
 
+class SourceFacts(Record):
+    """One body of text that a job trains on."""
+
+    name: str
+    path: str
+    key: str
+    """Identity of its content."""
+    corpus: CorpusSource | None
+    """Where its documents came from, where known."""
+    tokens: int
+    """In an epoch."""
+    samples: int
+    """In an epoch."""
+    bytes_per_token: float | None
+
+
+class DataManifest(Manifest):
+    """What training reads. Made by `train` in the job directory, beside a copy of the tokenizer.
+
+    With it a checkpoint can be exported, and continue a text, wherever the token files are.
+    """
+
+    filename: ClassVar[str] = "data.json"
+    holds: ClassVar[str] = "description of the data"
+    made_by: ClassVar[str] = "dtt train"
+
+    format: Literal["dtt-data-1"] = "dtt-data-1"
+    key: str
+    """Identity of all that is read, and of the order of its sources."""
+    tokenizer_sha256: str
+    vocab_size: int
+    end_of_document: int
+    """Id of the token after every document."""
+    sources: tuple[SourceFacts, ...]
+
+
 class CheckpointManifest(Manifest):
     """A training state. Made by `train`; written last, so what it names is whole."""
 
@@ -190,7 +266,7 @@ class CheckpointManifest(Manifest):
     holds: ClassVar[str] = "checkpoint"
     made_by: ClassVar[str] = "dtt train"
 
-    format: Literal["dtt-checkpoint-2"] = "dtt-checkpoint-2"
+    format: Literal["dtt-checkpoint-3"] = "dtt-checkpoint-3"
     step: int
     attempt: int
     world_size: int

@@ -41,6 +41,12 @@ sweep_cli = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Train one configuration with many values."
 )
 cli.add_typer(sweep_cli, name="sweep")
+data_cli = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look at text and tokens, before training and after.",
+)
+cli.add_typer(data_cli, name="data")
 
 Config = Annotated[
     str | None,
@@ -102,12 +108,22 @@ def download(
         download.run(_resolve(config, overrides, "download", options))
 
 
-@cli.command(epilog=_examples("dtt tokenize -c run.yaml", "mpirun -n 8 dtt tokenize -c run.yaml"))
+@cli.command(
+    epilog=_examples(
+        "dtt tokenize -c run.yaml",
+        "mpirun -n 8 dtt tokenize -c run.yaml",
+        "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
+        "dtt tokenize -c run.yaml --explain          # what would be reused, and why",
+    )
+)
 def tokenize(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
     overwrite: Annotated[bool, typer.Option(help="Replace token files made otherwise.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what would be reused and why; do nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Turn documents into token files, training a tokenizer first if the config says so.
@@ -119,7 +135,10 @@ def tokenize(
         from dtt.commands import tokenize
 
         cfg = _resolve(config, overrides, "download", {"dataset": dataset})
-        tokenize.run(cfg, overwrite=overwrite, as_json=json)
+        if explain:
+            tokenize.explain(cfg, as_json=json)
+        else:
+            tokenize.run(cfg, overwrite=overwrite, as_json=json)
 
 
 @cli.command(
@@ -439,6 +458,106 @@ def job_logs(
         from dtt.commands import job as body
 
         body.logs(job, follow=follow, node=node, lines=lines)
+
+
+@data_cli.command(
+    "inspect",
+    epilog=_examples(
+        "dtt data inspect ~/books",
+        "dtt data inspect data/tokens/stories-bpe8192 --verify",
+        "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
+    ),
+)
+def data_inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="Corpus, file or folder of documents, token folder, .bin/.idx, .ds, raw .bin.",
+        ),
+    ],
+    samples: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Documents to show the beginning of.")
+    ] = 3,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare every file with its sha256."),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Read all of it, not only places spread over it.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json, for ids that have none beside them.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of raw ids: uint16, uint32 or int32.")] = "uint16",
+    json: Json = False,
+) -> None:
+    """Tell what a body of text or tokens is: counts, lengths of documents, samples, oddities.
+
+    Of what is large it reads places that are spread evenly. Exits with 65 if a file is damaged.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.inspect(
+            path,
+            samples=samples,
+            everything=everything,
+            hashes=verify,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            as_json=json,
+        )
+
+
+@data_cli.command(
+    "mix",
+    epilog=_examples("dtt data mix -c run.yaml", "dtt data mix -c run.yaml train.steps=20000"),
+)
+def data_mix(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    json: Json = False,
+) -> None:
+    """Tell what each source of a run will give: share, tokens, epochs, and when it is exhausted.
+
+    Reads the sizes of the token files; needs no GPU.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.mix(_resolve(config, overrides, "download", {"dataset": dataset}), as_json=json)
+
+
+@data_cli.command(
+    "at-step",
+    epilog=_examples(
+        "dtt data at-step jobs/run 1200",
+        "dtt data at-step jobs/run 1200 --rank 3 --of 8 --full",
+    ),
+)
+def data_at_step(
+    job: Job,
+    step: Annotated[int, typer.Argument(metavar="N", help="Step, as in metrics.jsonl.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Only the samples of this rank …")] = None,
+    of: Annotated[int | None, typer.Option(min=1, help="… of so many.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="At most so many samples.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Whole texts, not their beginnings.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Name the documents that a step trained on: file, number, offset and text.
+
+    Checks against metrics.jsonl that these are the samples; exits with 65 if not.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)
 
 
 @config_cli.command()

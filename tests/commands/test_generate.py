@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_job
+from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_data, write_job
 from tokenizers import processors
 
 from dtt.commands import export, generate
@@ -114,7 +114,7 @@ def test_no_token_that_training_left_out_is_put_before_the_prompt(
     tokenizer.post_processor = processors.TemplateProcessing(
         single="z $A b", special_tokens=[("z", z), ("b", b)]
     )
-    tokenizer.save(str(job.parents[1] / "tokens/tokenizer.json"))
+    write_data(job, tokenizer)
     write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT, END_OF_DOCUMENT: z, z: z})
     run_generate(job, prompt, max_new_tokens=2)
     assert said(capsys) == expected

@@ -42,6 +42,28 @@ def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
     assert not json.loads(again.stdout)["already_done"]
 
 
+def test_the_tokenizer_is_compared_with_another_on_held_out_text(tmp_path: Path) -> None:
+    """A byte a token by the tokenizer of bytes alone, but for the ends of documents."""
+    lines = [json.dumps({"text": f"Dokument {i} über ähnliches\n"}) for i in range(500)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    command = ("tokenize", "-d", "a.jsonl", "tokenize.validation_fraction=0.2")
+    dtt(tmp_path, "download", "-d", "a.jsonl")
+    dtt(tmp_path, *command, "tokenizer.vocab_size=257", "tokenize.out=bytes")
+    other = "tokenize.compare=bytes"
+    run = dtt(tmp_path, *command, "tokenizer.vocab_size=300", "tokenize.out=merged", other)
+    assert "compared " in run.stdout, run.stderr
+    again = dtt(
+        tmp_path, *command, "tokenizer.vocab_size=300", "tokenize.out=merged", other, "--json"
+    )
+    facts = json.loads(again.stdout)
+    held_out = facts["splits"]["validation"]
+    compared = facts["compared"]
+    assert compared["text_bytes"] == held_out["text_bytes"]
+    assert compared["bytes_per_token"] == held_out["bytes_per_token"]
+    ends = held_out["text_bytes"] + held_out["documents"]
+    assert compared["other_bytes_per_token"] == round(held_out["text_bytes"] / ends, 3)
+
+
 def test_a_missing_corpus_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     run = dtt(tmp_path, "tokenize", "-d", "a.jsonl")
     assert run.returncode == 66

@@ -63,11 +63,11 @@ def run(
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """sha256 of each file below `folder`."""
+    """sha256 of each file below `folder`, but not what is known of their times."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and path.name != ".lock" and path.suffix != ".seen"
     }
 
 
@@ -144,7 +144,7 @@ def test_a_rerun_does_nothing_and_is_quick(corpus: Corpus, tmp_path: Path) -> No
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "grow"])
+@pytest.mark.parametrize("damage", ["truncate", "delete", "grow", "flip"])
 def test_only_a_damaged_shard_is_made_anew(corpus: Corpus, tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
     run(corpus, out)
@@ -152,6 +152,9 @@ def test_only_a_damaged_shard_is_made_anew(corpus: Corpus, tmp_path: Path, damag
     victim = out / "train-00002.bin"
     if damage == "delete":
         victim.unlink()
+    elif damage == "flip":
+        content = victim.read_bytes()
+        victim.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
     else:
         os.truncate(victim, victim.stat().st_size + (2 if damage == "grow" else -2))
     assert run(corpus, out).units == 1
@@ -286,7 +289,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(corpus: Corpus, tmp_path: Pat
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
         assert sums(tmp_path / f"out{ranks}") == expected
-        assert output.count("MB/s") == 1
+        assert output.count("speed ") == 1
 
 
 @needs_mpi

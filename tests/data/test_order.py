@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.data.order import EMPTY_LEDGER, Order, UInt64Array, extend_ledger, permutation
+from dtt.data.order import EMPTY_LEDGER, Order, extend_ledger, permutation
+from dtt.data.source import Samples
 
-GOLDEN = [957, 650, 879, 913, 302, 40, 982, 211, 940, 199]
-GOLDEN_LEDGER = "f7faa37b7e2f63a5e5d21b0d2409ffa8"
+GOLDEN = [593, 921, 385, 655, 298, 232, 640, 448, 462, 634]
+GOLDEN_LEDGER = "f5d64608fd341347d70c4a6b5bf0df0e"
 
 
-def positions(count: int) -> UInt64Array:
+def positions(count: int) -> Samples:
     return np.arange(count, dtype=np.uint64)
 
 
@@ -65,44 +68,45 @@ def test_even_the_smallest_sizes_are_permuted_in_every_way(size: int) -> None:
     assert len(seen) >= 0.98 * np.prod(np.arange(1, size + 1))
 
 
-def test_seed_and_epoch_each_give_another_order() -> None:
-    windows = 500
-    first = Order(0, windows).windows_at(0, windows)
-    again = Order(0, windows).windows_at(windows, windows)
-    other = Order(1, windows).windows_at(0, windows)
-    for a, b in ((first, again), (first, other), (again, other)):
+def test_key_and_epoch_each_give_another_order() -> None:
+    samples = 500
+    first = Order("0/web", samples).samples_at(0, samples)
+    again = Order("0/web", samples).samples_at(samples, samples)
+    seed = Order("1/web", samples).samples_at(0, samples)
+    source = Order("0/code", samples).samples_at(0, samples)
+    for a, b in combinations((first, again, seed, source), 2):
         assert (a == b).mean() < 0.02
 
 
-def test_each_window_comes_once_an_epoch() -> None:
-    order = Order(seed=3, windows=77)
+def test_each_sample_comes_once_an_epoch() -> None:
+    order = Order("3/web", 77)
     for epoch in range(5):
-        assert sorted(order.windows_at(77 * epoch, 77).tolist()) == list(range(77))
+        assert sorted(order.samples_at(77 * epoch, 77).tolist()) == list(range(77))
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    windows=st.integers(1, 60),
-    seed=st.integers(0, 2**63),
-    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    samples=st.integers(1, 60),
+    key=st.text(max_size=8),
+    cuts=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     first=st.integers(0, 500),
 )
 def test_the_order_does_not_depend_on_how_the_run_is_cut(
-    windows: int, seed: int, cuts: list[int], first: int
+    samples: int, key: str, cuts: list[int], first: int
 ) -> None:
-    order = Order(seed, windows)
-    whole = order.windows_at(0, first + sum(cuts))
+    order = Order(key, samples)
+    whole = order.samples_at(0, first + sum(cuts))
     parts, start = [], first
     for count in cuts:
-        parts.append(order.windows_at(start, count))
+        parts.append(order.samples_at(start, count))
         start += count
     assert np.array_equal(np.concatenate(parts), whole[first:])
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
     """A golden value: to change it is to change what every resumed job is trained on."""
-    assert Order(0, 1000).windows_at(995, 10).tolist() == GOLDEN
-    ledger = extend_ledger(EMPTY_LEDGER, Order(0, 1000).windows_at(0, 8))
+    assert Order("0/tokens", 1000).samples_at(995, 10).tolist() == GOLDEN
+    ledger = extend_ledger(EMPTY_LEDGER, Order("0/tokens", 1000).samples_at(0, 8))
     assert ledger.hex() == GOLDEN_LEDGER
 
 
@@ -112,18 +116,18 @@ def test_the_order_is_the_same_in_every_version() -> None:
     place=st.integers(0, 10**6),
     bit=st.integers(0, 63),
 )
-def test_the_ledger_notices_any_other_window_and_any_other_order(
+def test_the_ledger_notices_any_other_sample_and_any_other_order(
     ids: list[int], place: int, bit: int
 ) -> None:
     place %= len(ids)
-    windows = np.array(ids, dtype=np.uint64)
-    ledger = extend_ledger(EMPTY_LEDGER, windows)
-    changed, swapped = windows.copy(), np.roll(windows, 1)
+    samples = np.array(ids, dtype=np.uint64)
+    ledger = extend_ledger(EMPTY_LEDGER, samples)
+    changed, swapped = samples.copy(), np.roll(samples, 1)
     changed[place] ^= np.uint64(1 << bit)
-    for other in (changed, swapped, windows[:-1]):
+    for other in (changed, swapped, samples[:-1]):
         assert extend_ledger(EMPTY_LEDGER, other) != ledger
-    assert extend_ledger(ledger, windows) != ledger
-    assert extend_ledger(EMPTY_LEDGER, windows.copy()) == ledger
+    assert extend_ledger(ledger, samples) != ledger
+    assert extend_ledger(EMPTY_LEDGER, samples.copy()) == ledger
 
 
 def test_the_ledger_remembers_all_steps_before() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +16,15 @@ from dtt.runtime.ranks import Ranks
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 
 OPEN = """\
+from pathlib import Path
 from dtt.runtime.comm import open_comm
 from dtt.runtime.ranks import Ranks
-comm = open_comm(Ranks.detect())
+comm = open_comm(Ranks.detect(), Path("nowhere"))
 """
 
 
 def test_one_process_speaks_with_itself_and_needs_no_mpi() -> None:
-    comm = open_comm(Ranks())
+    comm = open_comm(Ranks(), Path("nowhere"))
     assert isinstance(comm, Serial)
     comm.barrier()
     assert comm.broadcast("x") == "x"
@@ -75,7 +77,7 @@ def test_a_rank_that_fails_ends_all_at_once_with_its_code(
 
 @pytest.mark.parametrize("first", ["", "from mpi4py import MPI\n"], ids=["no MPI", "one rank"])
 def test_outside_an_mpi_job_there_is_nobody_to_abort(first: str) -> None:
-    code = f"{first}from dtt.runtime.comm import abort_peers; abort_peers(3); print('goes on')"
+    code = f"{first}from dtt.runtime.comm import abort_peers; abort_peers(3, ''); print('goes on')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "goes on\n"), run.stderr
 
@@ -85,7 +87,7 @@ def test_ranks_without_mpi4py_are_told_what_to_install() -> None:
         "import sys; sys.modules['mpi4py'] = None\n"
         "from dtt.runtime.process import command\n"
         "from dtt.runtime.comm import open_comm; from dtt.runtime.ranks import Ranks\n"
-        "with command(): open_comm(Ranks(0, 2, 0, 2, 'pmi'))"
+        "with command(): open_comm(Ranks(0, 2, 0, 2, 'pmi'), None)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 78
@@ -96,14 +98,14 @@ def test_ranks_without_mpi4py_are_told_what_to_install() -> None:
 
 def test_torchrun_is_turned_away() -> None:
     with pytest.raises(EnvironmentUnfit, match="mpirun -n 4 dtt"):
-        open_comm(Ranks(0, 4, 0, 4, "torchrun"))
+        open_comm(Ranks(0, 4, 0, 4, "torchrun"), Path("nowhere"))
 
 
 def test_a_launcher_of_another_mpi_is_noticed() -> None:
     code = (
         "from dtt.runtime.process import command\n"
         "from dtt.runtime.comm import open_comm; from dtt.runtime.ranks import Ranks\n"
-        "with command(): open_comm(Ranks(1, 2, 1, 2, 'openmpi'))"
+        "with command(): open_comm(Ranks(1, 2, 1, 2, 'openmpi'), None)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 78

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -313,6 +314,32 @@ def test_tokenize_on_two_nodes_goes_on_after_a_limit_and_makes_the_same_bytes(
     shards = {name for name in wanted if name.endswith((".bin", ".idx"))}
     assert shards
     assert {name: made.get(name) for name in shards} == {name: wanted[name] for name in shards}
+
+
+def test_plain_srun_tokenizes_on_two_nodes_without_mpi_and_makes_the_same_bytes(
+    cluster: Any, dtt: Any, tokens: Path
+) -> None:
+    """The tasks meet through files in the output folder, of which nothing is left."""
+    shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
+    dtt("download", "-d", "counting.jsonl")
+    tokenize = [sys.executable, "-m", "dtt.main", "tokenize", *TOKENIZE]
+    said = subprocess.run(
+        ["srun", "-N2", "-n4", "--mpi=none", *tokenize],
+        cwd=dtt.folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("tokens      tokens") == 1
+    assert "rank 3" in said.stdout
+    made, wanted = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for folder in (dtt.folder / "tokens", tokens)
+    )
+    manifests = [json.loads(files.pop("manifest.json")) for files in (made, wanted)]
+    assert made == wanted
+    for manifest in manifests:
+        del manifest["corpus"]  # the two corpora lie in different folders
+    assert manifests[0] == manifests[1]
+    assert not (dtt.folder / "tokens/.units/meeting").exists()
 
 
 # ---- what the fakes of the unit tests print is what a real Slurm prints ----------------

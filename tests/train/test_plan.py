@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dtt.artifacts import TokensManifest
-from dtt.config.model import ModelConfig
-from dtt.config.run import RunConfig
-from dtt.config.train import TrainConfig
+from dtt.config.load import resolve
+from dtt.data.dataset import open_dataset
 from dtt.errors import ConfigError
 from dtt.model.decoder import Decoder
 from dtt.runtime.dist import World
@@ -20,23 +19,29 @@ from dtt.runtime.ranks import Ranks
 from dtt.train.plan import Plan, make_plan
 
 
-def plan(tokens: Path, size: int = 1, windows: int = 1000, **train: Any) -> Plan:
+def plan(tokens: Path, *arguments: str, size: int = 1, **train: Any) -> Plan:
     settings = {"seq_len": 32, "global_batch_tokens": 256, "steps": 10} | train
-    model = ModelConfig(dim=16, n_layers=2, n_heads=2)
-    cfg = RunConfig(model=model, train=TrainConfig(**settings))
+    cfg = resolve(
+        None,
+        [
+            f"data.tokens={tokens}", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
+            *(f"train.{key}={value}" for key, value in settings.items()), *arguments,
+        ],
+    ).config  # fmt: skip
     world = World(Ranks(0, size, 0, size, "torchrun"), torch.device("cpu"), None)
-    return make_plan(cfg, TokensManifest.read(tokens), windows, world)
+    return make_plan(cfg, open_dataset(cfg), world)
 
 
 def test_the_numbers_follow_from_config_data_and_ranks(tokens: Path) -> None:
     made = plan(tokens, size=2)
-    assert (made.sequences, made.tokens_per_step, made.steps) == (8, 256, 10)
+    assert (made.tokens_per_step, made.steps) == (256, 10)
     assert made.parameters == sum(p.numel() for p in Decoder(made.arch).parameters())
     assert made.arch.vocab_size >= TokensManifest.read(tokens).vocab_size
     assert not made.compile
     world = World(Ranks(0, 2, 0, 2, "torchrun"), torch.device("cpu"), None)
     assert "10 steps of 256 tokens: 0.0M tokens" in made.describe(world)
-    assert "0.08 epochs" in made.describe(world)
+    windows = (TokensManifest.read(tokens).counts("train").tokens - 1) // 32
+    assert f"{80 / windows:.2f} epochs" in made.describe(world)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("fp32", "fp32"), ("bf16", "bf16")])
@@ -53,13 +58,13 @@ def test_a_batch_that_does_not_divide_names_the_next_one_that_does(tokens: Path)
         plan(tokens, size=3)
     remedy = re.search(r"train\.global_batch_tokens=(\d+)", str(caught.value))
     assert remedy is not None
-    assert plan(tokens, size=3, global_batch_tokens=int(remedy[1])).sequences == 9
+    assert plan(tokens, size=3, global_batch_tokens=int(remedy[1])).tokens_per_step == 9 * 32
 
 
 def test_data_shorter_than_a_sequence_names_a_length_that_fits(tokens: Path) -> None:
     total = TokensManifest.read(tokens).counts("train").tokens
     with pytest.raises(ConfigError, match=f"{total} tokens in all") as caught:
-        plan(tokens, windows=0, seq_len=2**20, global_batch_tokens=2**20)
+        plan(tokens, seq_len=2**20, global_batch_tokens=2**20)
     remedy = re.search(r"train\.seq_len=(\d+)", str(caught.value))
     assert remedy is not None
     seq_len = int(remedy[1])
@@ -67,8 +72,9 @@ def test_data_shorter_than_a_sequence_names_a_length_that_fits(tokens: Path) -> 
     plan(tokens, seq_len=seq_len, global_batch_tokens=2**20)
 
 
-def test_data_that_is_next_to_nothing_needs_more_text(tokens: Path) -> None:
-    manifest = TokensManifest.read(tokens).model_copy(update={"shards": ()})
-    world = World(Ranks(), torch.device("cpu"), None)
-    with pytest.raises(ConfigError, match="more text"):
-        make_plan(RunConfig(), manifest, 0, world)
+def test_a_run_that_may_not_repeat_its_data_ends_with_it(tokens: Path) -> None:
+    windows = (TokensManifest.read(tokens).counts("train").tokens - 1) // 32
+    assert plan(tokens, "data.on_exhausted=stop", steps=10**6).steps == windows // 8
+    assert plan(tokens, "data.on_exhausted=stop", steps=3).steps == 3
+    with pytest.raises(ConfigError, match="exhausted before the end of the first step"):
+        plan(tokens, "data.on_exhausted=stop", global_batch_tokens=32 * (windows + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtt.artifacts import ExportManifest, TokensManifest
+from dtt.artifacts import DataManifest, ExportManifest
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError
@@ -35,7 +35,8 @@ def run(
     from dtt.export.read import find_checkpoint, read_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
-    checkpoint = find_checkpoint(JobDir(job).checkpoints, step)
+    places = JobDir(job)
+    checkpoint = find_checkpoint(places.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     origin = hf.Origin(cfg.name, checkpoint.step, identity)
     manifest = hf.already_done(folder, origin, cfg.export.dtype)
@@ -44,7 +45,7 @@ def run(
     else:
         replaced = ", in place of an earlier export" if ExportManifest.exists(folder) else ""
         log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
-        trained = read_checkpoint(cfg, checkpoint)
+        trained = read_checkpoint(cfg, places, checkpoint)
         manifest = hf.export(
             trained,
             origin,
@@ -52,7 +53,7 @@ def run(
             dtype=cfg.export.dtype,
             max_shard_size=cfg.export.max_shard_size,
             card=model_card(
-                cfg, trained.arch, TokensManifest.read(cfg.tokens_dir), checkpoint.step
+                cfg, trained.arch, DataManifest.read(job), checkpoint.position()["tokens"]
             ),
         )
     print(
@@ -68,10 +69,10 @@ def run(
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
-    """The job's own, with other export options or token files; ConfigError for anything else."""
+    """The job's own, with other export options; ConfigError for anything else."""
     trained = load_job(job)
     cfg = resolve(None, overrides, options, job_config=JobDir(job).config).config
-    changed = [key for key in changes_on_resume(trained, cfg) if key != "data.tokens"]
+    changed = changes_on_resume(trained, cfg)
     if changed:
         raise ConfigError(
             f"{job} was trained with other values of: {', '.join(changed)}",

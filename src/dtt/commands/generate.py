@@ -85,4 +85,5 @@ def _load(source: Path) -> Trained:
 
     if exported:
         return read_hf_folder(source)
-    return read_checkpoint(load_job(source), find_checkpoint(places.checkpoints, None))
+    checkpoint = find_checkpoint(places.checkpoints, None)
+    return read_checkpoint(load_job(source), places, checkpoint)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dtt.artifacts import CorpusManifest, TokensManifest
 from dtt.commands.train import find_job
+from dtt.config.data import TextDataConfig
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError, ExitCode
 from dtt.launch import local
@@ -52,7 +53,8 @@ def stages(cfg: RunConfig, options: Sequence[str]) -> Iterator[tuple[str, list[s
     """Name and command line of each stage, made when its turn has come."""
     if cfg.download.dataset is not None:
         yield "download", local.dtt_argv("download", *options)
-    yield "tokenize", tokenize_argv(cfg, options)
+    if not isinstance(cfg.data, TextDataConfig):
+        yield "tokenize", tokenize_argv(cfg, options)
     yield "train", train_argv(cfg, options)
     yield "export", local.dtt_argv("export", str(cfg.job_dir))
 
@@ -109,10 +111,10 @@ def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None
     lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
     if summary.first_eval and summary.last_eval:
         first, last = summary.first_eval, summary.last_eval
-        lines += [
-            f"  validation loss  {first['loss']:.3f} -> {last['loss']:.3f}",
-            f"  bits per byte    {first['bits_per_byte']:.3f} -> {last['bits_per_byte']:.3f}",
-        ]
+        lines.append(f"  validation loss  {first['loss']:.3f} -> {last['loss']:.3f}")
+        if first["bits_per_byte"] is not None:
+            bits = f"{first['bits_per_byte']:.3f} -> {last['bits_per_byte']:.3f}"
+            lines.append(f"  bits per byte    {bits}")
     lines.append(f"  trained          {summary.steps} steps, {summary.tokens / 1e6:.2f}M tokens")
     if summary.tokens_per_second is not None:
         lines.append(f"  speed            {summary.tokens_per_second:,.0f} tokens/s")
@@ -124,7 +126,7 @@ def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None
     lines += [
         "",
         f"  corpus       {cfg.corpus_dir}",
-        f"  tokens       {cfg.tokens_dir}",
+        *(f"  tokens       {source.path}" for source in cfg.token_sources),
         f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
         f"  model        {export}  (Hugging Face format, verified with transformers)",
         "",

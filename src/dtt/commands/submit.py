@@ -172,8 +172,7 @@ def _job_to_export(
 def _export_keys(own: RunConfig, resolved: Resolved) -> Iterator[str]:
     """`key=value` of what an export shall do otherwise than the job's own config says."""
     for key, knob in explain.knobs(resolved.config):
-        taken = key[0] == "export" or key == ("data", "tokens")
-        if taken and knob.value != explain.value_at(own, key):
+        if key[0] == "export" and knob.value != explain.value_at(own, key):
             yield f"{'.'.join(key)}={explain.scalar(explain.plain(knob.value))}"
 
 
@@ -220,11 +219,15 @@ def _progress(request: Request) -> str:
 
 def _amount(cfg: RunConfig) -> str:
     total = cfg.train.steps * cfg.train.global_batch_tokens
-    have = TokensManifest.read(cfg.tokens_dir).counts("train").tokens
-    return (
+    amount = (
         f"{cfg.train.steps} steps of {cfg.train.global_batch_tokens} tokens: "
-        f"{total / 1e6:.1f}M tokens, {total / have:.2f} epochs of {cfg.tokens_dir}"
+        f"{total / 1e6:.1f}M tokens"
     )
+    paths = [source.path for source in cfg.token_sources]
+    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` tells more
+        return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"
+    have = TokensManifest.read(paths[0]).counts("train").tokens
+    return f"{amount}, {total / have:.2f} epochs of {paths[0]}"
 
 
 def agreed(question: str) -> bool:

@@ -1,11 +1,13 @@
-"""`dtt tokenize`: a corpus into token files, on one process or under mpirun."""
+"""`dtt tokenize`: a corpus into token files, on one process, under mpirun or srun."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dtt.artifacts import TokensManifest
+from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.runtime.comm import open_comm
 from dtt.runtime.log import log
@@ -13,21 +15,51 @@ from dtt.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from dtt.data.encode import Tokenized
+    from dtt.data.shards import Work
 
 
 def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
     """Make the token files; the first rank prints a report, as JSON for scripts if asked."""
+    out = cfg.tokenize_dir
+    comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
     from dtt.data.encode import tokenize
 
-    comm = open_comm(Ranks.detect())
-    out = cfg.tokenize_dir
     result = tokenize(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, overwrite=overwrite)
+    comm.close()
     if result is not None:
         if not result.units:
             log.info("already done: %s is complete for this corpus, tokenizer and options", out)
         for problem in result.problems[:5]:
             log.warning("skipped %s", problem)
-        print(json.dumps(_facts(out, result)) if as_json else _report(out, result))
+        compared = _compared(cfg, out)
+        if as_json:
+            print(json.dumps(_facts(out, result) | {"compared": compared}))
+        else:
+            print("\n".join([_report(out, result), *_of_comparison(compared)]))
+
+
+def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
+    """Say what a run would reuse and why; change nothing."""
+    out = cfg.tokenize_dir
+    comm = open_comm(Ranks.detect(), out / TokensManifest.work)
+    from dtt.data.explain import explain
+
+    reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm)
+    comm.close()
+    if reuse is None:
+        return
+    if as_json:
+        facts = {
+            "tokens": str(out),
+            "complete": reuse.complete,
+            "differences": reuse.differences,
+            "units": reuse.units,
+            "pending": reuse.pending,
+            "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
+        }
+        print(json.dumps(facts))
+    else:
+        print("\n".join([f"tokens      {out}", *reuse.lines()]))
 
 
 def _facts(out: Path, result: Tokenized) -> dict[str, object]:
@@ -52,11 +84,51 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         "skipped_documents": manifest.skipped_documents,
         "empty_documents": manifest.empty_documents,
         "file_bytes": sum(path.stat().st_size for path in files),
+        "engine": result.engine,
         "seconds": round(result.seconds, 3),
-        "mb_per_second": round(result.text_bytes / 1e6 / result.seconds, 3)
-        if result.units
-        else None,
+        "mb_per_second": _rate(sum(work.text_bytes for work in result.ranks), result.seconds),
+        "ranks": [
+            {
+                **work._asdict(),
+                "seconds": round(work.seconds, 3),
+                "mb_per_second": _rate(work.text_bytes, work.seconds),
+                "tokens_per_second": round(work.tokens / work.seconds) if work.units else None,
+            }
+            for work in result.ranks
+        ],
     }
+
+
+def _compared(cfg: RunConfig, out: Path) -> dict[str, Any] | None:
+    """Bytes per token on held-out text, beside the tokenizer that `tokenize.compare` names."""
+    if cfg.tokenize.compare is None:
+        return None
+    from dtt.data.compare import compare
+    from dtt.data.tokenizer import find_tokenizer
+
+    found = compare(out, find_tokenizer(GivenTokenizerConfig(path=cfg.tokenize.compare)))
+    return {
+        "with": cfg.tokenize.compare,
+        "text_bytes": found.text_bytes,
+        "bytes_per_token": round(found.text_bytes / max(found.tokens, 1), 3),
+        "other_bytes_per_token": round(found.text_bytes / max(found.other_tokens, 1), 3),
+    }
+
+
+def _of_comparison(compared: dict[str, Any] | None) -> list[str]:
+    if compared is None:
+        return []
+    line = (
+        f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
+        f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
+        f"on {compared['text_bytes'] / 1e6:.2f} MB held out"
+    )
+    return [line]
+
+
+def _rate(text_bytes: int, seconds: float) -> float | None:
+    """In MB/s; None where nothing was encoded."""
+    return round(text_bytes / 1e6 / seconds, 3) if text_bytes else None
 
 
 def _report(out: Path, result: Tokenized) -> str:
@@ -76,8 +148,18 @@ def _report(out: Path, result: Tokenized) -> str:
             f"{manifest.empty_documents} empty"
         )
     if result.units:
+        text_bytes = sum(work.text_bytes for work in result.ranks)
         lines.append(
-            f"speed       {result.text_bytes / 1e6:.1f} MB in {result.seconds:.1f} s: "
-            f"{result.text_bytes / 1e6 / result.seconds:.2f} MB/s"
+            f"speed       {text_bytes / 1e6:.1f} MB in {result.seconds:.2f} s: "
+            f"{text_bytes / 1e6 / result.seconds:.1f} MB/s; engine {result.engine}"
         )
+        lines += [_of_rank(rank, work) for rank, work in enumerate(result.ranks) if work.units]
     return "\n".join(lines)
+
+
+def _of_rank(rank: int, work: Work) -> str:
+    return (
+        f"  rank {rank:<5}{work.text_bytes / 1e6:.1f} MB in {work.seconds:.2f} s: "
+        f"{work.text_bytes / 1e6 / work.seconds:.1f} MB/s, "
+        f"{work.tokens / work.seconds:,.0f} tokens/s; {work.units} units"
+    )

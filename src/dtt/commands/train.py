@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from dtt import __version__
-from dtt.artifacts import TokensManifest, fingerprint
+from dtt.artifacts import fingerprint
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.config.train import TensorBoardConfig, WandbConfig
 from dtt.data import fit
-from dtt.errors import ConfigError, DttError, ExitCode, InputError, Preempted
+from dtt.errors import ConfigError, DttError, ExitCode, Preempted
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -31,8 +31,8 @@ from dtt.train.stop import Requests
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
+    from dtt.data.dataset import Dataset
     from dtt.data.loader import Share
-    from dtt.data.windows import Windows
     from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
     from dtt.track.base import Tracker
@@ -67,7 +67,7 @@ def run(
             dist.lost_peers_told(),
         ):
             if ranks.first:
-                check_tokens(resolved.config.tokens_dir)
+                check_files(resolved.config)
             world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
             train(resolved, this, world, from_step)
@@ -80,17 +80,11 @@ def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
     return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
 
 
-def check_tokens(folder: Path) -> None:
-    """Look at every shard now, not when training comes to it; DamagedError, InputError."""
-    from dtt.data.windows import open_shard
-
-    if not TokensManifest.exists(folder):
-        raise InputError(
-            f"no token files in {folder}",
-            next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
-        )
-    for shard in TokensManifest.read(folder).shards:
-        open_shard(folder, shard)
+def check_files(cfg: RunConfig) -> None:
+    """Look at every token file now, not when training comes to it; DamagedError, InputError."""
+    for source in cfg.token_sources:
+        for problem in fit.file_problems(source.path):
+            raise problem
 
 
 def find_job(
@@ -179,28 +173,34 @@ def attempt(job: JobDir, ranks: Ranks, requests: Requests) -> Iterator[Attempt]:
 
 def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
-    from dtt.data.windows import Windows
+    from dtt.data.dataset import open_dataset
     from dtt.train.plan import make_plan
 
     cfg, job = resolved.config, this.job
-    tokens = TokensManifest.read(cfg.tokens_dir)
-    source = Windows(cfg.tokens_dir, tokens, "train", cfg.train.seq_len)
-    plan = make_plan(cfg, tokens, len(source), world)
+    dataset = open_dataset(cfg)
+    plan = make_plan(cfg, dataset, world)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
         job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
     ) as watchdog:
-        resume = find_checkpoint(this, tokens, world, from_step)
+        resume = find_checkpoint(this, dataset, world, from_step)
         if world.first:
             write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+            keep_data(job, dataset)
         if resume is not None and is_done(job, resume, plan.steps):
             log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
             this.requests.forget(world)
             return
         if world.first:
             log.info("%s", plan.describe(world))
+            if plan.steps < cfg.train.steps:
+                log.warning(
+                    "the run ends at step %d, not %d: then the data is exhausted",
+                    plan.steps,
+                    cfg.train.steps,
+                )
             write_provenance(job)
-        trainer = build(cfg, plan, this, world, tokens, source, watchdog, resume)
+        trainer = build(cfg, plan, this, world, dataset, watchdog, resume)
         with ExitStack() as stack:
             for tracker in trainer.trackers:
                 stack.callback(tracker.close)
@@ -218,12 +218,12 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
 
 
 def find_checkpoint(
-    this: Attempt, tokens: TokensManifest, world: World, from_step: int | None
+    this: Attempt, dataset: Dataset, world: World, from_step: int | None
 ) -> Checkpoint | None:
     """What to resume from, the same on every rank; the first one verifies it for all."""
     resume = world.from_first(first_choice(this, from_step) if world.first else None)
     if resume is not None:
-        fit.check_data_key(resume.manifest, tokens, this.job)
+        fit.check_data_key(resume.manifest, dataset.manifest.key, this.job)
     return resume
 
 
@@ -255,6 +255,13 @@ def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
     return last is None or last["step"] >= steps
 
 
+def keep_data(job: JobDir, dataset: Dataset) -> None:
+    """Keep what the model's numbers mean: it can be used without the token files."""
+    fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
+    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
+
+
 def write_provenance(job: JobDir) -> None:
     """Keep what this attempt was started with, and where."""
     job.write_environment()
@@ -267,8 +274,7 @@ def build(
     plan: Plan,
     this: Attempt,
     world: World,
-    tokens: TokensManifest,
-    source: Windows,
+    dataset: Dataset,
     watchdog: Watchdog,
     resume: Checkpoint | None,
 ) -> Trainer:
@@ -277,7 +283,6 @@ def build(
 
     from dtt.checkpoint.saver import Saver
     from dtt.data.loader import Share, training_batches
-    from dtt.data.order import Order
     from dtt.model.decoder import Decoder, roles
     from dtt.model.init import initialize
     from dtt.optim import groups
@@ -292,10 +297,11 @@ def build(
     if resume is None and cfg.init.source is not None:
         begin_with(cfg.init.source, model, world)
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    share = Share(world.rank, world.size, cfg.train.micro_batch, world.device)
-    order = Order(cfg.seed, len(source))
+    share = Share(
+        world.rank, world.size, cfg.train.micro_batch, world.device, cfg.data.mask_documents
+    )
     known, unfinished = None, False
-    evaluator = make_evaluator(cfg, plan, world, tokens, share)
+    evaluator = make_evaluator(cfg, plan, world, dataset, share)
     if resume is not None:
         known = resume.position()["run_id"]
         position = Position.from_json(resume.position())
@@ -303,7 +309,7 @@ def build(
     run_id = world.from_first(this.job.run_id(known) if world.first else "")
     facts = {
         "config_sha256": fingerprint(cfg.model_dump(mode="json")),
-        "data_key": tokens.key,
+        "data_key": dataset.manifest.key,
         "versions": {"dtt": __version__, "torch": torch.__version__},
     }
     return Trainer(
@@ -314,10 +320,10 @@ def build(
         model=model,
         module=apply(model, world, plan.compile),
         optimizers=groups.build(cfg.optim, dict(model.named_parameters()), roles(model), ns_dtype),
-        order=order,
-        batches_from=partial(training_batches, source, order, share, plan.sequences),
+        dataset=dataset,
+        batches_from=partial(training_batches, dataset, share),
         evaluator=evaluator,
-        sampler=make_sampler(cfg, tokens),
+        sampler=make_sampler(cfg, dataset),
         trackers=make_trackers(cfg, plan, this.job, resume, evaluated=not unfinished)
         if world.first
         else [],
@@ -342,29 +348,25 @@ def begin_with(source: str, model: Decoder, world: World) -> None:
 
 
 def make_evaluator(
-    cfg: RunConfig, plan: Plan, world: World, tokens: TokensManifest, share: Share
+    cfg: RunConfig, plan: Plan, world: World, dataset: Dataset, share: Share
 ) -> Evaluator | None:
-    """Validation on the held-out split; None, said aloud, when it has no whole sequence."""
-    from dtt.data.windows import Windows
-    from dtt.train.evaluate import Evaluator
+    """Validation on held-out text; None, said aloud, when it has no whole sequence."""
+    from dtt.train.evaluate import Evaluator, held_out
 
-    windows = Windows(cfg.tokens_dir, tokens, "validation", cfg.train.seq_len)
-    count = min(len(windows), max(1, cfg.train.eval_tokens // cfg.train.seq_len))
-    if count == 0:
-        log.warning("no validation: the held-out split is shorter than one sequence")
+    parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
+    if not parts:
+        log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    counts = tokens.counts("validation")
-    return Evaluator(windows, count, counts.bytes / counts.tokens, share, plan.precision, world)
+    return Evaluator(parts, share, plan.precision, world)
 
 
-def make_sampler(cfg: RunConfig, tokens: TokensManifest) -> Sampler | None:
+def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     """None when no samples are wanted."""
     from dtt.train.evaluate import Sampler
 
     if cfg.train.sample_tokens == 0:
         return None
-    path = cfg.tokens_dir / "tokenizer.json"
-    return Sampler(cfg.train, path, tokens.end_of_document, cfg.seed)
+    return Sampler(cfg.train, dataset.tokenizer, dataset.manifest.end_of_document, cfg.seed)
 
 
 def make_trackers(

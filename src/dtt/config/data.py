@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from dtt.config.base import Section
 
@@ -76,6 +77,9 @@ TokenizerConfig = Annotated[
 ]
 
 
+Engine = Literal["auto", "gigatoken", "hf"]
+
+
 class TokenizeConfig(Section):
     """How documents become token files."""
 
@@ -92,6 +96,15 @@ class TokenizeConfig(Section):
     on_bad_document: Literal["skip", "stop"] = "skip"
     """What to do with a document that cannot be read (broken JSON, invalid UTF-8): count and name
     it, or stop."""
+    engine: Engine = "auto"
+    """What encodes: `gigatoken`, or `hf`, the slow Hugging Face `tokenizers`. The ids are the same:
+    `auto` takes gigatoken if it agrees with the other on a sample of the corpus."""
+    compare: str | None = None
+    """Another tokenizer (a `tokenizer.json`, a folder that holds one, or a Hub id such as
+    `openai-community/gpt2`), for the report: bytes per token of both on held-out text."""
+    local: Path | None = None
+    """Folder on each node's own disk: token files stay on the node that makes them, below it, and
+    `out` (on a shared disk) gets the manifest that says where they are; null: all go to `out`."""
 
 
 class SourceConfig(Section):
@@ -102,13 +115,19 @@ class SourceConfig(Section):
     path without the suffix) or a folder of such, a datatrove `.ds` file or a folder of such, a
     file of raw ids (nanoGPT's `.bin`) or a folder of such."""
     name: str | None = None
-    """What metrics call it; null: the last part of `path`."""
+    """What metrics call it; with the seed it decides the order of its samples. null: the last part
+    of `path`."""
     weight: PositiveFloat | None = None
     """Share of the samples, relative to the other sources; null for all of them: by their size."""
     validation: Path | None = None
     """Held-out token files; null: those that `tokenize` held out, if it made the folder."""
     dtype: Literal["uint16", "uint32", "int32"] = "uint16"
     """Of raw ids; the other formats say it themselves."""
+
+    @property
+    def label(self) -> str:
+        """What the source is called."""
+        return self.name or self.path.name
 
 
 class WeightsConfig(Section):
@@ -141,9 +160,32 @@ class TokensDataConfig(Section):
     tokenizer: Path | None = None
     """The tokenizer.json of token files of others."""
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Sources must be told apart, and weights be complete."""
+        names = [source.label for source in self.sources]
+        if self.tokens is not None and self.sources:
+            yield "tokens", "excludes sources: name the folder among them"
+        for twice in sorted({name for name in names if names.count(name) > 1}):
+            yield "sources", f"two are called {twice}: give each a name"
+        if len({source.weight is None for source in self.sources}) > 1:
+            yield "sources", "some have a weight and some have none: give it to all or to none"
+        for i, change in enumerate(self.weights):
+            if set(change.weights) != set(names):
+                yield f"weights.{i}", f"must name every source, and no other: {', '.join(names)}"
+            values = change.weights.values()
+            if not all(0 <= w < math.inf for w in values) or not any(values):
+                yield f"weights.{i}", "weights are 0 or more, and at least one is more"
+        steps = [change.step for change in self.weights]
+        if sorted(set(steps)) != steps:
+            yield "weights", "their steps must ascend"
+
 
 class TextDataConfig(Section):
-    """Train straight from text: tokenized on the way, on every process, by a given tokenizer."""
+    """Train straight from text, without token files, by a given tokenizer.
+
+    Every process encodes the text of the whole run, some 20M tokens a second of a core: enough for
+    dozens of fast GPUs. The shuffle is as wide as 16 MB of text. For more, `dtt tokenize` first.
+    """
 
     type: Literal["text"] = "text"
     corpus: Path | None = None

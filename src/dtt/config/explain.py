@@ -234,7 +234,7 @@ def tag(cls: type[Section]) -> str:
 def defaults(cls: type[Section], key: Key) -> Section:
     """The section `cls` at `key` with its defaults; what surrounds it may give it its own."""
     section = value_at(RunConfig(), key)
-    return section if isinstance(section, cls) else cls()
+    return section if isinstance(section, cls) else cls.model_construct()  # some keys have none
 
 
 def plain(value: Any) -> Any:

@@ -37,7 +37,7 @@ def _section(cls: type[Section], key: Key, title: str) -> list[str]:
     deeper: list[str] = []
     holder = defaults(cls, key)
     for name, field in cls.model_fields.items():
-        default = getattr(holder, name)
+        default = getattr(holder, name, None)
         held = variants(field) or items(field)
         for variant in held:
             inner = (*key, name)
@@ -45,7 +45,8 @@ def _section(cls: type[Section], key: Key, title: str) -> list[str]:
         if not variants(field) and name != "type":
             knob = describe(cls, name, default)
             resume = "may change" if knob.free else "must stay"
-            cells = (f"`{name}`", knob.type, f"`{scalar(plain(default))}`", resume, knob.doc)
+            given = "must be given" if field.is_required() else f"`{scalar(plain(default))}`"
+            cells = (f"`{name}`", knob.type, given, resume, knob.doc)
             rows.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     out = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
     if rows:
@@ -57,7 +58,8 @@ def _section(cls: type[Section], key: Key, title: str) -> list[str]:
 def _title(key: Key, variant: type[Section], count: int, default: object) -> str:
     title = f"`{'.'.join(key)}`"
     if isinstance(default, tuple):
-        return f"An entry of {title} with `type: {tag(variant)}`"
+        of_type = f" with `type: {tag(variant)}`" if "type" in variant.model_fields else ""
+        return f"An entry of {title}{of_type}"
     if count == 1:
         return title
     note = ", the default" if isinstance(default, variant) else ""

@@ -12,6 +12,7 @@ from dtt.config.base import Section, free
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
+    SourceConfig,
     TextDataConfig,
     TokenizeConfig,
     TokenizerConfig,
@@ -83,6 +84,8 @@ class RunConfig(Section):
                 "train.seq_len",
                 f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
             )
+        if isinstance(self.data, TextDataConfig) and self.tokenizer.type != "file":
+            yield "tokenizer.type", "data.type=text needs a given tokenizer: file"
 
     @property
     def dataset_name(self) -> str:
@@ -109,8 +112,9 @@ class RunConfig(Section):
 
     @property
     def corpus_dir(self) -> Path:
-        """Folder that `tokenize` reads."""
-        return self.tokenize.corpus or self.download_dir
+        """Folder that `tokenize` reads, or `train` if it trains from text."""
+        given = self.data.corpus if isinstance(self.data, TextDataConfig) else None
+        return given or self.tokenize.corpus or self.download_dir
 
     @property
     def tokenize_dir(self) -> Path:
@@ -119,9 +123,12 @@ class RunConfig(Section):
         return self.tokenize.out or Path("data/tokens") / f"{dataset}-{self.tokenizer_name}"
 
     @property
-    def tokens_dir(self) -> Path:
-        """Folder that `train` reads."""
-        return self.data.tokens or self.tokenize_dir
+    def token_sources(self) -> tuple[SourceConfig, ...]:
+        """The token files that `train` reads; none when it reads text."""
+        if isinstance(self.data, TextDataConfig):
+            return ()
+        only = SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens")
+        return self.data.sources or (only,)  # its name does not change when the folder moves
 
     @property
     def job_dir(self) -> Path:

@@ -34,7 +34,8 @@ class TrainConfig(Section):
     eval_every: NonNegativeInt = free(200)
     """Steps between validation losses; 0: only at the start and the end."""
     eval_tokens: PositiveInt = free(1_000_000)
-    """Validate on the first so many tokens of the held-out split, or all if it has fewer."""
+    """Validate on the first so many tokens of the held-out text, or all if it has fewer. Several
+    sources share them equally; each counts for its share of the run in the overall loss."""
     sample_every: NonNegativeInt = free(0)
     """Steps between printed samples; 0: only at the start and the end."""
     sample_prompt: str = free("")

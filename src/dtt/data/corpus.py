@@ -54,13 +54,18 @@ class Unit:
 class Corpus:
     """The documents that `download` left in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: CorpusManifest | None = None) -> None:
         """Read the manifest and look whether its files are still those that it names.
 
-        Raises InputError for a missing file, DamagedError for one whose size has changed.
+        Raises InputError for a missing file, DamagedError for one whose size has changed. With
+        `manifest`, take that one and the files as they are.
         """
         self.folder = folder
-        self.manifest = CorpusManifest.read(folder)
+        self.manifest = manifest or CorpusManifest.read(folder)
+        if manifest is None:
+            self._check_files()
+
+    def _check_files(self) -> None:
         again = f"dtt download -d {self.manifest.source.id}"
         for index, record in enumerate(self.manifest.files):
             path = self.path(index)
@@ -108,14 +113,17 @@ class Corpus:
             elif self.manifest.file_format == "csv" or self.manifest.txt_documents == "file":
                 yield Span(file, 0, record.bytes, record.bytes)
             else:
-                for start in range(0, record.bytes, unit_bytes):
+                for start in range(0, max(record.bytes, 1), unit_bytes):
                     stop = min(start + unit_bytes, record.bytes)
                     yield Span(file, start, stop, stop - start)
 
     def _row_groups(self, file: int) -> Iterator[Span]:
         try:
             footer = pq.read_metadata(self.path(file))
-        except (OSError, pa.ArrowException):  # the reader of documents says what is wrong with it
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # the disk failed: the next look may give other units
+            # It is damaged: the reader of documents says how.
             yield Span(file, 0, 1, 0)
             return
         for group in range(footer.num_row_groups):

@@ -19,6 +19,7 @@ from dtt.data.corpus import Corpus, Span, Unit
 from dtt.data.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
+    UTF_16_MARKS,
     is_compressed,
     open_csv,
     open_stream,
@@ -27,7 +28,11 @@ from dtt.errors import DamagedError
 
 SECTION_BYTES = 4096
 """Paragraphs are put together up to about this size where documents are sections."""
-PARQUET_ROWS = 128
+PARQUET_BATCH_BYTES = 2**20
+"""Rows are decoded by about so much, which stays in the processor's cache."""
+MAX_PARQUET_ROWS = 2**16
+PARQUET_BUFFER_BYTES = 2**20
+"""Read from the file at once, however large a row group is."""
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
@@ -43,6 +48,7 @@ class BadDocuments:
     def add(self, where: Callable[[], str], why: str) -> None:
         """Note one; `where` is only called for those that are shown, as it may be slow."""
         self.count += 1
+        why = " ".join("".join(c if c.isprintable() else " " for c in why).split())
         if self._stop:
             raise DamagedError(
                 "a document cannot be read",
@@ -59,6 +65,9 @@ def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[str]:
     for span in unit.spans:
         path = corpus.path(span.file)
         manifest = corpus.manifest
+        if span.stop == 0 and manifest.txt_documents != "file":
+            bad.add(partial(_location, path, 0, 1), "the file is empty")
+            continue
         match manifest.file_format:
             case "parquet":
                 yield from _parquet(path, span, str(manifest.text_column), bad)
@@ -97,9 +106,11 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     number = 0
     try:
         with open_stream(path) as stream:
+            if stream.peek(2)[:2] in UTF_16_MARKS:
+                raise OSError("it is UTF-16, not UTF-8")
             if position:
                 stream.seek(position - 1)
-                position += _read_line(stream)[1] - 1
+                position += _skip_line(stream, span.stop - position + 1) - 1
             while position < span.stop or is_compressed(path):
                 line, size = _read_line(stream)
                 if not size:
@@ -114,8 +125,25 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
                 else:
                     yield where, line
     except OSError as error:
+        _raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
         bad.add(partial(_location, path, span.start, number + 1), why)
+
+
+def _raise_if_refused(error: Exception) -> None:
+    """A disk or network that fails is no bad document: it may be well again. Only damage is one."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+
+
+def _skip_line(stream: BinaryIO, most: int) -> int:
+    """Go to the next line, by at most so many bytes; returns by how many."""
+    skipped = 0
+    while skipped < most and (part := stream.readline(min(most - skipped, 2**20))):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
@@ -174,6 +202,7 @@ def _whole(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
         with open_stream(path) as stream:
             content = stream.read(MAX_DOCUMENT_BYTES + 1)
     except OSError as error:
+        _raise_if_refused(error)
         bad.add(where, f"cannot be read: {error}")
         return
     if len(content) > MAX_DOCUMENT_BYTES:
@@ -229,41 +258,69 @@ def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[str]:
                 else:
                     yield from _checked(row[column], where, bad)
     except OSError as error:
+        _raise_if_refused(error)
         bad.add(
             partial(_location, path, 0, number), f"the rest of the file cannot be read: {error}"
         )
 
 
 def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator[str]:
-    row = 0
-
-    def rest_of_file() -> str:
-        return f"{path}, row group {span.start} row {row}"
-
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
             groups = range(span.start, span.stop)
-            for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=[column]):
-                for value in batch.column(0):
-                    yield from _parquet_value(value, partial(_row, path, span, row), bad)
-                    row += 1
+            rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+            at_once = max(1, rows * PARQUET_BATCH_BYTES // max(span.text_bytes, 1))
+            for group in groups:
+                yield from _row_group(file, path, group, column, at_once, bad)
     except (OSError, pa.ArrowException) as error:
-        bad.add(rest_of_file, f"the rest of the file cannot be read: {error}")
+        _raise_if_refused(error)
+        bad.add(lambda: str(path), f"cannot be read: {error}")
 
 
-def _parquet_value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+def _row_group(
+    file: pq.ParquetFile, path: Path, group: int, column: str, at_once: int, bad: BadDocuments
+) -> Iterator[str]:
+    row = 0
     try:
-        text = value.as_py()
+        for batch in file.iter_batches(
+            min(at_once, MAX_PARQUET_ROWS), row_groups=[group], columns=[column], use_threads=False
+        ):
+            values = batch.column(0)
+            try:
+                texts = values.to_pylist()
+            except UnicodeDecodeError:
+                texts = [_as_text(value) for value in values]
+            for text in texts:
+                if type(text) is str and len(text) <= MAX_DOCUMENT_BYTES // 4:
+                    yield text
+                else:
+                    yield from _parquet_value(text, partial(_row, path, group, row), bad)
+                row += 1
+    except (OSError, pa.ArrowException) as error:
+        _raise_if_refused(error)
+        why = f"the rest of row group {group} cannot be read: {error}"
+        bad.add(partial(_row, path, group, row), why)
+
+
+def _as_text(value: pa.Scalar) -> object:
+    """The text of a value, or what is wrong with it."""
+    try:
+        return value.as_py()
     except UnicodeDecodeError as error:
-        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
+        return error
+
+
+def _parquet_value(text: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+    if isinstance(text, UnicodeDecodeError):
+        bad.add(where, f"not UTF-8: {text.reason} at byte {text.start}")
     else:
         yield from _checked(text, where, bad)
 
 
-def _row(path: Path, span: Span, row: int) -> str:
+def _row(path: Path, group: int, row: int) -> str:
     """`file, row N`, counted from the start of the file."""
     footer = pq.read_metadata(path)
-    before = sum(footer.row_group(group).num_rows for group in range(span.start))
+    before = sum(footer.row_group(earlier).num_rows for earlier in range(group))
     return f"{path}, row {before + row}"
 
 

@@ -102,6 +102,13 @@ def _from_stdlib(out: Path, previous: CorpusManifest | None) -> CorpusManifest:
     )
 
 
+def local_manifest(path: Path) -> CorpusManifest:
+    """A file or folder of documents as a corpus, to look at: nothing is hashed or written."""
+    files = tuple(_record(file, str(file), sha256="not hashed") for file in local_files(path, None))
+    source = CorpusSource(kind="local", id=str(path))
+    return _manifest(DownloadConfig(), source, path, files)
+
+
 def _from_local(
     cfg: DownloadConfig, dataset: Path, out: Path, previous: CorpusManifest | None
 ) -> CorpusManifest:

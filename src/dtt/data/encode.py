@@ -1,8 +1,8 @@
 """Tokenize a corpus with any number of ranks, so that the result does not tell how many.
 
-Rank 0 plans: the tokenizer, the units, which of them are finished. The ranks encode their shares,
-unit by unit. Rank 0 gathers what the markers say into the manifest. Killed at any moment, the same
-command goes on with the units that have no marker.
+The ranks agree on a plan: the tokenizer, the units, which of them are finished. They encode their
+shares, unit by unit. Rank 0 gathers what the markers say into the manifest. Killed at any moment,
+the same command goes on with the units that have no marker.
 """
 
 from __future__ import annotations
@@ -12,27 +12,32 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dtt.artifacts import TokensManifest
-from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
+from dtt.config.data import Engine, GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus import Corpus, Unit
-from dtt.data.documents import BadDocuments
-from dtt.data.plan import TOKENIZER, Plan, clear, make_plan
-from dtt.data.shards import UnitMarker, encode_unit, marker_path, read_marker
+from dtt.data.documents import BadDocuments, batches, read_unit
+from dtt.data.encoder import Encoder
+from dtt.data.markers import WORK, UnitMarker, marker_path, read_marker
+from dtt.data.plan import TOKENIZER, Plan, clear, local_folder, make_plan
+from dtt.data.shards import Work, encode_units
 from dtt.data.tokenfile import token_dtype
-from dtt.data.tokenizer import Encoder
 from dtt.errors import DamagedError, InputError
 from dtt.runtime.comm import Comm
 from dtt.runtime.files import check_space, exclusive, write_atomically
-from dtt.runtime.log import progress
+from dtt.runtime.log import log, progress
 
 BYTES_PER_TOKEN = 2.5
 """Cautious, to see beforehand whether the token files have room."""
+SAMPLE_CHARACTERS = 2**16
+"""On which an engine is tried: more would be noticed at the start."""
+TEXT_PER_TOKEN_BYTE = 2.0
+"""Bytes of text for each of a shard, as a guess for the progress of an unfinished unit."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,12 @@ class Tokenized:
     """`file:line: why` of some documents that were skipped."""
     units: int = 0
     """Units that this run encoded; none when all was done before."""
-    text_bytes: int = 0
-    """UTF-8 bytes that this run encoded …"""
+    ranks: tuple[Work, ...] = ()
+    """What each rank did of them."""
+    engine: Engine | None = None
+    """What encoded them."""
     seconds: float = 0.0
-    """… in so much time, tokenizer training left out."""
+    """From the first unit to the manifest."""
 
 
 def tokenize(
@@ -65,77 +72,101 @@ def tokenize(
     `out` holds something else and `overwrite` is not given, DamagedError for a document that
     cannot be read where the configuration says `stop`.
     """
-    _share_cores(comm)
+    cores = _share_cores(comm)
     first = comm.rank == 0
     with exclusive(out, "dtt tokenize") if first else nullcontext():
-        corpus = Corpus(corpus_folder)
-        plan = comm.broadcast(
-            make_plan(cfg, tokenizer, corpus, out, overwrite=overwrite) if first else None
-        )
-        assert plan is not None
+        corpus, plan = make_plan(cfg, tokenizer, corpus_folder, out, comm, overwrite=overwrite)
         if plan.complete:
             return Tokenized(TokensManifest.read(out)) if first else None
-        encoder = _open_encoder(tokenizer, out)
-        if first:
-            _check_space(out, plan, encoder)
+        encoder = _open_encoder(cfg, tokenizer, out)
+        doubt = encoder.doubt(_some_text(corpus, plan.units)) if first else None
+        encoder.settle(comm.broadcast(doubt))
+        if comm.size == 1 and cores > 1 and encoder.engine == "gigatoken" and len(plan.pending) > 1:
+            log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
+        place = local_folder(cfg, out)
+        _check_space(place, plan, encoder, comm)
         start = time.monotonic()
         with _progress_of_all(out, plan.pending, shown=first):
-            for unit in plan.share(comm.rank, comm.size):
-                encode_unit(
-                    corpus,
-                    unit,
-                    encoder,
-                    out,
-                    key=plan.begun.key,
-                    validation_fraction=cfg.validation_fraction,
-                    bad=BadDocuments(stop=cfg.on_bad_document == "stop"),
-                )
-            comm.barrier()
-        seconds = time.monotonic() - start
-        result = _finish(cfg, corpus, out, plan, encoder, seconds) if first else None
+            work = encode_units(
+                corpus,
+                plan.share(comm.rank, comm.size),
+                encoder,
+                out,
+                place,
+                key=plan.begun.key,
+                validation_fraction=cfg.validation_fraction,
+                stop_at_bad=cfg.on_bad_document == "stop",
+            )
+            ranks = [Work(*work) for work in comm.gather(work)]
+        manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
         comm.barrier()
-        return result
+        if manifest is None:
+            return None
+        seconds = time.monotonic() - start
+        return Tokenized(
+            manifest, problems, len(plan.pending), tuple(ranks), encoder.engine, seconds
+        )
 
 
-def _share_cores(comm: Comm) -> None:
+def _share_cores(comm: Comm) -> int:
     """Give each rank its part of the cores that it may use: `tokenizers` would take them all.
 
+    Returns how many that are.
     Ranks that are bound to cores of their own share them with nobody.
     """
     if hasattr(os, "sched_getaffinity"):
-        cores = frozenset(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0)
     else:
-        cores = frozenset(range(os.cpu_count() or 1))
-    mine = (socket.gethostname(), cores)
+        cores = set(range(os.cpu_count() or 1))
+    mine = [socket.gethostname(), sorted(cores)]
     threads = max(1, len(cores) // comm.gather(mine).count(mine))
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
+    return threads
 
 
-def _open_encoder(tokenizer: TokenizerConfig, out: Path) -> Encoder:
+def _open_encoder(cfg: TokenizeConfig, tokenizer: TokenizerConfig, out: Path) -> Encoder:
     path = out / TOKENIZER
+    content = path.read_bytes()
     if isinstance(tokenizer, GivenTokenizerConfig):
-        return Encoder(path.read_bytes(), tokenizer.end_of_document, tokenizer.path)
-    return Encoder(path.read_bytes(), tokenizer.special_tokens[0], path)
+        return Encoder(content, tokenizer.end_of_document, tokenizer.path, cfg.engine)
+    return Encoder(content, tokenizer.special_tokens[0], path, cfg.engine)
 
 
-def _check_space(out: Path, plan: Plan, encoder: Encoder) -> None:
-    text_bytes = sum(unit.text_bytes for unit in plan.pending)
-    token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize
-    check_space(out, int(text_bytes / BYTES_PER_TOKEN * token_bytes), "the token files")
+def _some_text(corpus: Corpus, units: list[Unit]) -> list[str]:
+    """At most SAMPLE_CHARACTERS from a few places of the corpus."""
+    places = units[:: -(-len(units) // 4)]
+    each = SAMPLE_CHARACTERS // len(places)
+    starts = (next(batches(read_unit(corpus, unit, BadDocuments()), each), []) for unit in places)
+    return ["\n".join(texts)[:each] for texts in starts]
+
+
+def _check_space(place: Path, plan: Plan, encoder: Encoder, comm: Comm) -> None:
+    """Look whether the shares of all ranks that write to the disk of `place` have room there."""
+    place.mkdir(parents=True, exist_ok=True)
+    mine = [socket.gethostname(), place.stat().st_dev]
+    disks = comm.gather(mine)
+    beside = [rank for rank, disk in enumerate(disks) if disk == mine]
+    if comm.rank == beside[0]:
+        units = [unit for rank in beside for unit in plan.share(rank, comm.size)]
+        token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize
+        needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
+        check_space(place, int(needed), "the token files")
 
 
 @contextmanager
 def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[None]:
-    """Show how many of `units` all ranks together have finished, by looking at their markers."""
+    """Show how far all ranks together are, by looking at their markers and unfinished shards."""
     stop = threading.Event()
 
     def watch() -> None:
-        missing = {marker_path(out, unit.index): unit.text_bytes for unit in units}
-        with progress("tokenizing", sum(missing.values())) as advance:
-            while not stop.wait(0.5):
-                for path in [path for path in missing if path.exists()]:
-                    advance(missing.pop(path))
+        sizes = {f"{unit.index:05d}": unit.text_bytes for unit in units}
+        seen = 0
+        with progress("tokenizing", sum(sizes.values())) as advance:
+            while not stop.wait(1.0):
+                now = _done_bytes(out / WORK, sizes)
+                advance(max(now - seen, 0))
+                seen = max(now, seen)
 
     watcher = threading.Thread(target=watch, daemon=True)
     if shown:
@@ -148,9 +179,25 @@ def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[N
             watcher.join()
 
 
+def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
+    """About how many of `sizes`, the bytes of text of each unit, are encoded."""
+    done: dict[str, int] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name, _, kind = entry.name.partition(".")
+            if kind == "json":
+                done[name] = sizes.get(name, 0)
+            elif kind == "train.bin" and name in sizes:
+                with suppress(FileNotFoundError):  # just finished
+                    estimate = int(entry.stat().st_size * TEXT_PER_TOKEN_BYTE)
+                    done.setdefault(name, min(estimate, sizes[name]))
+    return sum(done.values())
+
+
 def _finish(
-    cfg: TokenizeConfig, corpus: Corpus, out: Path, plan: Plan, encoder: Encoder, seconds: float
-) -> Tokenized:
+    cfg: TokenizeConfig, corpus: Corpus, out: Path, plan: Plan, encoder: Encoder
+) -> tuple[TokensManifest, tuple[str, ...]]:
+    """Write the manifest; returns it, and where some documents are that could not be read."""
     markers = _all_markers(out, plan)
     problems = tuple(problem for marker in markers for problem in marker.problems)
     skipped = sum(marker.skipped for marker in markers)
@@ -174,19 +221,7 @@ def _finish(
     )
     _check_splits(cfg, corpus, out, manifest, problems)
     write_atomically(out / TokensManifest.filename, manifest.dump())
-    made = {unit.index for unit in plan.pending}
-    return Tokenized(
-        manifest,
-        problems,
-        units=len(made),
-        text_bytes=sum(
-            shard.counts.bytes
-            for unit, marker in zip(plan.units, markers, strict=True)
-            if unit.index in made
-            for shard in marker.shards
-        ),
-        seconds=seconds,
-    )
+    return manifest, problems
 
 
 def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
@@ -213,7 +248,7 @@ def _check_splits(
 ) -> None:
     train, validation = (manifest.counts(split).documents for split in ("train", "validation"))
     if train + validation == 0:
-        clear(out)
+        clear(out, cfg.local)
         raise InputError(
             "the corpus holds no documents",
             where=corpus.folder,
@@ -223,7 +258,7 @@ def _check_splits(
             next="dtt download -d DATASET",
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
-        clear(out)  # what is there serves no other fraction
+        clear(out, cfg.local)  # what is there serves no other fraction
         enough = min(0.3, max(10 / (train + validation), 0.01))
         raise InputError(
             f"no document fell into the {'validation' if train else 'train'} split",

@@ -5,12 +5,19 @@ Imports neither torch nor numpy: a login node asks this before it submits a job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dtt.artifacts import CheckpointManifest, TokenShard, TokensManifest
+from dtt.artifacts import (
+    CheckpointManifest,
+    SplitCounts,
+    TokensManifest,
+    fingerprint,
+    shard_stem,
+)
 from dtt.config.train import TrainConfig
 from dtt.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 
 BYTES = {"uint16": 2, "int32": 4}
@@ -29,21 +36,20 @@ def sequences_per_step(train: TrainConfig, processes: int) -> int:
     return sequences
 
 
-def check_length(tokens: TokensManifest, windows: int, seq_len: int) -> None:
-    """ConfigError if the training text has not a single window of `seq_len` tokens."""
-    if windows == 0:
-        total = tokens.counts("train").tokens
-        fits = 2 ** max(0, (total // 2).bit_length() - 1)  # divides the usual batch sizes
+def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
+    """ConfigError if a source has not a single sample of `seq_len` tokens."""
+    if samples == 0:
+        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # divides the usual batch sizes
         raise ConfigError(
-            "the training data is shorter than one sequence",
-            why=f"{total} tokens in all, train.seq_len = {seq_len}",
+            f"the training data is shorter than one sequence: {name}",
+            why=f"{tokens} tokens in all, train.seq_len = {seq_len}",
             next=f"train.seq_len={fits}, or more text",
         )
 
 
-def check_data_key(checkpoint: CheckpointManifest, tokens: TokensManifest, job: JobDir) -> None:
-    """ConfigError if a checkpoint of `job` comes from other token files."""
-    if checkpoint.data_key != tokens.key:
+def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> None:
+    """ConfigError if a checkpoint of `job` comes from other data than that of `key`."""
+    if checkpoint.data_key != key:
         raise ConfigError(
             f"{job.root} was trained on other token files than those that are there now",
             why="their corpus, tokenizer or options differ from those of the checkpoint",
@@ -51,29 +57,87 @@ def check_data_key(checkpoint: CheckpointManifest, tokens: TokensManifest, job: 
         )
 
 
-def shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
-    """What is wrong with the shards of a folder, by the sizes that its manifest implies."""
+def data_key(sources: Iterable[tuple[str, str]]) -> str:
+    """Identity of all that a run reads: the names and the keys of its sources, in their order."""
+    return fingerprint([list(source) for source in sources])
+
+
+def check_tokenizer(path: Path, sha256: str) -> None:
+    """InputError, DamagedError unless `path` is the tokenizer.json with this hash."""
+    if not path.is_file():
+        raise InputError(
+            "the tokenizer is missing", where=path, next="make its folder again, or copy it back"
+        )
+    if sha256_file(path) != sha256:
+        raise DamagedError(
+            "the tokenizer is not the one the token files were made with",
+            where=path,
+            next="copy the right one back, or dtt tokenize --overwrite",
+        )
+
+
+def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
+    """ConfigError unless all sources have one tokenizer; of each: name, tokenizer.json, sha256."""
+    name, path, sha256 = sources[0]
+    for other, its, its_sha256 in sources[1:]:
+        if its_sha256 != sha256:
+            raise ConfigError(
+                f"{name} and {other} have different tokenizers",
+                where=f"{path}, {its}",
+                why="the same ids would mean other text",
+                next=f"tokenize {other} again with tokenizer.type=file tokenizer.path={path}",
+            )
+
+
+def file_problems(path: Path) -> Iterator[DttError]:
+    """What is wrong with the token files at `path`, by the sizes that dtt's manifest implies.
+
+    Of files of others only whether there are any.
+    """
+    if not TokensManifest.exists(path):
+        if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
+            yield InputError(
+                f"no token files in {path}",
+                next="make them with `dtt tokenize`, or name others with data.tokens=FOLDER",
+            )
+        return
+    try:
+        tokens = TokensManifest.read(path)
+    except DttError as error:
+        yield error
+    else:
+        yield from _shard_problems(path, tokens)
+
+
+def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
     for shard in tokens.shards:
-        for path, expected in _expected_sizes(folder, shard, tokens.dtype):
-            if not path.is_file():
+        try:
+            stem = shard_stem(folder, shard)
+        except InputError as error:
+            yield error
+            continue
+        for path, expected in _expected_sizes(stem, shard.counts, tokens.dtype):
+            try:
+                size = path.stat().st_size  # once: a file server answers each of these calls
+            except FileNotFoundError:
                 yield InputError(
                     "a token file is missing", where=path, next="make it again: dtt tokenize"
                 )
-            elif path.stat().st_size != expected:
+                continue
+            if size != expected:
                 yield DamagedError(
                     "a token file is not the one the manifest names",
                     where=path,
-                    why=f"{path.stat().st_size} bytes, it should have {expected}",
+                    why=f"{size} bytes, it should have {expected}",
                     next="make it again: dtt tokenize --overwrite",
                 )
 
 
-def _expected_sizes(folder: Path, shard: TokenShard, dtype: str) -> Iterator[tuple[Path, int]]:
+def _expected_sizes(stem: Path, counts: SplitCounts, dtype: str) -> Iterator[tuple[Path, int]]:
     """The two files of a shard and their bytes."""
-    stem = folder / shard.stem
-    yield stem.with_name(stem.name + ".bin"), shard.counts.tokens * BYTES[dtype]
-    documents = shard.counts.documents
-    yield stem.with_name(stem.name + ".idx"), index_bytes(documents, documents + 1)
+    yield stem.with_name(f"{stem.name}.bin"), counts.tokens * BYTES[dtype]
+    documents = counts.documents
+    yield stem.with_name(f"{stem.name}.idx"), index_bytes(documents, documents + 1)
 
 
 def index_bytes(sequences: int, entries: int) -> int:

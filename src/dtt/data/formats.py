@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +34,7 @@ FIRST_LINES = 100
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 """What the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 BUFFER_BYTES = 2**16
 """Of a compressed file that breaks off, at most so much that could be read is lost."""
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -55,7 +56,7 @@ def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in COMPRESSIONS
 
 
-def open_stream(path: Path) -> BinaryIO:
+def open_stream(path: Path) -> io.BufferedReader:
     """The content of `path`, decompressed; reading raises OSError where a file breaks off."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
@@ -70,7 +71,7 @@ def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
     stream = io.TextIOWrapper(
         open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
-    return stream, csv.DictReader(stream)
+    return stream, csv.DictReader(stream, strict=True)
 
 
 def find_text_column(paths: Sequence[Path], asked: str | None) -> str:

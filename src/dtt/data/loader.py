@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dtt.data.order import Order, UInt64Array
-from dtt.data.windows import Windows
+from dtt.data.dataset import Dataset
+from dtt.data.source import Samples
+
+
+class Readable(Protocol):
+    """A source, or a mixture of several."""
+
+    def read(self, samples: Samples) -> npt.NDArray[np.int64]:
+        """As `Source.read`."""
+
+    def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """As `Source.documents`."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes; everything [micro_batch, seq_len]."""
+
+    tokens: Tensor
+    targets: Tensor
+    """The tokens that follow; PADDING where there is none."""
+    documents: Tensor | None
+    """Which document of its row each token is in; None when documents may see each other."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One optimizer step's data, as one rank sees it."""
 
-    windows: UInt64Array
-    """Windows of the whole global batch, over all ranks: what the ledger records."""
-    micro_batches: list[tuple[Tensor, Tensor]]
-    """This rank's `(tokens, targets)` pairs, each [micro_batch, seq_len]."""
+    samples: Samples
+    """Of the whole global batch, over all ranks: what the ledger records."""
+    targets: int
+    """Tokens to predict in the whole global batch."""
+    micro_batches: list[MicroBatch]
+    """This rank's share."""
 
 
 @dataclass(frozen=True)
@@ -33,48 +58,60 @@ class Share:
     size: int
     micro_batch: int
     device: torch.device
+    mask_documents: bool = False
 
-    def to_device(self, source: Windows, windows: UInt64Array) -> list[tuple[Tensor, Tensor]]:
-        """Read this rank's rows (every size-th) of `windows`, cut into micro-batches."""
-        mine = windows[self.rank :: self.size]
+    def to_device(self, source: Readable, samples: Samples) -> list[MicroBatch]:
+        """Read this rank's rows (every size-th) of `samples`, cut into micro-batches."""
+        mine = samples[self.rank :: self.size]
         return [
-            self._pair(source, mine[start : start + self.micro_batch])
+            self._micro_batch(source, mine[start : start + self.micro_batch])
             for start in range(0, len(mine), self.micro_batch)
         ]
 
-    def _pair(self, source: Windows, windows: UInt64Array) -> tuple[Tensor, Tensor]:
-        ids = torch.from_numpy(source.read(windows))
+    def _micro_batch(self, source: Readable, samples: Samples) -> MicroBatch:
+        ids = source.read(samples)
+        documents = None
+        if self.mask_documents:
+            documents = self._send(source.documents(samples, ids)[:, :-1])
+        sent = self._send(ids)
+        # Padding is no id: the model may take any for it, as nothing comes after.
+        return MicroBatch(sent[:, :-1].clamp(min=0), sent[:, 1:], documents)
+
+    def _send(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
-        return ids[:, :-1], ids[:, 1:]
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
 
 
-def training_batches(
-    source: Windows, order: Order, share: Share, sequences: int, first_step: int
-) -> Iterator[Batch]:
-    """Batches of steps first_step, first_step + 1, … (steps count from 0), for ever.
+def training_batches(dataset: Dataset, share: Share, first_step: int) -> Iterator[Batch]:
+    """Batches of the steps from `first_step` on (steps count from 0) to the end of the run.
 
-    Step s takes positions s * sequences … of the order, whatever the number of ranks.
+    Step s takes the samples at positions first_sample(s) … first_sample(s + 1) - 1, whatever the
+    number of ranks.
     """
 
     def make(step: int) -> Batch:
-        windows = order.windows_at(step * sequences, sequences)
-        return Batch(windows, share.to_device(source, windows))
+        first = dataset.first_sample(step)
+        samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
+        return Batch(samples, dataset.targets(samples), share.to_device(dataset, samples))
 
     def begin() -> None:
         if share.device.type == "cuda":
             torch.cuda.set_device(share.device)  # each thread has its own current device
 
-    return _ahead(make, first_step, begin)
+    return _ahead(make, range(first_step, dataset.steps), begin)
 
 
 def _ahead(
-    make: Callable[[int], Batch], first: int, begin: Callable[[], None], depth: int = 2
+    make: Callable[[int], Batch], steps: Iterable[int], begin: Callable[[], None], depth: int = 2
 ) -> Iterator[Batch]:
-    """`make(first)`, `make(first + 1)`, … in a thread, each begun `depth` calls before its turn."""
+    """`make(step)` for all steps, in a thread, each begun `depth` calls before its turn."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=begin) as pool:
         ready: deque[Future[Batch]] = deque()
-        for step in count(first):
+        for step in steps:
             ready.append(pool.submit(make, step))
             if len(ready) > depth:
                 yield ready.popleft().result()
+        while ready:
+            yield ready.popleft().result()

@@ -1,7 +1,7 @@
-"""The order of training: `sample = f(seed, k)`, a keyed permutation of each epoch.
+"""The order of one source: `sample = f(seed, k)`, a keyed permutation of each epoch.
 
-No index file, no state: position k of the run names its window in O(1) memory, so the order is the
-same for any number of ranks and a resume is one integer.
+No index file, no state: place k names its sample in O(1) memory, so the order is the same for any
+number of ranks and a resume is one integer.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64Array = npt.NDArray[np.uint64]
+from dtt.data.source import Samples
 
 ROUNDS = 8
 DIGEST_BYTES = 16
 
 
-def permutation(index: UInt64Array, size: int, key: bytes) -> UInt64Array:
+def permutation(index: Samples, size: int, key: bytes) -> Samples:
     """Images of `index` (all below `size`) under the permutation of range(size) `key` names.
 
     A balanced Feistel network (Luby & Rackoff 1988) over the smallest even number of bits that
@@ -37,14 +36,14 @@ def permutation(index: UInt64Array, size: int, key: bytes) -> UInt64Array:
     return image
 
 
-def _feistel(x: UInt64Array, half: np.uint64, mask: np.uint64, keys: UInt64Array) -> UInt64Array:
+def _feistel(x: Samples, half: np.uint64, mask: np.uint64, keys: Samples) -> Samples:
     left, right = x >> half, x & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << half) | right
 
 
-def _mix(x: UInt64Array) -> UInt64Array:
+def _mix(x: Samples) -> Samples:
     """The finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,26 +52,27 @@ def _mix(x: UInt64Array) -> UInt64Array:
 
 @dataclass(frozen=True)
 class Order:
-    """The windows of one source in training order: each exactly once an epoch, for ever."""
+    """The samples of one source in training order: each exactly once an epoch, for ever."""
 
-    seed: int
-    windows: int
+    key: str
+    """Names the order: seed and source."""
+    samples: int
 
-    def windows_at(self, first: int, count: int) -> UInt64Array:
-        """Window numbers at positions first … first + count - 1 of the run."""
-        parts = []
+    def samples_at(self, first: int, count: int) -> Samples:
+        """The samples at places first … first + count - 1, epoch by epoch."""
+        parts = [np.empty(0, dtype=np.uint64)]
         while count:
-            epoch, offset = divmod(first, self.windows)
-            here = min(count, self.windows - offset)
+            epoch, offset = divmod(first, self.samples)
+            here = min(count, self.samples - offset)
             index = np.arange(offset, offset + here, dtype=np.uint64)
-            parts.append(permutation(index, self.windows, f"{self.seed}/{epoch}".encode()))
+            parts.append(permutation(index, self.samples, f"{self.key}/{epoch}".encode()))
             first, count = first + here, count - here
         return np.concatenate(parts)
 
 
-def extend_ledger(ledger: bytes, windows: UInt64Array) -> bytes:
+def extend_ledger(ledger: bytes, samples: Samples) -> bytes:
     """The rolling hash of everything trained on, one step later."""
-    content = ledger + windows.astype("<u8").tobytes()
+    content = ledger + samples.astype("<u8").tobytes()
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 

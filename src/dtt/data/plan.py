@@ -1,28 +1,36 @@
-"""What rank 0 decides before anything is encoded: tokenizer, units, and which are finished."""
+"""What is known before anything is encoded: tokenizer, units, and which of them are finished."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
+import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts import Record, TokensManifest, fingerprint
+from dtt.artifacts import CorpusManifest, Record, TokensManifest, fingerprint
 from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
-from dtt.data.corpus import Corpus, Unit
+from dtt.data.corpus import Corpus, Span, Unit
+from dtt.data.markers import WORK, marker_path
+from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
 from dtt.data.sampling import tokenizer_sample
-from dtt.data.shards import WORK, is_whole, marker_path, read_marker
 from dtt.data.tokenizer import given_tokenizer, train_tokenizer
+from dtt.data.verify import NOT_MADE, Fault, find_faults
 from dtt.errors import ConfigError, InputError
+from dtt.runtime.comm import Comm
 from dtt.runtime.files import sha256_file, write_atomically
 from dtt.runtime.log import log, progress
+from dtt.runtime.meeting import MEETING
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
+HELD_OUT_BY = "xxh3_64 of the text"
+SHOWN = 10
+"""So many units that are made anew are named."""
 
 
 class Begun(Record):
@@ -52,76 +60,149 @@ class Plan:
     def share(self, rank: int, size: int) -> list[Unit]:
         """The units of one rank: the longest first, each to the rank with the least so far."""
         shares: list[list[Unit]] = [[] for _ in range(size)]
-        loads = [0] * size
+        loads = [(0, rank) for rank in range(size)]
         for unit in sorted(self.pending, key=lambda unit: (-unit.text_bytes, unit.index)):
-            least = loads.index(min(loads))
+            load, least = loads[0]
             shares[least].append(unit)
-            loads[least] += unit.text_bytes
+            heapq.heapreplace(loads, (load + unit.text_bytes, least))
         return shares[rank]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A corpus as all ranks see it."""
+
+    corpus: Corpus
+    unit_bytes: int
+    units: list[Unit]
+
+
+def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
+    """Open and cut a corpus; every rank calls this.
+
+    Rank 0 alone looks at every file. Raises InputError when the corpus is empty.
+    """
+    told: Any = None
+    corpus = Corpus(folder) if comm.rank == 0 else None
+    if corpus is not None:
+        unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
+        units = corpus.units(unit_bytes)
+        if not units:
+            raise InputError("the corpus holds no documents", where=folder)
+        told = [unit_bytes, [[astuple(span) for span in unit.spans] for unit in units]]
+    unit_bytes, cuts = comm.broadcast(told)
+    corpus = corpus or Corpus(folder, CorpusManifest.read(folder))
+    units = [Unit(i, tuple(Span(*span) for span in spans)) for i, spans in enumerate(cuts)]
+    return Cut(corpus, unit_bytes, units)
 
 
 def make_plan(
     cfg: TokenizeConfig,
     tokenizer: TokenizerConfig,
-    corpus: Corpus,
+    corpus_folder: Path,
     out: Path,
+    comm: Comm,
     *,
     overwrite: bool = False,
-) -> Plan:
-    """Prepare `out`: its tokenizer is there when this returns.
+) -> tuple[Corpus, Plan]:
+    """Prepare `out`: its tokenizer is there when this returns. Every rank calls this.
 
     Raises ConfigError when `out` holds token files of something else, unless `overwrite`, which
     removes them; InputError when the corpus is empty.
     """
-    unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
-    units = corpus.units(unit_bytes)
-    if not units:
-        raise InputError("the corpus holds no documents", where=corpus.folder)
-    given = given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
-    key_parts = {
-        "corpus": {"content": corpus.manifest.content_key()},
+    cut = cut_corpus(cfg, corpus_folder, comm)
+    if overwrite:
+        clear(out, cfg.local)
+        comm.barrier()
+    begun = _begin(cfg, tokenizer, cut, out, comm)
+    faults = find_faults(out, len(cut.units), begun.key, comm)
+    complete = TokensManifest.exists(out) and all(fault.whole for fault in faults.values())
+    complete = comm.broadcast(complete)
+    if complete:
+        return cut.corpus, Plan(begun, cut.units, [], complete=True)
+    if comm.rank == 0:
+        _tidy(out, faults)
+    comm.barrier()
+    pending = [unit for unit in cut.units if unit.index in faults]
+    return cut.corpus, Plan(begun, cut.units, pending, complete=False)
+
+
+def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
+    """Where this node's shards go: below `tokenize.local` if there is such, else to `out`."""
+    return out if cfg.local is None else (cfg.local / out.name).absolute()
+
+
+def clear(out: Path, local: Path | None) -> None:
+    """Remove all that `tokenize` writes, the manifest first; several ranks may at once."""
+    (out / TokensManifest.filename).unlink(missing_ok=True)
+    for path in (out / WORK).glob("*"):
+        if path.name != MEETING:
+            path.unlink(missing_ok=True)
+    for folder in (out, *([local / out.name] if local else [])):
+        for pattern in ("train-*.bin", "train-*.idx", "validation-*.bin", "validation-*.idx"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+    (out / TOKENIZER).unlink(missing_ok=True)
+
+
+def _begin(
+    cfg: TokenizeConfig, tokenizer: TokenizerConfig, cut: Cut, out: Path, comm: Comm
+) -> Begun:
+    """What `out` is for, with its tokenizer in place."""
+    begun, content, asked = None, None, {}
+    if comm.rank == 0:
+        content = given_content(tokenizer)
+        asked = key_parts(cfg, tokenizer, cut, content)
+        begun = read_begun(out)
+        if begun is not None and begun.key_parts != asked:
+            raise _other_content(out, begun.key_parts, asked)
+        if begun is not None and not holds(out / TOKENIZER, begun.tokenizer_sha256):
+            begun = None
+    must_learn = comm.broadcast(begun is None and content is None)
+    if must_learn:
+        content = _trained(tokenizer, cut, cfg.validation_fraction, out, comm)
+    if comm.rank == 0 and begun is None:
+        assert content is not None
+        write_atomically(out / TOKENIZER, content)
+        digest = hashlib.sha256(content).hexdigest()
+        begun = Begun(key_parts=asked, tokenizer_sha256=digest)
+        write_atomically(_begun_path(out), begun.model_dump_json(indent=1) + "\n")
+    return Begun.model_validate(comm.broadcast(begun.model_dump() if begun else None))
+
+
+def _tidy(out: Path, faults: dict[int, Fault]) -> None:
+    """Remove what a killed run left, and the markers of units that are made anew."""
+    for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
+        torn.unlink()
+    (out / TokensManifest.filename).unlink(missing_ok=True)
+    anew = {unit: fault for unit, fault in faults.items() if fault.why != NOT_MADE}
+    for unit in anew:
+        marker_path(out, unit).unlink(missing_ok=True)
+    for unit, fault in islice(anew.items(), SHOWN):
+        log.info("unit %d is made anew: %s", unit, fault.why)
+    if len(anew) > SHOWN:
+        log.info("… and %d more", len(anew) - SHOWN)
+
+
+def given_content(tokenizer: TokenizerConfig) -> bytes | None:
+    """The tokenizer.json that was given; None if one is learnt."""
+    return given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
+
+
+def key_parts(
+    cfg: TokenizeConfig, tokenizer: TokenizerConfig, cut: Cut, given: bytes | None
+) -> dict[str, Any]:
+    """All that decides the content of token files, by name."""
+    return {
+        "corpus": {"sha256": cut.corpus.manifest.content_key()},
         "tokenizer": _identity(tokenizer, given),
         "tokenize": {
             "validation_fraction": cfg.validation_fraction,
-            "unit_bytes": unit_bytes,
+            "unit_bytes": cut.unit_bytes,
             "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
+            "held_out_by": HELD_OUT_BY,
         },
     }
-    if overwrite:
-        clear(out)
-    begun = _read_begun(out)
-    if begun is not None and begun.key_parts != key_parts:
-        raise _other_content(out, begun.key_parts, key_parts)
-    if begun is None or not _holds(out / TOKENIZER, begun.tokenizer_sha256):
-        content = given or _trained(tokenizer, corpus, units, cfg.validation_fraction)
-        write_atomically(out / TOKENIZER, content)
-        digest = hashlib.sha256(content).hexdigest()
-        begun = Begun(key_parts=key_parts, tokenizer_sha256=digest)
-        write_atomically(_begun_path(out), begun.model_dump_json(indent=1) + "\n")
-    if _is_complete(out, begun):
-        return Plan(begun, units, [], complete=True)
-    for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:  # of a killed process
-        torn.unlink()
-    pending = [unit for unit in units if read_marker(out, unit.index, begun.key) is None]
-    (out / TokensManifest.filename).unlink(missing_ok=True)
-    for unit in pending:
-        marker_path(out, unit.index).unlink(missing_ok=True)
-    return Plan(begun, units, pending, complete=False)
-
-
-def clear(out: Path) -> None:
-    """Remove all that `tokenize` writes, the manifest first."""
-    (out / TokensManifest.filename).unlink(missing_ok=True)
-    shutil.rmtree(out / WORK, ignore_errors=True)
-    for pattern in (
-        "train-*.bin",
-        "train-*.idx",
-        "validation-*.bin",
-        "validation-*.idx",
-        TOKENIZER,
-    ):
-        for path in out.glob(pattern):
-            path.unlink()
 
 
 def _identity(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
@@ -137,7 +218,8 @@ def _begun_path(out: Path) -> Path:
     return out / WORK / "begun.json"
 
 
-def _read_begun(out: Path) -> Begun | None:
+def read_begun(out: Path) -> Begun | None:
+    """What `out` is for; None if nothing was begun there."""
     if TokensManifest.exists(out):
         manifest = TokensManifest.read(out)
         return Begun(key_parts=manifest.key_parts, tokenizer_sha256=manifest.tokenizer_sha256)
@@ -147,45 +229,46 @@ def _read_begun(out: Path) -> Begun | None:
         return None
 
 
-def _holds(path: Path, sha256: str) -> bool:
+def holds(path: Path, sha256: str) -> bool:
+    """Whether `path` is there with this content."""
     return path.is_file() and sha256_file(path) == sha256
 
 
-def _is_complete(out: Path, begun: Begun) -> bool:
-    if not TokensManifest.exists(out):
-        return False
-    manifest = TokensManifest.read(out)
-    broken = [shard.stem for shard in manifest.shards if not is_whole(out, shard)]
-    for stem in broken:
-        log.info("%s is missing or damaged and is made anew", out / stem)
-    return manifest.key == begun.key and not broken
-
-
 def _trained(
-    tokenizer: TokenizerConfig, corpus: Corpus, units: list[Unit], validation_fraction: float
-) -> bytes:
+    tokenizer: TokenizerConfig, cut: Cut, validation_fraction: float, out: Path, comm: Comm
+) -> bytes | None:
+    """The content of a tokenizer.json, learnt from the corpus; every rank calls this.
+
+    Rank 0 gets it.
+    """
     assert not isinstance(tokenizer, GivenTokenizerConfig)
-    text_bytes = sum(unit.text_bytes for unit in units)
-    total = min(tokenizer.train_bytes, text_bytes)
+    first = comm.rank == 0
+    total = min(tokenizer.train_bytes, sum(unit.text_bytes for unit in cut.units))
     log.info("learning a tokenizer of %d entries from %.1f MB", tokenizer.vocab_size, total / 1e6)
-    with progress("reading for the tokenizer", total) as advance:
+    with progress("reading for the tokenizer", total // comm.size, shown=first) as advance:
         sample = tokenizer_sample(
-            corpus, units, tokenizer.train_bytes, validation_fraction, advance
+            cut.corpus, cut.units, tokenizer.train_bytes, validation_fraction, comm, advance
         )
-        return train_tokenizer(tokenizer, sample).encode()
+        counts = count_pre_tokens(tokenizer.pre_tokenizer, sample)
+    counts = sum_over_ranks(counts, comm, out / WORK)
+    return train_tokenizer(tokenizer, counts).encode() if first else None
 
 
-def _other_content(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> ConfigError:
+def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """In which parts two keys differ, in words."""
     old, new = dict(_flat(there)), dict(_flat(asked))
-    differences = [
+    return [
         f"{key} is {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def _other_content(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> ConfigError:
     return ConfigError(
         "the folder holds token files of something else",
         where=out,
-        why="; ".join(differences).replace("corpus.content is", "the corpus' sha256 is"),
+        why="; ".join(differences(there, asked)),
         next="name another folder: tokenize.out=FOLDER, or replace what is there: --overwrite",
     )
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
+from itertools import islice
+
+from xxhash import xxh3_64_intdigest
 
 from dtt.data.corpus import Corpus, Unit
 from dtt.data.documents import BadDocuments, batches, read_unit
+from dtt.runtime.comm import Comm
 from dtt.runtime.log import Advance
 
 BATCH_CHARACTERS = 2**20
+SOME_UNITS = 16
+SOME_CHARACTERS = 3 * 2**20
 
 
 def held_out(text: str, fraction: float) -> bool:
@@ -17,8 +22,7 @@ def held_out(text: str, fraction: float) -> bool:
 
     So equal texts are on one side, and adding documents moves none.
     """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < int(fraction * 2**64)
+    return xxh3_64_intdigest(text.encode()) < int(fraction * 2**64)
 
 
 def tokenizer_sample(
@@ -26,15 +30,17 @@ def tokenizer_sample(
     units: list[Unit],
     train_bytes: int,
     validation_fraction: float,
+    comm: Comm,
     advance: Advance,
 ) -> Iterator[list[str]]:
-    """About `train_bytes` of text for the tokenizer, in lists: the start of every unit.
+    """This rank's share of about `train_bytes` of text for the tokenizer, in lists.
 
-    Each unit gives in proportion to its size, and no document that is held out. `advance` is told
-    the characters taken.
+    It is the start of every unit, in proportion to its size, without documents that are held out.
+    So what all ranks read together does not depend on how many they are. `advance` is told the
+    characters taken.
     """
     total = max(sum(unit.text_bytes for unit in units), 1)
-    for unit in units:
+    for unit in units[comm.rank :: comm.size]:
         # Rounded up, and at least a document: an estimate of no bytes may still hold some.
         quota = -(-train_bytes * max(unit.text_bytes, 1) // total)
         documents = read_unit(corpus, unit, BadDocuments())
@@ -44,3 +50,17 @@ def tokenizer_sample(
             quota -= sum(map(len, batch))
             if quota <= 0:
                 break
+
+
+def some_text(corpus: Corpus, units: list[Unit]) -> list[str]:
+    """Documents from all over the corpus, about SOME_CHARACTERS: the start of some units.
+
+    Of a document that is longer than a unit's part, the beginning.
+    """
+    chosen = units[:: max(1, len(units) // SOME_UNITS)]
+    part = SOME_CHARACTERS // max(len(chosen), 1)
+    texts: list[str] = []
+    for unit in chosen:
+        for batch in islice(batches(read_unit(corpus, unit, BadDocuments()), part), 1):
+            texts += [text[:part] for text in batch if text]
+    return texts

@@ -2,119 +2,152 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pydantic import ValidationError
-
-from dtt.artifacts import Record, SplitCounts, TokenShard
+from dtt.artifacts import SplitCounts, TokenShard
 from dtt.data.corpus import Corpus, Unit
 from dtt.data.documents import BadDocuments, batches, read_unit
+from dtt.data.encoder import Encoder
+from dtt.data.markers import WORK, UnitMarker, write_marker
 from dtt.data.sampling import held_out
-from dtt.data.tokenfile import TokenFile, TokenFileWriter, bin_path, idx_path
-from dtt.data.tokenizer import Encoder
-from dtt.errors import DamagedError, InputError
-from dtt.runtime.files import fsync_folder, write_atomically
+from dtt.data.threads import Behind, ahead
+from dtt.data.tokenfile import TokenFileWriter, Tokens, bin_path, idx_path
+from dtt.runtime.files import fsync_folder
 
-WORK = ".units"
-"""Folder of markers and of shards that are being written."""
-BATCH_CHARACTERS = 2**21
+BATCH_CHARACTERS = 2**20
+BATCHES_BEHIND = 16
+"""Encoded, and waiting for the disk: a few megabytes."""
 
 Split = Literal["train", "validation"]
 
 
-class UnitMarker(Record):
-    """Says that a unit is finished, and what it gave."""
-
-    key: str
-    """Of corpus, tokenizer and options: the marker is worth nothing to any other."""
-    shards: tuple[TokenShard, ...]
-    """One per split that got a document."""
-    skipped: int
-    empty: int
-    problems: tuple[str, ...]
-    """`file:line: why` of the first documents that were skipped."""
+def aside_path(out: Path, unit: int, split: Split) -> Path:
+    """Where a shard lies that is being written, without its suffix."""
+    return out / WORK / f"{unit:05d}.{split}"
 
 
-def marker_path(out: Path, unit: int) -> Path:
-    """Where the marker of a unit lies."""
-    return out / WORK / f"{unit:05d}.json"
+class Work(NamedTuple):
+    """What one rank did."""
+
+    units: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    """UTF-8."""
+    seconds: float = 0.0
+    """From its first unit to its last."""
 
 
-def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
-    """What a unit gave, if it is finished for `key` and its shards are whole."""
-    try:
-        marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
-    whole = marker.key == key and all(is_whole(out, shard) for shard in marker.shards)
-    return marker if whole else None
-
-
-def is_whole(out: Path, shard: TokenShard) -> bool:
-    """Whether the files of a shard are there and as long as they were written."""
-    try:
-        file = TokenFile(out / shard.stem)
-    except (InputError, DamagedError):
-        return False
-    return (len(file), file.total) == (shard.counts.documents, shard.counts.tokens)
-
-
-def encode_unit(
+def encode_units(
     corpus: Corpus,
-    unit: Unit,
+    units: list[Unit],
     encoder: Encoder,
     out: Path,
+    place: Path,
     *,
     key: str,
     validation_fraction: float,
-    bad: BadDocuments,
-) -> None:
-    """Write the shards of `unit` into `out`, then its marker.
+    stop_at_bad: bool,
+) -> Work:
+    """Write the shards of each unit into `place`, then its marker into `out`.
 
-    The bytes depend on the unit, the tokenizer and `validation_fraction` alone.
+    `place` is `out`, or a folder on this node's own disk.
+    The bytes depend on the unit, the tokenizer and `validation_fraction` alone. Memory is a few
+    batches, however large files and units are.
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
-    asides = {split: out / WORK / f"{unit.index:05d}.{split}" for split in splits}
-    counts = dict.fromkeys(splits, SplitCounts())
-    shards: list[TokenShard] = []
-    empty = 0
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(TokenFileWriter(aside, encoder.vocab_size))
-            for split, aside in asides.items()
+    start = time.monotonic()
+    total = SplitCounts()
+    with ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
+        for unit in units:
+            bad = BadDocuments(stop=stop_at_bad)
+            shards = _UnitShards(out, place, unit, key, splits, encoder.vocab_size)
+            documents = read_unit(corpus, unit, bad)
+            for batch in ahead(batches(documents, BATCH_CHARACTERS), reader):
+                texts: dict[Split, list[str]] = {split: [] for split in splits}
+                for text in filter(None, batch):
+                    texts[_split(text, validation_fraction)].append(text)
+                for split in splits:
+                    ids, lengths = encoder.encode(texts[split])
+                    counts = SplitCounts(
+                        documents=len(lengths),
+                        tokens=len(ids),
+                        bytes=sum(map(_utf8_bytes, texts[split])),
+                    )
+                    total += counts
+                    behind.do(shards.append, split, ids, lengths, counts)
+                shards.empty += batch.count("")
+            behind.do(shards.close, bad)
+    seconds = time.monotonic() - start
+    return Work(len(units), total.documents, total.tokens, total.bytes, seconds)
+
+
+def _split(text: str, validation_fraction: float) -> Split:
+    return "validation" if held_out(text, validation_fraction) else "train"
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+class _UnitShards:
+    """The shards of one unit, written aside until they are whole."""
+
+    def __init__(
+        self,
+        out: Path,
+        place: Path,
+        unit: Unit,
+        key: str,
+        splits: tuple[Split, ...],
+        vocab_size: int,
+    ) -> None:
+        self._out, self._place, self._unit, self._key = out, place, unit.index, key
+        self._host = None if place == out else socket.gethostname()
+        (place / WORK).mkdir(parents=True, exist_ok=True)
+        self._asides = {split: aside_path(place, unit.index, split) for split in splits}
+        self._writers = {
+            split: TokenFileWriter(aside, vocab_size) for split, aside in self._asides.items()
         }
-        for batch in batches(read_unit(corpus, unit, bad), BATCH_CHARACTERS):
-            texts: dict[Split, list[str]] = {split: [] for split in splits}
-            for text in filter(None, batch):
-                texts["validation" if held_out(text, validation_fraction) else "train"].append(text)
-            empty += batch.count("")
-            for split in splits:
-                ids, lengths = encoder.encode(texts[split])
-                writers[split].append(ids, lengths)
-                counts[split] += SplitCounts(
-                    documents=len(lengths),
-                    tokens=len(ids),
-                    bytes=sum(len(text.encode()) for text in texts[split]),
-                )
-        for split, writer in writers.items():
-            written = writer.close()
+        self._counts = dict.fromkeys(splits, SplitCounts())
+        self.empty = 0
+
+    def append(self, split: Split, ids: Tokens, lengths: Tokens, counts: SplitCounts) -> None:
+        self._writers[split].append(ids, lengths)
+        self._counts[split] += counts
+
+    def close(self, bad: BadDocuments) -> None:
+        """Put the shards into their places, then the marker."""
+        shards: list[TokenShard] = []
+        for split, writer in self._writers.items():
+            with writer:
+                written = writer.close()
+            stem = f"{split}-{self._unit:05d}"
             shard = TokenShard(
                 split=split,
-                stem=f"{split}-{unit.index:05d}",
-                counts=counts[split],
+                stem=stem,
+                counts=self._counts[split],
                 bin_sha256=written.bin_sha256,
                 idx_sha256=written.idx_sha256,
+                host=self._host,
+                path=self._host and str(self._place / stem),
             )
-            _put(asides[split], out / shard.stem, keep=written.sequences > 0)
+            _put(self._asides[split], self._place / stem, keep=written.sequences > 0)
             if written.sequences:
                 shards.append(shard)
-    fsync_folder(out)
-    marker = UnitMarker(
-        key=key, shards=tuple(shards), skipped=bad.count, empty=empty, problems=tuple(bad.examples)
-    )
-    write_atomically(marker_path(out, unit.index), marker.model_dump_json(indent=1) + "\n")
+        fsync_folder(self._place)
+        marker = UnitMarker(
+            key=self._key,
+            shards=tuple(shards),
+            skipped=bad.count,
+            empty=self.empty,
+            problems=tuple(bad.examples),
+        )
+        write_marker(self._out, self._unit, self._place, marker)
 
 
 def _put(aside: Path, stem: Path, *, keep: bool) -> None:

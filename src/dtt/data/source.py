@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dtt.artifacts import CorpusSource
+
 Samples = npt.NDArray[np.uint64]
 """Numbers of samples: a source's own below 2**SOURCE_SHIFT, a mixture's with the source above."""
 SOURCE_SHIFT = 48
@@ -71,3 +73,29 @@ class Source(Protocol):
 
     def restore(self, state: Any) -> None:
         """Go on where `state` was taken."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the numbers of tokens mean."""
+
+    tokenizer: Path
+    """A tokenizer.json."""
+    sha256: str
+    size: int
+    end_of_document: int
+    """Id of the token after every document."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A configured source, ready to be read."""
+
+    train: Source
+    validation: Source | None
+    """None when nothing is held out, or too little for one sample."""
+    key: str
+    """Identity of the content, wherever it lies."""
+    vocabulary: Vocabulary
+    corpus: CorpusSource | None
+    """Where the documents came from, where known."""

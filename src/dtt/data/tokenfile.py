@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.data import fit
+from dtt.data.mapped import map_file
 from dtt.errors import DamagedError, InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -49,7 +50,7 @@ def idx_path(stem: Path) -> Path:
 
 
 class TokenFile:
-    """An open pair of files; nothing is read until it is asked for.
+    """An open pair of files; nothing but the header is read until it is asked for.
 
     Raises InputError when a file is missing, DamagedError when the two do not fit together.
     """
@@ -57,34 +58,44 @@ class TokenFile:
     def __init__(self, stem: Path) -> None:
         """`stem` is the common path without `.bin` and `.idx`."""
         self.stem = stem
-        self._idx, idx_bytes = idx_path(stem), _size(idx_path(stem))
-        bin_bytes = _size(bin_path(stem))
-        with self._idx.open("rb") as file:
+        with _open(idx_path(stem)) as file:
+            bin_bytes = _size(bin_path(stem))
+            idx_bytes = os.fstat(file.fileno()).st_size
             header = file.read(HEADER.size)
-        if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise self._damaged("it is not a Megatron index: it does not start with MMIDIDX")
-        version: int
-        code: int
-        self.sequences: int
-        self._entries: int
-        _, version, code, self.sequences, self._entries = HEADER.unpack(header)
-        if version != VERSION:
-            raise self._damaged(f"version {version} of the format, only {VERSION} is known")
-        if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
-            raise self._damaged(f"dtype code {code} does not stand for an integer type")
-        self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
-        expected = fit.index_bytes(self.sequences, self._entries)
-        if idx_bytes != expected:
-            raise self._damaged(f"it should have {expected} bytes, but has {idx_bytes}")
-        self.total = bin_bytes // self.dtype.itemsize
-        """Tokens in the file."""
-        end = 0
-        if self.sequences:
-            end = int(self.byte_offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
+                raise self._damaged("it is not a Megatron index: it does not start with MMIDIDX")
+            version: int
+            code: int
+            self.sequences: int
+            self._entries: int
+            _, version, code, self.sequences, self._entries = HEADER.unpack(header)
+            if version != VERSION:
+                raise self._damaged(f"version {version} of the format, only {VERSION} is known")
+            if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
+                raise self._damaged(f"dtype code {code} does not stand for an integer type")
+            self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
+            expected = fit.index_bytes(self.sequences, self._entries)
+            if idx_bytes != expected:
+                raise self._damaged(f"it should have {expected} bytes, but has {idx_bytes}")
+            end = self._end(file.fileno()) if self.sequences else 0
         if bin_bytes != end:
             raise self._damaged(
                 f"its last sequence ends at byte {end}, but {bin_path(stem).name} has {bin_bytes}"
             )
+        self.total = bin_bytes // self.dtype.itemsize
+        """Tokens in the file."""
+
+    def _end(self, fd: int) -> int:
+        """Where the last sequence ends in the `.bin`, in bytes; without mapping the index."""
+        length = os.pread(fd, 4, HEADER.size + 4 * (self.sequences - 1))
+        offset = os.pread(fd, 8, HEADER.size + 12 * self.sequences - 8)
+        return int.from_bytes(offset, "little") + (
+            int.from_bytes(length, "little") * self.dtype.itemsize
+        )
+
+    @cached_property
+    def _index(self) -> npt.NDArray[np.uint8]:
+        return map_file(idx_path(self.stem))
 
     @cached_property
     def lengths(self) -> Tokens:
@@ -96,7 +107,7 @@ class TokenFile:
         """int64[sequences]: where each sequence starts in the `.bin`, in bytes."""
         return self._array("<i8", HEADER.size + 4 * self.sequences, self.sequences)
 
-    @cached_property
+    @property
     def offsets(self) -> Tokens:
         """int64[sequences]: index into `tokens` of each sequence's first token."""
         return self.byte_offsets // self.dtype.itemsize
@@ -104,14 +115,36 @@ class TokenFile:
     @cached_property
     def documents(self) -> Tokens:
         """int64[documents + 1]: the first sequence of each document, then `sequences`."""
-        return self._array("<i8", HEADER.size + 12 * self.sequences, self._entries)
+        entries = self._array("<i8", HEADER.size + 12 * self.sequences, self._entries)
+        if self._entries == 0 or entries[0] != 0 or entries[-1] != self.sequences:
+            raise self._damaged("its document index does not cover its sequences")
+        return entries
 
     @cached_property
     def tokens(self) -> Tokens:
         """All ids in a row, memory-mapped."""
-        if self.total == 0:
-            return np.empty(0, dtype=self.dtype)
-        return np.memmap(bin_path(self.stem), dtype=self.dtype, mode="r")
+        return map_file(bin_path(self.stem)).view(self.dtype)
+
+    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Index into `tokens` of the first token of documents first … stop - 1.
+
+        One more document than there are, of no tokens, begins at the end of the file.
+        """
+        sequences = self.documents[first:stop]
+        starts = np.full(len(sequences), self.total, dtype=np.int64)
+        inside = sequences[: np.searchsorted(sequences, self.sequences)]
+        starts[: len(inside)] = self.byte_offsets[inside] // self.dtype.itemsize
+        return starts
+
+    def starting_after(self, token: int) -> int:
+        """The first document whose first token comes after `token`; none is read to find it."""
+        offsets, entries = self.byte_offsets, self.documents
+        sequence = offsets.searchsorted(token * self.dtype.itemsize, side="right")
+        return int(entries.searchsorted(sequence))
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """First token of every document, then `total`."""
+        return self.starts(0, self._entries)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -119,27 +152,37 @@ class TokenFile:
 
     def __getitem__(self, sequence: int) -> Tokens:
         """The ids of one sequence."""
-        start = int(self.offsets[sequence])
+        start = int(self.byte_offsets[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 
     def _array(self, dtype: str, start: int, count: int) -> Tokens:
-        if count == 0:
-            return np.empty(0, dtype=dtype)
-        return np.memmap(self._idx, dtype=dtype, mode="r", offset=start, shape=(count,))
+        return np.frombuffer(self._index, dtype=dtype, offset=start, count=count)
 
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(
-            "a token file is damaged", where=self._idx, why=why, next="make it again: dtt tokenize"
+            "a token file is damaged",
+            where=idx_path(self.stem),
+            why=why,
+            next="make it again: dtt tokenize",
         )
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise _missing(path) from None
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        raise InputError(
-            "a token file is missing", where=path, next="make it again: dtt tokenize"
-        ) from None
+        raise _missing(path) from None
+
+
+def _missing(path: Path) -> InputError:
+    return InputError("a token file is missing", where=path, next="make it again: dtt tokenize")
 
 
 class Written(NamedTuple):
@@ -177,7 +220,7 @@ class TokenFileWriter:
                 why=f"ids from {ids.min()} to {ids.max()}",
                 next="check the tokenizer.json that was used",
             )
-        content = ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False).tobytes()
+        content = ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False).data
         self._hash.update(content)
         self._file.write(content)
         self._lengths.append(lengths.astype(np.int32, copy=False))

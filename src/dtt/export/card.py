@@ -5,37 +5,40 @@ from __future__ import annotations
 from huggingface_hub import ModelCard, ModelCardData
 
 from dtt import __version__
-from dtt.artifacts import TokensManifest
+from dtt.artifacts import DataManifest
 from dtt.config.run import RunConfig
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
 
 
-def model_card(cfg: RunConfig, arch: Architecture, tokens: TokensManifest, step: int) -> str:
+def model_card(cfg: RunConfig, arch: Architecture, data: DataManifest, tokens: int) -> str:
     """Markdown with the Hub's metadata: what the model is, what it saw, how to use it."""
-    data = ModelCardData(
+    corpora = [source.corpus for source in data.sources if source.corpus is not None]
+    facts = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=cfg.export.license,
-        datasets=[tokens.corpus.id] if tokens.corpus.kind == "hub" else None,
+        datasets=[corpus.id for corpus in corpora if corpus.kind == "hub"] or None,
         tags=["dtt", arch.family],
     )
-    seen = step * cfg.train.global_batch_tokens
     rows = {
         "Architecture": families.get(arch.family).hf_class,
         "Parameters": f"{count.parameters(arch):,}",
         "Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {arch.n_heads} "
         f"({arch.n_kv_heads} for keys and values)",
         "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
-        "Trained on": f"{tokens.corpus.id} ({tokens.counts('train').tokens:,} tokens)",
-        "Training": f"{step:,} steps of {cfg.train.global_batch_tokens:,} tokens = {seen:,} tokens",
+        "Trained on": ", ".join(
+            f"{source.corpus.id if source.corpus else source.name} ({source.tokens:,} tokens)"
+            for source in data.sources
+        ),
+        "Training": f"{tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
         "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return str(
         ModelCard(
             f"""---
-{data.to_yaml()}
+{facts.to_yaml()}
 ---
 
 # {cfg.name}

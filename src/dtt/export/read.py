@@ -12,13 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts import DataManifest
 from dtt.checkpoint import store
 from dtt.config.run import RunConfig
-from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.data import fit
+from dtt.errors import DamagedError, InputError
 from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.runtime.jobdir import JobDir
 
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
@@ -48,21 +50,22 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
     return found
 
 
-def read_checkpoint(cfg: RunConfig, checkpoint: store.Checkpoint) -> Trained:
-    """The model of a job whose resolved config is `cfg`; its token folder must still be there."""
-    tokens = TokensManifest.read(cfg.tokens_dir)
-    if checkpoint.manifest.data_key != tokens.key:
-        raise ConfigError(
-            f"{checkpoint.path} was trained on other token files than those in {cfg.tokens_dir}",
+def read_checkpoint(cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint) -> Trained:
+    """The model of a job whose resolved config is `cfg`; nothing outside its directory is read."""
+    data = DataManifest.read(job.root)
+    if checkpoint.manifest.data_key != data.key:
+        raise DamagedError(
+            f"{job.root / data.filename} is not of the data that the job was trained on",
             why="with another tokenizer the same ids would mean other text",
-            next="put the old ones back, or name them: dtt export JOB data.tokens=FOLDER",
+            next=f"dtt train {job.root}, which writes it again",
         )
+    fit.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     family = families.get(cfg.model.family)
     return Trained(
-        family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len),
+        family.architecture(cfg.model, data.vocab_size, cfg.train.seq_len),
         checkpoint.tensors(store.MODEL),
-        cfg.tokens_dir / "tokenizer.json",
-        tokens.end_of_document,
+        job.tokenizer,
+        data.end_of_document,
     )
 
 

@@ -6,16 +6,17 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
 from dtt.checkpoint import store
-from dtt.config.data import GivenTokenizerConfig
+from dtt.config.data import GivenTokenizerConfig, TextDataConfig
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig
 from dtt.data import fit
-from dtt.errors import ConfigError, DamagedError, DttError, EnvironmentUnfit, InputError
+from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.model import count, families
 from dtt.runtime.files import check_space, sha256_file
 from dtt.runtime.jobdir import JobDir
@@ -58,44 +59,52 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     train = cfg.train
     if cfg.init.source is not None and job.newest_checkpoint_name() is None:
         yield from caught(lambda: store.locate(str(cfg.init.source)))
-    try:
-        tokens = TokensManifest.read(cfg.tokens_dir)
-    except DttError as error:
-        yield error
+    if isinstance(cfg.data, TextDataConfig):
+        yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
         return
-    yield from fit.shard_problems(cfg.tokens_dir, tokens)
-    yield from _tokenizer_problems(cfg, tokens)
-    windows = (tokens.counts("train").tokens - 1) // train.seq_len
-    yield from caught(lambda: fit.check_length(tokens, max(0, windows), train.seq_len))
-    yield from caught(lambda: _check_model(cfg, tokens, job))
-    yield from caught(lambda: _check_same_data(tokens, job))
+    for source in cfg.token_sources:
+        yield from fit.file_problems(source.path)
+    # Of files of others nothing more is known here.
+    made_by_dtt = [s for s in cfg.token_sources if TokensManifest.exists(s.path)]
+    try:
+        found = [(source, TokensManifest.read(source.path)) for source in made_by_dtt]
+    except DttError:
+        return
+    for source, tokens in found:
+        yield from _tokenizer_problems(cfg, source.path, tokens)
+        if cfg.data.packing == "concat":
+            total = tokens.counts("train").tokens
+            windows = max(0, (total - 1) // train.seq_len)
+            yield from caught(
+                partial(fit.check_length, source.label, total, windows, train.seq_len)
+            )
+    if found:
+        named = [(s.label, s.path / "tokenizer.json", t.tokenizer_sha256) for s, t in found]
+        yield from caught(lambda: fit.check_one_tokenizer(named))
+        yield from caught(lambda: _check_model(cfg, found[0][1].vocab_size, job))
+    if len(found) == len(cfg.token_sources):
+        key = fit.data_key((source.label, tokens.key) for source, tokens in found)
+        yield from caught(lambda: _check_same_data(key, job))
 
 
-def _tokenizer_problems(cfg: RunConfig, tokens: TokensManifest) -> Iterator[DttError]:
-    path = cfg.tokens_dir / "tokenizer.json"
-    if not path.is_file():
-        yield InputError("the tokenizer is missing", where=path, next="make its folder again")
-    elif sha256_file(path) != tokens.tokenizer_sha256:
-        yield DamagedError(
-            "the tokenizer is not the one the token files were made with",
-            where=path,
-            next="copy the right one back, or dtt tokenize --overwrite",
-        )
+def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
+    sha256 = tokens.tokenizer_sha256
+    yield from caught(lambda: fit.check_tokenizer(folder / "tokenizer.json", sha256))
     if isinstance(cfg.tokenizer, GivenTokenizerConfig):
         given = Path(cfg.tokenizer.path).expanduser()
         given = given / "tokenizer.json" if given.is_dir() else given
-        if given.is_file() and sha256_file(given) != tokens.tokenizer_sha256:
+        if given.is_file() and sha256_file(given) != sha256:
             yield ConfigError(
-                f"the token files in {cfg.tokens_dir} were made with another tokenizer",
+                f"the token files in {folder} were made with another tokenizer",
                 where=given,
                 next="dtt tokenize, or name other token files with data.tokens=FOLDER",
             )
 
 
-def _check_model(cfg: RunConfig, tokens: TokensManifest, job: JobDir) -> None:
+def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
     """ConfigError if vocabulary or context do not fit; DiskFull if checkpoints will not."""
     family = families.get(cfg.model.family)
-    arch = family.architecture(cfg.model, tokens.vocab_size, cfg.train.seq_len)
+    arch = family.architecture(cfg.model, vocab_size, cfg.train.seq_len)
     more = max(1, _most_kept(cfg.checkpoint, cfg.train.steps) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
@@ -110,14 +119,14 @@ def _most_kept(checkpoint: CheckpointConfig, steps: int) -> int:
     return min(checkpoint.keep_last + for_ever + checkpoint.keep_best, saved) + 1
 
 
-def _check_same_data(tokens: TokensManifest, job: JobDir) -> None:
+def _check_same_data(key: str, job: JobDir) -> None:
     """ConfigError if the job was trained on other token files."""
     for step in reversed(store.steps(job.checkpoints)):
         try:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
         except DttError:  # training passes it over, too
             continue
-        fit.check_data_key(newest, tokens, job)
+        fit.check_data_key(newest, key, job)
         return
 
 

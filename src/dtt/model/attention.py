@@ -34,21 +34,26 @@ class Attention(nn.Module):
         x_BTD: Tensor,
         rotations: Rotations | None,
         cache: LayerCache | None = None,
+        mask_B1TT: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, D] → [B, T, D]; with a cache, attend to what it holds as well."""
+        """[B, T, D] → [B, T, D]; with a cache, attend to what it holds as well.
+
+        Without a mask, attention is causal; with one, it is to those tokens that the mask allows.
+        """
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         )
         if rotations is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, *rotations), rotate(k_BGTK, *rotations)
-        causal = cache is None or cache.length == 0
+        causal = mask_B1TT is None and (cache is None or cache.length == 0)
         if cache is not None:
             k_BGTK, v_BGTK = cache.append(k_BGTK, v_BGTK)
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
             k_BGTK,
             v_BGTK,
+            attn_mask=mask_B1TT,
             is_causal=causal,
             enable_gqa=self.grouped,
         )

@@ -16,6 +16,7 @@ from dtt.model.cache import KVCache
 from dtt.model.layers import Block, make_norm
 from dtt.model.linear import Embedding, Linear
 from dtt.model.loss import linear_cross_entropy
+from dtt.model.masks import document_mask, document_positions
 from dtt.model.rope import rotations
 
 Role = Literal["matrix", "embed", "head", "vector"]
@@ -46,23 +47,33 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
         cache: KVCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V]; with targets, the fp32 *sum* over tokens of the cross-entropy in nats.
 
         Targets of -100 are ignored. With a cache, the tokens follow those it holds, it grows, and
-        only the last token's logits [B, 1, V] are computed.
+        only the last token's logits [B, 1, V] are computed. With documents, which number that of
+        each token, tokens attend within their own, and positions begin anew at its start; not
+        together with a cache.
         """
-        start = cache.length if cache is not None else 0
-        positions_T = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
+        mask_B1TT = None
+        if documents_BT is None:
+            start = cache.length if cache is not None else 0
+            positions = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
+        else:
+            mask_B1TT = document_mask(documents_BT)
+            positions = document_positions(documents_BT)
         x_BTD = self.embed(tokens_BT)
         angles = None
         if self.pos_embed is not None:
-            x_BTD = x_BTD + self.pos_embed(positions_T)
+            x_BTD = x_BTD + self.pos_embed(positions)
         else:
-            angles = rotations(positions_T, self.arch.head_dim, self.arch.rope_theta)
+            by_head = positions if documents_BT is None else positions[:, None]
+            angles = rotations(by_head, self.arch.head_dim, self.arch.rope_theta)
         x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, angles, cache.layers[i] if cache is not None else None)
+            layer_cache = cache.layers[i] if cache is not None else None
+            x_BTD = layer(x_BTD, angles, layer_cache, mask_B1TT)
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         head_VD = self.embed.weight if self.head is None else self.head.weight
         if targets_BT is None:

@@ -80,9 +80,10 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rotations: Rotations | None,
         cache: LayerCache | None = None,
+        mask_B1TT: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, D] → [B, T, D]."""
-        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, cache)
+        """[B, T, D] → [B, T, D]; the rest as `Attention` takes it."""
+        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, cache, mask_B1TT)
         x_BTD = x_BTD + F.dropout(attn_BTD, self.dropout, self.training)
         mlp_BTD = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + F.dropout(mlp_BTD, self.dropout, self.training)

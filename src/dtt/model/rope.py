@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 
-def rotations(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, K/2] in fp32 of the angle of each pair at each position.
+def rotations(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine in fp32 of the angle of each pair at each position: [T] → [T, K/2].
+
+    Axes before T stay: positions that differ between sequences are [B, 1, T], for all their heads.
 
     Computed once per forward pass for all layers, not kept: a table would be a buffer that meta
     initialisation, sharding and checkpoints have to know about, to save a thousandth of a step.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_T.device).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / theta**exponents
-    angles = positions_T.float()[:, None] * frequencies
+    angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 

@@ -1,16 +1,20 @@
 """The little that the data stages say to each other: barrier, broadcast, gather.
 
-`Serial` is one process; `Mpi` is many, through mpi4py. Bulk data never travels here: ranks write
-files into their own places.
+`Serial` is one process; `Mpi` is many, through mpi4py; `Files` (meeting.py) is many that share a
+file system. What is said is JSON. Bulk data never travels here: ranks write files into their own
+places.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dtt.errors import EnvironmentUnfit
+from dtt.runtime.meeting import MEETING, Files, launch_name
 from dtt.runtime.ranks import Ranks
 
 T = TypeVar("T")
@@ -20,7 +24,7 @@ FORWARDING = 0.3
 
 
 class Comm(Protocol):
-    """What a data stage may ask of the other ranks."""
+    """What a data stage may ask of the other ranks. Values are JSON: tuples arrive as lists."""
 
     rank: int
     size: int
@@ -33,6 +37,9 @@ class Comm(Protocol):
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` in rank order, on every rank."""
+
+    def close(self) -> None:
+        """Leave in peace, after the last exchange."""
 
 
 class Serial:
@@ -51,6 +58,9 @@ class Serial:
     def gather(self, value: T) -> list[T]:
         """Return `[value]`."""
         return [value]
+
+    def close(self) -> None:
+        """Nobody waits."""
 
 
 class Mpi:
@@ -83,6 +93,9 @@ class Mpi:
         result: list[T] = self._world.allgather(value)
         return result
 
+    def close(self) -> None:
+        """MPI sees to it when the process ends."""
+
 
 def _wait(request: Any) -> None:
     pause = 1e-5
@@ -91,8 +104,15 @@ def _wait(request: Any) -> None:
         pause = min(2 * pause, 5e-3)
 
 
-def open_comm(ranks: Ranks) -> Comm:
-    """The right Comm for how this process was started."""
+_meetings: list[Files] = []
+"""Through which `abort_peers` tells the others; one at most."""
+
+
+def open_comm(ranks: Ranks, work: Path) -> Comm:
+    """The right Comm for how this process was started.
+
+    Tasks of Slurm's `srun` that MPI does not join meet below `work`, a folder that all see.
+    """
     if ranks.size == 1:
         return Serial()
     if ranks.launcher == "torchrun":
@@ -100,29 +120,48 @@ def open_comm(ranks: Ranks) -> Comm:
             "this command runs under mpirun, not torchrun",
             next=f"mpirun -n {ranks.size} dtt …",
         )
+    comm = _mpi(ranks)
+    if comm is not None:
+        return comm
+    _meetings.append(Files(ranks.rank, ranks.size, work / MEETING / launch_name(os.environ)))
+    return _meetings[-1]
+
+
+def _mpi(ranks: Ranks) -> Mpi | None:
+    """MPI; None where Slurm started the ranks and MPI does not join them."""
+    by_slurm = ranks.launcher == "slurm"
+    if by_slurm and not any(name.startswith("PMI") for name in os.environ):
+        return None  # some MPI libraries end a process that they find in a step without PMI
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi to load
+        if by_slurm:
+            return None
         raise EnvironmentUnfit(
             f"{ranks.size} processes were started, but they cannot talk to each other",
             why=f"mpi4py: {str(error).splitlines()[0]}",
             next="pip install 'dtt[mpi]' (or 'dtt[mpich]' where the machine has no MPI library)",
         ) from None
     comm = Mpi(MPI)
-    if comm.size != ranks.size:
-        raise EnvironmentUnfit(
-            f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
-            why="mpirun and the MPI library that mpi4py loads are of different kinds",
-            next="use the mpirun of the same MPI, or pip install 'dtt[mpich]' and its mpirun",
-        )
-    return comm
+    if comm.size == ranks.size:
+        return comm
+    if by_slurm and comm.size == 1:
+        return None
+    raise EnvironmentUnfit(
+        f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
+        why="mpirun and the MPI library that mpi4py loads are of different kinds",
+        next="use the mpirun of the same MPI, or pip install 'dtt[mpich]' and its mpirun",
+    )
 
 
-def abort_peers(code: int) -> None:
-    """End every rank of an MPI job with `code`; return if this is not one.
+def abort_peers(code: int, reason: str) -> None:
+    """End every other rank with `code`; return if there is none.
 
-    A rank that merely exits would leave the others waiting for it for ever.
+    A rank that merely exits would leave the others waiting for it.
     """
+    if _meetings:
+        _meetings[-1].fail(code, reason)
+        return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return

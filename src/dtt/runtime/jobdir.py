@@ -47,6 +47,11 @@ class JobDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def tokenizer(self) -> Path:
+        """The tokenizer.json of what the job trains on."""
+        return self.root / "tokenizer.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"

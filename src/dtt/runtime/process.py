@@ -29,7 +29,7 @@ def command() -> Iterator[None]:
     """Run a command's body; leave the process with the exit code its ending deserves.
 
     A user's fault is printed without a traceback (DTT_DEBUG=1 shows it); a bug with one. When
-    this is a rank of an MPI job, the other ranks end too.
+    this is one rank of several, the other ranks end too.
     """
     setup_logging(Ranks.detect())
     # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
@@ -51,13 +51,13 @@ def command() -> Iterator[None]:
         _leave(in_words(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        abort_peers(ExitCode.INTERRUPTED)
+        abort_peers(ExitCode.INTERRUPTED, "interrupted")
         sys.exit(ExitCode.INTERRUPTED)
-    except Exception:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
+    except Exception as error:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
         sys.stderr.write(
             f"{traceback.format_exc()}dtt: this is a bug; please report the lines above\n"
         )
-        abort_peers(ExitCode.BUG)
+        abort_peers(ExitCode.BUG, repr(error))
         sys.exit(ExitCode.BUG)
 
 
@@ -70,7 +70,7 @@ def _leave(error: DttError) -> None:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
     print(f"dtt: {error}", file=sys.stderr)
-    abort_peers(error.exit_code)
+    abort_peers(error.exit_code, str(error).splitlines()[0])
     sys.exit(error.exit_code)
 
 

@@ -1,8 +1,10 @@
 """What a tracker is: something that is told every record and closed once.
 
-A record is a flat dict with `kind` and `step`:
+A record is a dict with `kind` and `step`:
     train   loss (nats per target token), lr, grad_norm, tokens, ledger
-    eval    loss, bits_per_byte
+    eval    loss, bits_per_byte (null where the bytes are not known), losses of each source if
+            there are several, by name
+    data    epochs of each source, by name
     sample  text
     perf    tokens_per_second, seconds_per_step, mfu, memory_gb
     save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
@@ -12,9 +14,20 @@ Only `perf` and `save` records differ between two runs of one config.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 Record = dict[str, Any]
+
+
+def scalars(record: Record) -> Iterator[tuple[str, int | float]]:
+    """The numbers of a record as `kind/name`, those of sources as `kind/name/source`."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                yield f"{record['kind']}/{name}/{inner}", number
+        elif name != "step" and isinstance(value, int | float):
+            yield f"{record['kind']}/{name}", value
 
 
 class Tracker(Protocol):

@@ -25,12 +25,7 @@ class ConsoleTracker:
             case "perf":
                 self._progress(self._line(record))
             case "eval":
-                log.info(
-                    "step %d: validation loss %.4f, %.4f bits per byte",
-                    record["step"],
-                    record["loss"],
-                    record["bits_per_byte"],
-                )
+                log.info("step %d: validation loss %s", record["step"], _found(record))
             case "sample":
                 log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
 
@@ -58,6 +53,15 @@ class ConsoleTracker:
             sys.stderr.flush()
         else:
             log.info("%s", line)
+
+
+def _found(evaluation: Record) -> str:
+    """The overall loss, and those of the sources where there are several."""
+    found = f"{evaluation['loss']:.4f}"
+    if evaluation["bits_per_byte"] is not None:
+        found += f", {evaluation['bits_per_byte']:.4f} bits per byte"
+    losses = ", ".join(f"{k} {loss:.4f}" for k, loss in evaluation.get("losses", {}).items())
+    return f"{found} ({losses})" if losses else found
 
 
 def _indented(text: str) -> str:

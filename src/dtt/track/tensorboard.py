@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtt.errors import EnvironmentUnfit
-from dtt.track.base import Record
+from dtt.track.base import Record, scalars
 
 
 class TensorBoardTracker:
-    """Writes train, eval and perf records as scalars `kind/name`, samples as text."""
+    """Writes numbers as scalars `kind/name`, samples as text."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         """Events after `resume_step` of an earlier attempt are hidden, as they will come again."""
@@ -26,9 +26,8 @@ class TensorBoardTracker:
     def log(self, record: Record) -> None:
         """Write one record."""
         kind, step = record["kind"], record["step"]
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, step)
         if kind == "sample":
             self._writer.add_text("sample", record["text"], step)
 

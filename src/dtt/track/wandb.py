@@ -13,11 +13,11 @@ from dtt.config.train import WandbConfig
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.log import log
 from dtt.secrets import named_secret
-from dtt.track.base import Record
+from dtt.track.base import Record, scalars
 
 
 class WandbTracker:
-    """Sends train, eval and perf records as `kind/name` metrics over their step."""
+    """Sends numbers as `kind/name` metrics over their step."""
 
     def __init__(
         self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
@@ -47,17 +47,15 @@ class WandbTracker:
                 mode=_mode(config),
                 settings=wandb.Settings(init_timeout=20, finish_timeout=10),
             )
-            for kind in ("train", "eval", "perf", "save"):
+            for kind in ("train", "eval", "data", "perf", "save"):
                 self._run.define_metric(f"{kind}/*", step_metric="step")
 
         self._guarded(begin)
 
     def log(self, record: Record) -> None:
         """Send one record; samples are left to metrics.jsonl."""
-        kind = record["kind"]
-        if kind != "sample":
-            values = {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, int | float)}
-            values["step"] = record["step"]
+        if record["kind"] != "sample":
+            values = {**dict(scalars(record)), "step": record["step"]}
             self._guarded(lambda: self._run.log(values))
 
     def flush(self) -> None:

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dtt.config.train import TrainConfig
-from dtt.data.loader import Share
+from dtt.data.dataset import Dataset
+from dtt.data.loader import MicroBatch, Share
+from dtt.data.source import Samples, Source
 from dtt.data.tokenizer import open_tokenizer
-from dtt.data.windows import Windows
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
+from dtt.model.loss import IGNORED
 from dtt.parallel.apply import autocast
 from dtt.runtime.dist import World
 from dtt.track.base import Record
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Validation loss over the first windows of the held-out split, shared out over the ranks."""
+class HeldOut:
+    """The held-out text of one source."""
 
-    windows: Windows
+    source: Source
     count: int
-    """How many windows."""
-    bytes_per_token: float
-    """Of the held-out split."""
+    """Samples to look at, from its beginning."""
+    share: float
+    """What the source counts for in the overall loss; all shares together are 1."""
+
+
+def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
+    """Shares out `count` samples equally over the sources that have held-out text.
+
+    A source counts for as much as it has of the samples of the whole run: the overall loss of one
+    step can be compared with that of another, though weights change in between.
+    """
+    shares = dataset.shares()
+    found = [s for s in dataset.validation if s is not None and shares[s.name] > 0]
+    total = sum(shares[source.name] for source in found)
+    each = max(1, count // max(1, len(found)))
+    return [HeldOut(s, min(each, len(s)), shares[s.name] / total) for s in found]
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Validation loss over the held-out text of every source, shared out over the ranks."""
+
+    parts: Sequence[HeldOut]
     share: Share
     precision: str
     world: World
@@ -38,25 +61,48 @@ class Evaluator:
     def record(self, model: Decoder, step: int, stop: Callable[[], bool]) -> Record | None:
         """The `eval` record: mean loss in nats per token, and in bits per byte of text.
 
-        None as soon as `stop()`, which is asked on every rank between batches, is true.
+        With several sources, `losses` has that of each. None as soon as `stop()`, which is asked on
+        every rank between batches, is true.
         """
         model.eval()
-        total = torch.zeros(2, device=self.world.device, dtype=torch.float64)
-        rows = self.share.micro_batch * self.world.size
-        for first in range(0, self.count, rows):
-            if stop():
-                model.train()
-                return None
-            chunk = np.arange(first, min(first + rows, self.count), dtype=np.uint64)
-            for tokens, targets in self.share.to_device(self.windows, chunk):
-                with autocast(self.world.device, self.precision):
-                    loss = model(tokens, targets)
-                total += torch.stack([loss.double(), loss.new_tensor(targets.numel()).double()])
+        totals = torch.zeros(len(self.parts), 2, device=self.world.device, dtype=torch.float64)
+        for total, part in zip(totals, self.parts, strict=True):
+            for samples in self._chunks(part.count):
+                if stop():
+                    model.train()
+                    return None
+                for micro_batch in self.share.to_device(part.source, samples):
+                    total += self._loss(model, micro_batch)
         model.train()
-        loss_sum, tokens_seen = self.world.sum_(total).tolist()
-        loss = loss_sum / tokens_seen
-        bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        return {"kind": "eval", "step": step, "loss": loss, "bits_per_byte": bits_per_byte}
+        losses = [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
+        record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
+        if len(losses) > 1:
+            names = [part.source.name for part in self.parts]
+            record["losses"] = dict(zip(names, losses, strict=True))
+        return record
+
+    def _chunks(self, count: int) -> Iterator[Samples]:
+        """The first `count` samples, a micro-batch for each rank at a time."""
+        rows = self.share.micro_batch * self.world.size
+        for first in range(0, count, rows):
+            yield np.arange(first, min(first + rows, count), dtype=np.uint64)
+
+    def _loss(self, model: Decoder, micro_batch: MicroBatch) -> Tensor:
+        """Sum of the loss, and number of targets."""
+        targets = micro_batch.targets
+        with autocast(self.world.device, self.precision):
+            loss = model(micro_batch.tokens, targets, documents_BT=micro_batch.documents)
+        return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+
+    def _overall(self, losses: Sequence[float]) -> dict[str, float | None]:
+        shares = [part.share for part in self.parts]
+        loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        known = [part.source.bytes_per_token for part in self.parts]
+        bits_per_byte = None
+        if all(known):
+            bytes_per_token = sum(s * (b or 0) for s, b in zip(shares, known, strict=True))
+            bits_per_byte = loss / math.log(2) / bytes_per_token
+        return {"loss": loss, "bits_per_byte": bits_per_byte}
 
 
 class Sampler:

@@ -1,12 +1,13 @@
-"""What a run comes to, worked out from config, token files and ranks before it starts."""
+"""What a run comes to, worked out from config, data and ranks before it starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtt.artifacts import TokensManifest
 from dtt.config.run import RunConfig
 from dtt.data import fit
+from dtt.data.dataset import Dataset
+from dtt.errors import ConfigError
 from dtt.model import count, families
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
 from dtt.runtime.dist import World, native_bf16
@@ -22,33 +23,37 @@ class Plan:
     precision: str
     """fp32 or bf16."""
     compile: bool
-    sequences: int
-    """In one optimizer step, over all ranks."""
     tokens_per_step: int
+    """Places for them; a few hold padding where documents are packed."""
     steps: int
-    epoch_windows: int
-    """Training windows there are."""
+    """Until the end of the run, or until the data is exhausted."""
+    data: str
+    """A line for each source."""
 
     def describe(self, world: World) -> str:
-        """Two lines for the start of the log."""
+        """A few lines for the start of the log."""
         tokens = self.steps * self.tokens_per_step
-        epochs = self.steps * self.sequences / self.epoch_windows
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
             f"{world.size} x {world.device.type}{', compiled' if self.compile else ''}\n"
             f"  {self.steps} steps of {self.tokens_per_step} tokens: {tokens / 1e6:.1f}M tokens, "
-            f"{tokens / self.parameters:.1f} per parameter, {epochs:.2f} epochs"
+            f"{tokens / self.parameters:.1f} per parameter\n{self.data}"
         )
 
 
-def make_plan(cfg: RunConfig, tokens: TokensManifest, windows: int, world: World) -> Plan:
+def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     """Resolve what depends on data and devices; ConfigError when they do not fit the config."""
     train = cfg.train
-    sequences = fit.sequences_per_step(train, world.size)
-    fit.check_length(tokens, windows, train.seq_len)
+    fit.sequences_per_step(train, world.size)
+    if dataset.steps == 0:
+        raise ConfigError(
+            "the data is exhausted before the end of the first step",
+            why=f"{dataset.mixture.end} sequences, a step takes {dataset.sequences}",
+            next="data.on_exhausted=repeat, a smaller train.global_batch_tokens, or more text",
+        )
     arch = families.get(cfg.model.family).architecture(
         cfg.model,
-        fit_vocabulary(cfg.model, tokens.vocab_size),
+        fit_vocabulary(cfg.model, dataset.manifest.vocab_size),
         fit_context(cfg.model, train.seq_len),
     )
     precision = train.precision
@@ -60,8 +65,7 @@ def make_plan(cfg: RunConfig, tokens: TokensManifest, windows: int, world: World
         flops_per_token=count.flops_per_token(arch, train.seq_len),
         precision=precision,
         compile=world.device.type == "cuda" if train.compile is None else train.compile,
-        sequences=sequences,
         tokens_per_step=train.global_batch_tokens,
-        steps=train.steps,
-        epoch_windows=windows,
+        steps=dataset.steps,
+        data=dataset.describe(),
     )

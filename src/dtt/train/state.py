@@ -22,10 +22,12 @@ class Position:
 
     step: int = 0
     """Optimizer steps done."""
+    samples: int = 0
+    """Samples trained on: those at the positions before this one."""
     tokens: int = 0
     """Target tokens trained on."""
     ledger: bytes = EMPTY_LEDGER
-    """Rolling hash of the windows trained on."""
+    """Rolling hash of the samples trained on."""
     previous_ledger: bytes = EMPTY_LEDGER
     """The same, one step earlier: lets a resume check that the order still is what it was."""
     evaluated: int | None = None
@@ -37,6 +39,7 @@ class Position:
         """As kept in a checkpoint."""
         return {
             "step": self.step,
+            "samples": self.samples,
             "tokens": self.tokens,
             "ledger": self.ledger.hex(),
             "previous_ledger": self.previous_ledger.hex(),
@@ -49,6 +52,7 @@ class Position:
         """Back from a checkpoint."""
         return cls(
             step=record["step"],
+            samples=record["samples"],
             tokens=record["tokens"],
             ledger=bytes.fromhex(record["ledger"]),
             previous_ledger=bytes.fromhex(record["previous_ledger"]),

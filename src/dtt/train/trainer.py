@@ -15,8 +15,9 @@ from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
+from dtt.data.dataset import Dataset
 from dtt.data.loader import Batch
-from dtt.data.order import Order, extend_ledger
+from dtt.data.order import extend_ledger
 from dtt.errors import DamagedError
 from dtt.model.decoder import Decoder
 from dtt.optim import schedule
@@ -55,7 +56,7 @@ class Trainer:
     module: nn.Module
     """What is called in training: `model`, or `model` wrapped."""
     optimizers: Mapping[str, Optimizer]
-    order: Order
+    dataset: Dataset
     batches_from: Callable[[int], Iterator[Batch]]
     evaluator: Evaluator | None
     sampler: Sampler | None
@@ -124,6 +125,7 @@ class Trainer:
         load_optimizers(self.optimizers, state)
         restore_rng(state, self.world.rank, self.cfg.seed + resume.step, self.world.device)
         self.position = Position.from_json(resume.position())
+        self.dataset.restore(resume.position()["sources"])
         self.saved_step = resume.step
         self.check_order()
         log.info("resumed from %s", resume.path)
@@ -133,9 +135,9 @@ class Trainer:
         position = self.position
         if position.step == 0:
             return
-        count = self.plan.sequences
-        windows = self.order.windows_at((position.step - 1) * count, count)
-        if extend_ledger(position.previous_ledger, windows) != position.ledger:
+        first = self.dataset.first_sample(position.step - 1)
+        samples = self.dataset.samples_at(first, position.samples - first)
+        if extend_ledger(position.previous_ledger, samples) != position.ledger:
             raise DamagedError(
                 "the data is not in the order that this job was trained in",
                 why=f"step {position.step} would now see other samples",
@@ -145,12 +147,16 @@ class Trainer:
     def step(self, batch: Batch, multiplier: float) -> None:
         """One optimizer step. Nothing here waits for the device."""
         # DDP averages gradients over ranks; the loss is a mean over the whole global batch.
-        scale = self.world.size / self.plan.tokens_per_step
+        scale = self.world.size / batch.targets
         loss = torch.zeros((), device=self.world.device)
-        for i, (tokens, targets) in enumerate(batch.micro_batches):
+        for i, micro_batch in enumerate(batch.micro_batches):
             with gradient_sync(self.module, wanted=i == len(batch.micro_batches) - 1):
                 with autocast(self.world.device, self.plan.precision):
-                    part = self.module(tokens, targets) * scale
+                    part = scale * self.module(
+                        micro_batch.tokens,
+                        micro_batch.targets,
+                        documents_BT=micro_batch.documents,
+                    )
                 part.backward()
             loss += part.detach()
         limit = self.cfg.train.clip_norm or float("inf")
@@ -172,9 +178,10 @@ class Trainer:
         """Move the position past `batch`."""
         position = self.position
         position.step += 1
-        position.tokens += self.plan.tokens_per_step
+        position.samples += len(batch.samples)
+        position.tokens += batch.targets
         position.previous_ledger = position.ledger
-        position.ledger = extend_ledger(position.ledger, batch.windows)
+        position.ledger = extend_ledger(position.ledger, batch.samples)
 
     def read_losses(self) -> None:
         """Fetch the losses since the last call (the one wait for the device) and hand them on."""
@@ -193,6 +200,8 @@ class Trainer:
         reading = self.meter.read()
         self._step_seconds.append(reading["seconds_per_step"] or 0.0)
         self.emit({"kind": "perf", "step": self.position.step, **reading})
+        epochs = self.dataset.epochs(self.position.samples)
+        self.emit({"kind": "data", "step": self.position.step, "epochs": epochs})
         self.log_saves()
 
     def look(self) -> None:
@@ -252,7 +261,9 @@ class Trainer:
                 store.STATE: optimizer_tensors(self.optimizers),
             }
             own = rng_tensors(self.world.rank, self.world.device)
-            position = self.position.to_json() | {"run_id": self.run_id}
+            # As of one step earlier, so that a resume can see the last step's samples again.
+            sources = self.dataset.state(self.dataset.first_sample(max(0, step - 1)))
+            position = self.position.to_json() | {"run_id": self.run_id, "sources": sources}
             self.saver.begin(step, shared, own, position, self.flush)
         self.saved_step = step
 

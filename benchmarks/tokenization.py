@@ -1,0 +1,239 @@
+"""How fast text becomes token ids: dtt, the encoder it uses alone, and what people use otherwise.
+
+    python benchmarks/tokenization.py [--shared DIR] [--peers-python PYTHON] [--runs N]
+    python benchmarks/tokenization.py --gigabyte      the novels repeated to 1 GB
+    python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
+
+Every figure is of a whole process (of all of its workers), from its start to its end, the median
+of interleaved runs; the raw encoder's is of encoding alone, from memory. Two processes or workers
+wherever there is a choice. The ids of all must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from xxhash import xxh3_64_intdigest
+
+from dtt.artifacts import TokensManifest
+from dtt.data.tokenfile import TokenFile, token_dtype
+from dtt.data.tokenizer import open_tokenizer
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+INSTALL = {"raw": "gigatoken", "hf": "tokenizers", "pool": "tokenizers"}
+PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@dataclass
+class Corpus:
+    """Parquet files, and what dtt knows of them."""
+
+    name: str
+    folder: Path
+    """Of the files alone."""
+    downloaded: Path
+    text_bytes: int
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+def make_corpus(name: str, files: list[Path], work: Path, repeats: int = 1) -> Corpus:
+    folder = work / name
+    folder.mkdir()
+    for i in range(repeats):
+        for path in files:
+            shutil.copy(path, folder / f"{i:03d}-{path.name}")
+    run([BIN / "dtt", "download", "-d", folder, f"download.out={work / 'corpora' / name}"])
+    columns = (pq.read_table(path, columns=["text"])["text"] for path in files)
+    text_bytes = repeats * sum(pc.sum(pc.binary_length(column)).as_py() for column in columns)
+    return Corpus(name, folder, work / "corpora" / name, text_bytes)
+
+
+def run(command: list[str | Path]) -> str:
+    done = subprocess.run(
+        list(map(str, command)), check=False, capture_output=True, text=True, env=ENV
+    )
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Path]:
+    """The command; every document goes into one split, as the peers hold out none."""
+    start: list[str | Path] = [BIN / "mpirun", "-n", str(ranks)] if ranks > 1 else []
+    keys = {
+        "tokenize.corpus": corpus.downloaded,
+        "tokenize.out": out,
+        "tokenize.validation_fraction": 0,
+        "tokenizer.type": "file",
+        "tokenizer.path": tokenizer,
+    }
+    return [*start, BIN / "dtt", "tokenize", *(f"{key}={value}" for key, value in keys.items())]
+
+
+def documents(out: Path, end: int) -> Iterator[npt.NDArray[np.uint32]]:
+    """Ids of every document that a program left in `out`, whatever its format."""
+    if TokensManifest.exists(out):
+        for shard in TokensManifest.read(out).shards:
+            file = TokenFile(out / shard.stem)
+            yield from (file[i] for i in range(len(file)))
+    elif (out / "ids.bin").exists():
+        ids = np.fromfile(out / "ids.bin", token_dtype(end + 1))
+        yield from np.split(ids, np.cumsum(np.load(out / "lengths.npy"))[:-1])
+    else:
+        for path in out.glob("*.ds"):
+            ends = np.fromfile(f"{path}.index", "<u8")
+            width = path.stat().st_size // max(int(ends.max(initial=0)), 1)
+            if len(ends):
+                yield from np.split(np.fromfile(path, f"<u{width}"), ends[:-1].astype(np.int64))
+
+
+def fingerprint(out: Path, end: int) -> tuple[int, int, int]:
+    """Documents, tokens, and a sum of hashes that does not depend on the documents' order."""
+    count = tokens = total = 0
+    for ids in documents(out, end):
+        count, tokens = count + 1, tokens + len(ids)
+        total += xxh3_64_intdigest(ids.astype(np.uint32).tobytes())
+    return count, tokens, total % 2**64
+
+
+def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]], runs: int) -> None:
+    """Time dtt and its peers in turns, compare their ids, print a table."""
+    end = open_tokenizer(tokenizer).get_vocab()["<|endoftext|>"]
+    prints: dict[str, tuple[int, int, int]] = {}
+    rates: list[float] = []
+    for round_ in range(runs + 1):  # the first only warms the file cache and the bytecode
+        with tempfile.TemporaryDirectory() as scratch:
+            commands = {
+                f"dtt, {n} rank{'s' * (n > 1)}": dtt(corpus, tokenizer, Path(scratch, f"dtt{n}"), n)
+                for n in (1, 2)
+            }
+            for name, out in zip(list(commands), ("dtt1", "dtt2"), strict=True):
+                seconds = timed(commands[name])
+                corpus.times.setdefault(name, []).extend([seconds] if round_ else [])
+                prints[name] = fingerprint(Path(scratch, out), end)
+            for name, command in peers.items() if round_ else ():
+                out_folder = Path(scratch, name)
+                out_folder.mkdir()
+                full = [*command, tokenizer, corpus.folder, out_folder]
+                if name == "raw":
+                    rates.append(float(run(full)))
+                    continue
+                corpus.times.setdefault(name, []).append(timed(full))
+                prints[name] = fingerprint(out_folder, end)
+    report(corpus, prints, statistics.median(rates) if rates else None)
+
+
+def timed(command: list[str | Path]) -> float:
+    start = time.perf_counter()
+    run(command)
+    return time.perf_counter() - start
+
+
+def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rate: float | None) -> None:
+    megabytes = corpus.text_bytes / 1e6
+    count, tokens, _ = expected = prints["dtt, 1 rank"]
+    print(f"\n{corpus.name}: {megabytes:.1f} MB, {count:,} documents, {tokens:,} tokens")
+    print(f"{'':<14}{'seconds':>9}{'MB/s':>8}{'tokens/s':>13}{'dtt, 2 ranks':>14}  ids")
+    ours = statistics.median(corpus.times["dtt, 2 ranks"])
+    for name, times in corpus.times.items():
+        seconds = statistics.median(times)
+        same = "equal" if prints[name] == expected else f"DIFFERENT: {prints[name]}"
+        print(
+            f"{name:<14}{seconds:>9.2f}{megabytes / seconds:>8.1f}{tokens / seconds:>13,.0f}"
+            f"{seconds / ours:>13.1f}x  {same}"
+        )
+    if rate is not None:
+        print(
+            f"raw encoder   {megabytes / rate:>9.2f}{rate:>8.1f}  one core, from memory, no output"
+        )
+        for ranks, name in ((1, "dtt, 1 rank"), (2, "dtt, 2 ranks")):
+            kept = megabytes / statistics.median(corpus.times[name]) / (ranks * rate)
+            print(f"{name} keeps {kept:.0%} of the speed of {ranks} such, start-up included")
+    if any(found != expected for found in prints.values()):
+        sys.exit("ids differ")
+
+
+WATCH = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_memory(command: list[str | Path]) -> float:
+    """Of one process, in MB; started by a small one, whose memory Linux counts as its child's."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(run([sys.executable, "-c", WATCH, *command])) * unit / 1e6
+
+
+def memory(files: list[Path], tokenizer: Path, work: Path) -> None:
+    """One file, a single row group of it, and the same 20 times as long; one unit each."""
+    table = pa.concat_tables(pq.read_table(path, columns=["text"]) for path in files)
+    found = []
+    for times in (1, 20):
+        path = work / f"times{times}.parquet"
+        whole = pa.concat_tables([table] * times)
+        pq.write_table(whole, path, row_group_size=len(whole), compression="zstd")
+        corpus = make_corpus(f"memory{times}", [path], work)
+        found.append(peak_memory(dtt(corpus, tokenizer, work / f"out{times}", 1)))
+        print(f"{corpus.text_bytes / 1e6:>8.0f} MB of text: at most {found[-1]:.0f} MB of memory")
+    print(f"20 times the text takes {found[1] / found[0]:.2f} times the memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shared", type=Path, default=HERE.parents[1] / "shared")
+    parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--peers", default="raw,datatrove,pool,datasets,hf")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--gigabyte", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    options = parser.parse_args()
+    data = options.shared / "data"
+    tokenizer = data / "tokenizers/gpt2/tokenizer.json"
+    novels = sorted((data / "novels").glob("train-*.parquet"))
+    multilingual = sorted((data / "multilingual").glob("*.parquet"))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        if options.memory:
+            memory(novels, tokenizer, work)
+            return
+        peers = dict(installed(options.peers_python, options.peers.split(",")))
+        if options.gigabyte:
+            compare(make_corpus("gigabyte", novels, work, 14), tokenizer, peers, options.runs)
+            return
+        for name, files in (("novels", novels), ("multilingual", multilingual)):
+            compare(make_corpus(name, files, work), tokenizer, peers, options.runs)
+
+
+def installed(python: str, names: list[str]) -> Iterator[tuple[str, list[str | Path]]]:
+    """The commands of those peers that `python` can import."""
+    for name in names:
+        package = INSTALL.get(name, name)
+        try:
+            run([python, "-c", f"import {package}"])
+        except subprocess.CalledProcessError:
+            print(f"{name} is left out: {python} -m pip install {package}")
+        else:
+            yield name, [python, HERE / "tokenize_peers.py", name]
+
+
+if __name__ == "__main__":
+    main()

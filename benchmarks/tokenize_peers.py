@@ -1,0 +1,127 @@
+"""What people do without dtt to get token ids from Parquet, each as one whole process.
+
+    python benchmarks/tokenize_peers.py PEER TOKENIZER.json FOLDER OUT
+
+Needs only the peer. Started by tokenization.py, with the interpreter that has the peers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+END = "<|endoftext|>"
+WORKERS = 2
+
+
+def texts(folder: Path) -> Iterator[list[str]]:
+    import pyarrow.parquet as pq
+
+    for path in sorted(folder.glob("*.parquet")):
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(128, columns=["text"], use_threads=False):
+                yield batch.column(0).to_pylist()
+
+
+def write(out: Path, documents: Iterator[Any], end: int) -> None:
+    """Ids in a row, and the number of tokens of each document."""
+    lengths = []
+    with (out / "ids.bin").open("wb") as file:
+        for ids in documents:
+            ended = np.array([*ids, end], np.uint16 if end < 65_500 else np.int32)
+            file.write(ended.tobytes())
+            lengths.append(len(ended))
+    np.save(out / "lengths.npy", np.array(lengths))
+
+
+def raw(tokenizer: Path, folder: Path, out: Path) -> None:
+    """The encoder alone: texts are in memory, ids are thrown away; prints its MB/s."""
+    from gigatoken import Tokenizer
+
+    documents = [text for batch in texts(folder) for text in batch]
+    size = sum(len(text.encode()) for text in documents)
+    encode = Tokenizer.from_json(tokenizer.read_bytes()).backend.encode
+    start = time.perf_counter()
+    for text in documents:
+        encode(text)
+    print(size / 1e6 / (time.perf_counter() - start))
+
+
+def hf(tokenizer: Path, folder: Path, out: Path) -> None:
+    """`tokenizers` with its own threads."""
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(tokenizer))
+    batches = (encoder.encode_batch_fast(b, add_special_tokens=False) for b in texts(folder))
+    write(out, (e.ids for batch in batches for e in batch), encoder.get_vocab()[END])
+
+
+_worker: Any = None
+
+
+def _start_worker(tokenizer: Path) -> None:
+    global _worker  # noqa: PLW0603 - how Megatron's preprocess_data.py shares it, too
+    from tokenizers import Tokenizer
+
+    _worker = Tokenizer.from_file(str(tokenizer))
+
+
+def _encode(text: str) -> list[int]:
+    ids: list[int] = _worker.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def pool(tokenizer: Path, folder: Path, out: Path) -> None:
+    """As Megatron's tools/preprocess_data.py: `Pool.imap` with chunks of 32, one writer."""
+    from tokenizers import Tokenizer
+
+    end = Tokenizer.from_file(str(tokenizer)).get_vocab()[END]
+    with Pool(WORKERS, _start_worker, (tokenizer,)) as workers:
+        documents = (text for batch in texts(folder) for text in batch)
+        write(out, workers.imap(_encode, documents, 32), end)
+
+
+def datasets(tokenizer: Path, folder: Path, out: Path) -> None:
+    """`datasets.map` over batches, then ids to disk."""
+    import datasets as hub
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(tokenizer))
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encodings = encoder.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"ids": [e.ids for e in encodings]}
+
+    files = sorted(map(str, folder.glob("*.parquet")))
+    made = hub.load_dataset("parquet", data_files=files, split="train", cache_dir=str(out / "hf"))
+    made = made.map(encode, batched=True, num_proc=WORKERS, remove_columns=made.column_names)
+    batches = made.with_format("arrow").iter(1000)
+    documents = (ids.values.to_numpy() for batch in batches for ids in batch["ids"])
+    write(out, documents, encoder.get_vocab()[END])
+
+
+def datatrove(tokenizer: Path, folder: Path, out: Path) -> None:
+    """Its tokenizing pipeline, files shared out over processes."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    steps = [
+        ParquetReader(str(folder), glob_pattern="*.parquet"),
+        DocumentTokenizer(str(out), str(tokenizer), eos_token=END, shuffle_documents=False),
+    ]
+    logs = str(out / "logs")
+    LocalPipelineExecutor(steps, tasks=WORKERS, workers=WORKERS, logging_dir=logs).run()
+
+
+PEERS = {"raw": raw, "hf": hf, "pool": pool, "datasets": datasets, "datatrove": datatrove}
+
+
+if __name__ == "__main__":
+    PEERS[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -1,0 +1,231 @@
+"""How long learning a tokenizer takes: dtt beside its peers, from the same text, on one core each.
+
+    python benchmarks/tokenizer_training.py [MEGABYTES] [VOCABULARY] [ROUNDS]
+
+The text is the beginning of the novels in `$DTT_SHARED/data` (`../shared` by default), the
+pre-tokenizer GPT-2's. Every way is a process of its own (`dtt, 2 ranks` is two, on two cores), in
+interleaved rounds; the medians are told: training from text in memory, and the whole process, which
+also imports and reads. Merges are compared with those of `tokenizers`, Hugging Face's own. Peers
+that are not installed beside dtt are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SHARED = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
+END = "<|endoftext|>"
+ONE_CORE = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+GPT2 = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # rustbpe's
+)
+WAYS = {
+    "dtt": None, "dtt, 2 ranks": None, "tokenizers": "tokenizers",
+    "gigatoken": "gigatoken", "rustbpe": "rustbpe",
+}  # fmt: skip
+
+
+# ---- the ways, each in a process of its own ------------------------------------------------------
+
+
+def dtt(folder: Path, vocab_size: int) -> tuple[float, list[list[str]] | None]:
+    """What `dtt tokenize` does before it encodes; the first rank has the merges."""
+    from dtt.config.data import TrainedTokenizerConfig
+    from dtt.data.corpus import Corpus
+    from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
+    from dtt.data.sampling import tokenizer_sample
+    from dtt.data.tokenizer import train_tokenizer
+    from dtt.runtime.comm import open_comm
+    from dtt.runtime.ranks import Ranks
+
+    comm = open_comm(Ranks.detect(), folder / "meeting")
+    cfg = TrainedTokenizerConfig(vocab_size=vocab_size, train_bytes=10**12)
+    corpus = Corpus(folder / "corpus")
+    units = corpus.units(corpus.unit_bytes())
+    batches = list(tokenizer_sample(corpus, units, 10**12, 0.0, comm, lambda amount: None))
+    comm.barrier()
+    start = time.perf_counter()
+    counts = count_pre_tokens("gpt2", batches)
+    counts = sum_over_ranks(counts, comm, folder)
+    content = train_tokenizer(cfg, counts) if comm.rank == 0 else None
+    seconds = time.perf_counter() - start
+    comm.close()
+    return seconds, json.loads(content)["model"]["merges"] if content else None
+
+
+def texts_of(folder: Path) -> list[str]:
+    texts: list[str] = pq.read_table(folder / "texts.parquet").column("text").to_pylist()
+    return texts
+
+
+def by_tokenizers(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
+    texts = texts_of(folder)
+    start = time.perf_counter()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    content = tokenizer.to_str()
+    seconds = time.perf_counter() - start
+    return seconds, json.loads(content)["model"]["merges"]
+
+
+def by_gigatoken(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
+    import gigatoken
+
+    texts = texts_of(folder)
+    start = time.perf_counter()
+    path = folder / "gigatoken.txt"  # it trains from files
+    path.write_text(END.join(texts))
+    source = gigatoken.TextFileSource([str(path)], separator=END)
+    _, merges = gigatoken.train_bpe(source, vocab_size, [END])
+    seconds = time.perf_counter() - start
+    return seconds, [[as_text(left), as_text(right)] for left, right in merges]
+
+
+def by_rustbpe(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
+    """Its merges are only told as what they make: `['', made]`."""
+    rustbpe = importlib.import_module("rustbpe")
+    texts = texts_of(folder)
+    start = time.perf_counter()
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(iter(texts), vocab_size - 1, pattern=GPT2)
+    seconds = time.perf_counter() - start
+    made = (token for token, _ in tokenizer.get_mergeable_ranks()[256:])
+    return seconds, [["", as_text(token)] for token in made]
+
+
+VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
+ALPHABET = {byte: chr(byte) for byte in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+
+
+def as_text(token: bytes) -> str:
+    """Bytes in the alphabet of `ByteLevel`."""
+    return "".join(ALPHABET[byte] for byte in token)
+
+
+# ---- the comparison ------------------------------------------------------------------------------
+
+
+def command(way: str, folder: Path, vocab_size: int) -> list[str]:
+    ranks = 2 if "2 ranks" in way else 1
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    start = [str(mpirun), "-n", str(ranks)] if ranks > 1 else []
+    return [*start, sys.executable, __file__, "--way", way, str(folder), str(vocab_size)]
+
+
+def work(way: str, folder: Path, vocab_size: int) -> None:
+    ways = {"tokenizers": by_tokenizers, "gigatoken": by_gigatoken, "rustbpe": by_rustbpe}
+    seconds, merges = ways.get(way, dtt)(folder, vocab_size)
+    if merges is not None:
+        (folder / "result.json").write_text(json.dumps([seconds, merges]))
+
+
+def prepare(folder: Path, size: int) -> int:
+    """The first `size` bytes of the novels, as Parquet and as a corpus of dtt."""
+    from dtt.config.data import DownloadConfig
+    from dtt.data.download import download
+
+    texts: list[str] = []
+    for path in sorted((SHARED / "novels").glob("train-*.parquet")):
+        for text in pq.read_table(path).column("text").to_pylist():
+            if size > 0:
+                texts.append(text)
+                size -= len(text.encode())
+    table = pa.table({"text": texts})
+    pq.write_table(table, folder / "texts.parquet", row_group_size=len(texts) // 16 + 1)
+    download(DownloadConfig(dataset=str(folder / "texts.parquet")), folder / "corpus")
+    return sum(len(text.encode()) for text in texts)
+
+
+def bytes_per_token(tokenizer: Tokenizer) -> float:
+    """On the held-out novels, as `encode` splits them."""
+    paths = (SHARED / "novels").glob("val-*.parquet")
+    texts = [text for path in paths for text in pq.read_table(path).column("text").to_pylist()]
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return sum(len(t.encode()) for t in texts) / sum(len(encoding.ids) for encoding in encodings)
+
+
+def learnt(merges: list[list[str]]) -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for left, right in merges:
+        vocabulary.setdefault(left + right, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(left, right) for left, right in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def agreement(merges: list[list[str]], reference: list[list[str]]) -> str:
+    made = [["".join(pair)] for pair in merges], [["".join(pair)] for pair in reference]
+    if merges == reference or (not merges[0][0] and made[0] == made[1]):
+        return "equal"
+    pairs: Iterable[tuple[Any, Any]] = zip(*made, strict=False)
+    return f"first {next((i for i, (a, b) in enumerate(pairs) if a != b), len(merges)):,} equal"
+
+
+def main() -> None:
+    megabytes = float(sys.argv[1]) if len(sys.argv) > 1 else 14.6
+    vocab_size = int(sys.argv[2]) if len(sys.argv) > 2 else 16384
+    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 5
+    ways = [way for way, module in WAYS.items() if not module or importlib.util.find_spec(module)]
+    training: dict[str, list[float]] = {way: [] for way in ways}
+    whole: dict[str, list[float]] = {way: [] for way in ways}
+    merges: dict[str, list[list[str]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = prepare(folder, int(megabytes * 1e6))
+        for _ in range(rounds):
+            for way in ways:
+                start = time.perf_counter()
+                line = command(way, folder, vocab_size)
+                subprocess.run(line, check=True, capture_output=True, env=os.environ | ONE_CORE)
+                whole[way].append(time.perf_counter() - start)
+                seconds, merges[way] = json.loads((folder / "result.json").read_text())
+                training[way].append(seconds)
+    print(f"{size / 1e6:.1f} MB of novels, vocabulary of {vocab_size}, {rounds} rounds, seconds")
+    print(f"{'':<16}{'training':>9}{'ratio':>8}{'process':>9}{'ratio':>8}  merges")
+    ours = {
+        "training": statistics.median(training["dtt"]),
+        "whole": statistics.median(whole["dtt"]),
+    }
+    for way in ways:
+        alone, process = statistics.median(training[way]), statistics.median(whole[way])
+        print(
+            f"{way:<16}{alone:>9.2f}{alone / ours['training']:>8.2f}{process:>9.2f}"
+            f"{process / ours['whole']:>8.2f}  {agreement(merges[way], merges['tokenizers'])}"
+        )
+    print("bytes per token on held-out novels:", end="")
+    print(f" dtt {bytes_per_token(learnt(merges['dtt'])):.3f},", end="")
+    gpt2 = Tokenizer.from_file(str(SHARED / "tokenizers/gpt2/tokenizer.json"))
+    print(f" GPT-2 (vocabulary of {gpt2.get_vocab_size()}) {bytes_per_token(gpt2):.3f}")
+
+
+if __name__ == "__main__":
+    if "--way" in sys.argv:
+        work(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,262 @@
+"""`dtt data`: what text and tokens are like, what a mixture comes to, what a step trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from dtt.artifacts import DataManifest
+from dtt.checkpoint import store
+from dtt.config.data import SourceConfig
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+from dtt.data.dataset import Dataset, open_dataset
+from dtt.data.inspect.lengths import Summary
+from dtt.data.inspect.look import look
+from dtt.data.inspect.mix import Mix, SourceShare, work_out
+from dtt.data.inspect.report import Report, Wishes, raise_if_damaged
+from dtt.data.inspect.step import Sample, Step
+from dtt.data.order import EMPTY_LEDGER
+from dtt.data.tokenizer import open_tokenizer
+from dtt.errors import ConfigError, DamagedError
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+BAR = 40
+"""Characters of the longest bar of a histogram."""
+SHOWN_LINES = 6
+"""Of a sample of what was inspected."""
+SHORT = 200
+"""Characters of a text that are shown, unless all are asked for."""
+
+
+def inspect(
+    path: Path,
+    *,
+    samples: int,
+    everything: bool,
+    hashes: bool,
+    tokenizer: Path | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Print what lies at `path`; DamagedError after that if a file is not what it should be."""
+    known = get_args(SourceConfig.model_fields["dtype"].annotation)
+    if dtype not in known:
+        raise ConfigError(f"--dtype {dtype} is no type of raw ids", next=" or ".join(known))
+    wishes = Wishes(
+        samples=samples, everything=everything, hashes=hashes, tokenizer=tokenizer, dtype=dtype
+    )
+    report = look(path, wishes)
+    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(_report(report)))
+    raise_if_damaged(report)
+
+
+def mix(cfg: RunConfig, *, as_json: bool) -> None:
+    """Print what each source of the run that `cfg` describes will give."""
+    found = work_out(cfg, open_dataset(cfg))
+    print(json.dumps(asdict(found), indent=1) if as_json else "\n".join(_mix(found)))
+
+
+def at_step(
+    job: Path,
+    step: int,
+    *,
+    rank: int | None,
+    ranks: int | None,
+    limit: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
+    """Print the samples of a step, or those of one rank, and the documents in them.
+
+    DamagedError if metrics.jsonl says that the step saw other samples.
+    """
+    if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
+        raise ConfigError("--rank R and --of N go together, R from 0 to N - 1")
+    dataset = open_dataset(load_job(job))
+    if not 1 <= step <= dataset.steps:
+        raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 … {dataset.steps}")
+    places = JobDir(job)
+    _restore(dataset, places, step)
+    seen = Step.of(dataset, step)
+    agrees = _check_ledger(seen, dataset, places, step)
+    rows = seen.rows(rank or 0, ranks or 1)
+    tokenizer = open_tokenizer(dataset.tokenizer)
+    samples = (
+        seen.read(dataset, row, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+        for row in rows[:limit]
+    )
+    if as_json:
+        facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
+        print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}, indent=1))
+        return
+    print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
+    print("as metrics.jsonl records them" if agrees else "not trained yet")
+    for sample in samples:
+        print("\n".join(_sample(sample, full=full)))
+    if len(rows[:limit]) < len(rows):
+        print(f"\n… and {len(rows) - len(rows[:limit])} more")
+
+
+def _restore(dataset: Dataset, job: JobDir, step: int) -> None:
+    """Let sources that are made on the way begin near `step`: where a checkpoint was taken."""
+    before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
+    # A checkpoint holds where the sources were one step earlier. Without one they begin at the
+    # start, which takes longer; that it is the right one, the ledger shows.
+    with suppress(IndexError, OSError, ValueError, KeyError):
+        path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
+        dataset.restore(json.loads(path.read_bytes())["sources"])
+
+
+def _check_ledger(seen: Step, dataset: Dataset, job: JobDir, step: int) -> bool | None:
+    """True if the step saw just these samples, None if it has not been trained yet."""
+    wanted = (step - 1, step)
+    records = (r for r in jsonl.read(job.metrics, "train") if r["step"] in wanted)
+    ledgers = {0: EMPTY_LEDGER} | {r["step"]: bytes.fromhex(r["ledger"]) for r in records}
+    if not all(one in ledgers for one in wanted):
+        return None
+    if seen.follows(ledgers[step - 1], ledgers[step]):
+        return True
+    raise DamagedError(
+        f"step {step} was trained on other samples than those it would see now",
+        where=job.metrics,
+        why=_difference(dataset, job),
+        next="name the token files and the configuration that the job had at that step",
+    )
+
+
+def _difference(dataset: Dataset, job: JobDir) -> str:
+    """Why the samples are others."""
+    now = {source.name: source.key for source in dataset.manifest.sources}
+    then = {source.name: source.key for source in DataManifest.read(job.root).sources}
+    changed = sorted(name for name in now | then if now.get(name) != then.get(name))
+    if changed:
+        return f"the files of {', '.join(changed)} have changed since"
+    return "seed, weights or sizes were changed with --allow-change, or a record has been altered"
+
+
+def _report(report: Report) -> Iterator[str]:
+    yield f"{report.path}: {report.kind}"
+    yield _line("files", f"{report.files:,}, {report.file_bytes / 1e6:,.3f} MB")
+    for name, value in report.facts.items():
+        if isinstance(value, dict):
+            yield from _nested(name, value)
+        elif value is not None:
+            yield _line(name, f"{value:,}" if isinstance(value, int) else value)
+    if report.documents is not None:
+        about = "about " if report.documents_estimated else ""
+        yield _line("documents", f"{about}{report.documents:,}")
+    if report.tokens is not None:
+        yield _line("tokens", f"{report.tokens:,}")
+    if report.text_bytes is not None:
+        per_token = report.text_bytes / report.tokens if report.tokens else None
+        each = "" if per_token is None else f", {per_token:.2f} per token"
+        yield _line("text", f"{report.text_bytes:,} bytes{each}")
+    yield _line("read", _how_much(report))
+    if report.verified:
+        yield _line(
+            "verified", "every file is what its manifest says" if not report.damaged else "no"
+        )
+    if report.lengths is not None and report.lengths.documents:
+        yield from _histogram(report.lengths)
+    for sample in report.samples:
+        yield f"\n  {sample.where}"
+        yield from (f"    | {line}" for line in sample.text.strip().splitlines()[:SHOWN_LINES])
+    for title, problems in (("odd", report.oddities), ("damaged", report.damaged)):
+        if problems:
+            yield f"\n  {title}"
+            yield from (f"    {problem}" for problem in problems)
+
+
+def _line(name: str, value: object) -> str:
+    return f"  {name:<18} {value}"
+
+
+def _how_much(report: Report) -> str:
+    read = report.read
+    if report.damaged:
+        return f"{read.amount:,} {read.unit}; damaged files are left out"
+    if read.everything:
+        return "everything"
+    return f"{read.amount:,} of {read.total:,} {read.unit}, spread evenly; --all reads everything"
+
+
+def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
+    """A dictionary of facts on one line, or one of dictionaries on a line for each."""
+    if all(isinstance(inner, dict) for inner in value.values()):
+        for key, inner in value.items():
+            assert isinstance(inner, dict)
+            yield from _nested(key, inner)
+    else:
+        yield _line(name, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None))
+
+
+def _histogram(lengths: Summary) -> Iterator[str]:
+    yield (
+        f"\n  {lengths.unit} per document ({lengths.documents:,} measured): mean {lengths.mean:,}, "
+        f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, longest {lengths.max:,}"
+    )
+    rows = [(f"{low:,} – {high:,}", n) for low, high, n in lengths.histogram]
+    if lengths.empty:
+        rows.insert(0, ("0", lengths.empty))
+    most = max(n for _, n in rows)
+    for label, n in rows:
+        yield f"    {label:>23}  {'█' * -(-BAR * n // most):<{BAR}} {n:,}"
+
+
+def _mix(mix: Mix) -> Iterator[str]:
+    width = max(6, *(len(source.name) for source in mix.sources))
+    yield (
+        f"{'source':<{width}}  {'share':>7}  {'tokens':>15}  {'samples':>11}  {'of run':>11}"
+        f"  {'tokens of run':>15}  {'epochs':>8}  {'bytes/token':>11}  exhausted"
+    )
+    for source in mix.sources:
+        yield (
+            f"{source.name:<{width}}  {source.share:>7.2%}  {source.tokens:>15,}"
+            f"  {source.samples:>11,}  {source.run_samples:>11,}  {source.run_tokens:>15,}"
+            f"  {source.epochs:>8.2f}  {_number(source.bytes_per_token):>11}"
+            f"  {_exhausted(source, mix)}"
+        )
+    yield (
+        f"{'total':<{width}}  {1:>7.2%}  {sum(s.tokens for s in mix.sources):>15,}"
+        f"  {sum(s.samples for s in mix.sources):>11,}  {mix.samples:>11,}  {mix.tokens:>15,}"
+        f"  {mix.epochs:>8.2f}  {_number(mix.bytes_per_token):>11}"
+    )
+    for source in mix.sources:
+        if source.utilisation is not None:
+            yield f"{source.name}: best-fit packing fills {source.utilisation:.2%} of the places"
+    if len(mix.phases) > 1:
+        for phase in mix.phases:
+            shares = ", ".join(f"{name} {share:.2%}" for name, share in phase.shares.items())
+            yield f"from step {phase.from_step:,}: {shares}"
+    ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} asked for"
+    yield f"{mix.steps:,} steps{ends}, {mix.samples_per_step:,} samples each"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _exhausted(source: SourceShare, mix: Mix) -> str:
+    if source.exhausted_at_step is None:
+        return "no"
+    then = {
+        "repeat": "then its next epoch",
+        "stop": "then the run ends",
+        "renormalise": "then the others go on",
+    }
+    return f"at step {source.exhausted_at_step:,}, {then[mix.on_exhausted]}"
+
+
+def _sample(sample: Sample, *, full: bool) -> Iterator[str]:
+    yield f"\nsample {sample.sample:,} of {sample.source}, epoch {sample.epoch}"
+    for part in sample.documents:
+        where = f", from its token {part.offset:,} on" if part.offset else ""
+        yield f"  {part.file}, document {part.document:,}{where}: {part.tokens:,} tokens"
+        text = part.text if full or len(part.text) <= SHORT else f"{part.text[:SHORT]} …"
+        yield from (f"    | {line}" for line in text.splitlines())

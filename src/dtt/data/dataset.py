@@ -1,0 +1,261 @@
+"""What a run reads, opened from its configuration: sources, their mixture, held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import DataManifest, SourceFacts
+from dtt.config.data import SourceConfig, TextDataConfig, TokensDataConfig
+from dtt.config.run import RunConfig
+from dtt.data import fit
+from dtt.data.encoder import Encoder
+from dtt.data.mixture import Mixture, Weights
+from dtt.data.source import SOURCE_SHIFT, Opened, Piece, Samples, Source, Vocabulary
+from dtt.data.sources.tokens import open_tokens
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.files import sha256_file
+
+OWN = np.uint64((1 << SOURCE_SHIFT) - 1)
+"""The bits of a sample's number that its source gave it."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The samples of a run by position. Above SOURCE_SHIFT a sample's number names its source."""
+
+    sources: tuple[Source, ...]
+    validation: tuple[Source | None, ...]
+    """Held-out text of each source; None where there is none."""
+    mixture: Mixture
+    sequences: int
+    """Samples in one optimizer step."""
+    tokenizer: Path
+    manifest: DataManifest
+    """What a job keeps of this."""
+
+    @property
+    def steps(self) -> int:
+        """Whole optimizer steps there are samples for; at most as many as were asked for."""
+        return self.mixture.end // self.sequences
+
+    def first_sample(self, step: int) -> int:
+        """Position of the first sample of a step; steps count from 0."""
+        return step * self.sequences
+
+    def samples_at(self, first: int, count: int) -> Samples:
+        """The samples at positions first … first + count - 1 of the run."""
+        sources, places = self.mixture.places(first, count)
+        samples = np.empty(count, dtype=np.uint64)
+        for number in np.unique(sources).tolist():
+            mine = sources == number
+            # Places of one source follow one another, wherever they stand in the mixture.
+            own = self.sources[number].samples_at(int(places[mine][0]), int(mine.sum()))
+            samples[mine] = own | np.uint64(number << SOURCE_SHIFT)
+        return samples
+
+    def read(self, samples: Samples) -> npt.NDArray[np.int64]:
+        """Ids [len(samples), seq_len + 1]; PADDING after the last token of a short sample."""
+        ids: npt.NDArray[np.int64] = self._gather(samples, lambda source, own, _: source.read(own))
+        return ids
+
+    def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Which document of its sample each id of `read(samples)` is in, counted from 0."""
+        documents: npt.NDArray[np.int32] = self._gather(
+            samples, lambda source, own, rows: source.documents(own, ids[rows])
+        )
+        return documents
+
+    def _gather(self, samples: Samples, part: Callable[[Source, Samples, Any], Any]) -> Any:
+        """Put together the rows that `part(source, its own samples, where they stand)` gives."""
+        gathered: npt.NDArray[Any] | None = None
+        for source, own, rows in self._by_source(samples):
+            made = part(source, own, rows)
+            if len(made) == len(samples):
+                return made
+            if gathered is None:
+                gathered = np.empty((len(samples), *made.shape[1:]), made.dtype)
+            gathered[rows] = made
+        return gathered
+
+    def _by_source(
+        self, samples: Samples
+    ) -> Iterator[tuple[Source, Samples, npt.NDArray[np.bool_]]]:
+        numbers = samples >> np.uint64(SOURCE_SHIFT)
+        for number in np.unique(numbers).tolist():
+            rows = numbers == number
+            yield self.sources[number], samples[rows] & OWN, rows
+
+    def targets(self, samples: Samples) -> int:
+        """How many targets that are not PADDING these samples have."""
+        return sum(source.targets(own) for source, own, _ in self._by_source(samples))
+
+    def locate(self, sample: int) -> tuple[Source, list[Piece]]:
+        """The source of a sample, and its documents in order."""
+        source = self.sources[sample >> SOURCE_SHIFT]
+        return source, source.locate(sample & int(OWN))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """How often each source has been gone through before a position of the run, by name."""
+        counts = self.mixture.counts(position).tolist()
+        return {s.name: n / len(s) for s, n in zip(self.sources, counts, strict=True)}
+
+    def shares(self) -> dict[str, float]:
+        """The share of each source of all samples of the run, by name."""
+        counts = self.mixture.counts(self.mixture.end).tolist()
+        return {s.name: n / self.mixture.end for s, n in zip(self.sources, counts, strict=True)}
+
+    def state(self, position: int) -> dict[str, Any]:
+        """From which `restore` goes on at `position`: of the sources that need one, by name."""
+        counts = self.mixture.counts(position).tolist()
+        states = {s.name: s.state(n) for s, n in zip(self.sources, counts, strict=True)}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        for source in self.sources:
+            if source.name in states:
+                source.restore(states[source.name])
+
+    def describe(self) -> str:
+        """A line for each source: its share and its epochs in this run."""
+        shares, epochs = self.shares(), self.epochs(self.mixture.end)
+        width = max(map(len, shares))
+        return "\n".join(
+            f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
+            f"{epochs[s.name]:.2f} epochs"
+            for s in self.sources
+        )
+
+
+def open_dataset(cfg: RunConfig) -> Dataset:
+    """Open all that `cfg` trains on; nothing is read.
+
+    ConfigError if the parts do not fit each other; InputError, DamagedError as the sources say.
+    """
+    train, data = cfg.train, cfg.data
+    opened = _open_sources(cfg)
+    for source in opened:
+        fit.check_length(source.train.name, source.train.tokens, len(source.train), train.seq_len)
+    sequences = train.global_batch_tokens // train.seq_len
+    mixture = Mixture(
+        [len(source.train) for source in opened],
+        [(step * sequences, weights) for step, weights in _weights(cfg, opened)],
+        data.on_exhausted if isinstance(data, TokensDataConfig) else "repeat",
+        train.steps * sequences,
+    )
+    vocabularies = [(source.train.name, source.vocabulary) for source in opened]
+    fit.check_one_tokenizer([(name, its.tokenizer, its.sha256) for name, its in vocabularies])
+    return Dataset(
+        sources=tuple(source.train for source in opened),
+        validation=tuple(source.validation for source in opened),
+        mixture=mixture,
+        sequences=sequences,
+        tokenizer=opened[0].vocabulary.tokenizer,
+        manifest=_manifest(cfg, opened),
+    )
+
+
+def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
+    paths = [source.path for source in cfg.token_sources] or [cfg.corpus_dir]
+    sources = tuple(
+        SourceFacts(
+            name=source.train.name,
+            path=str(path),
+            key=source.key,
+            corpus=source.corpus,
+            tokens=source.train.tokens,
+            samples=len(source.train),
+            bytes_per_token=source.train.bytes_per_token,
+        )
+        for path, source in zip(paths, opened, strict=True)
+    )
+    vocabulary = opened[0].vocabulary
+    return DataManifest(
+        key=fit.data_key((source.name, source.key) for source in sources),
+        tokenizer_sha256=vocabulary.sha256,
+        vocab_size=vocabulary.size,
+        end_of_document=vocabulary.end_of_document,
+        sources=sources,
+    )
+
+
+def _open_sources(cfg: RunConfig) -> list[Opened]:
+    match cfg.data:
+        case TokensDataConfig(tokenizer=path):
+            given = None if path is None else read_vocabulary(path)
+            return [_open_token_files(cfg, source, given) for source in cfg.token_sources]
+        case TextDataConfig():
+            from dtt.data.sources.text import open_text
+
+            return [open_text(cfg)]
+        case _:
+            assert_never(cfg.data)
+
+
+def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:
+    """`given`: what `data.tokenizer` names, for files that do not say what made them."""
+    assert isinstance(cfg.data, TokensDataConfig)
+    options: dict[str, Any] = {
+        "seq_len": cfg.train.seq_len,
+        "seed": cfg.seed,
+        "packing": cfg.data.packing,
+        "vocab_size": given and given.size,
+        "end_of_document": given and given.end_of_document,
+    }
+    train = open_tokens(source, "train", **options)
+    validation = open_tokens(source, "validation", **options)
+    manifest, vocabulary = train.files.manifest, given
+    if manifest is not None:
+        vocabulary = Vocabulary(
+            source.path / "tokenizer.json",
+            manifest.tokenizer_sha256,
+            manifest.vocab_size,
+            manifest.end_of_document,
+        )
+    if vocabulary is None:
+        raise ConfigError(
+            f"nothing says which tokenizer made the token files of {train.name}",
+            where=source.path,
+            why="those that dtt did not make do not tell",
+            next="data.tokenizer=PATH/tokenizer.json",
+        )
+    return Opened(
+        train,
+        validation if len(validation) else None,
+        train.files.key,
+        vocabulary,
+        None if manifest is None else manifest.corpus,
+    )
+
+
+def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weights]]:
+    """From which step on the sources have which weights; those given are exact decimals."""
+    data = cfg.data
+    if isinstance(data, TextDataConfig) or not data.sources:
+        return [(0, (Fraction(1),))]
+    given = [source.weight for source in data.sources]
+    sizes = [float(len(source.train)) for source in opened]
+    first = {s.train.name: g or n for s, g, n in zip(opened, given, sizes, strict=True)}
+    changes = [(0, first), *((change.step, change.weights) for change in data.weights)]
+    return [
+        (step, tuple(Fraction(str(weights[source.train.name])) for source in opened))
+        for step, weights in changes
+    ]
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """That of a tokenizer.json; InputError if there is none, ConfigError without an end token."""
+    try:
+        encoder = Encoder(path.read_bytes(), None, path)
+    except FileNotFoundError:
+        raise InputError(
+            "there is no tokenizer", where=path.absolute(), next="data.tokenizer=FILE"
+        ) from None
+    return Vocabulary(path, sha256_file(path), encoder.vocab_size, encoder.end_of_document)

@@ -1,0 +1,116 @@
+"""Documents to ids, by the fastest engine that gives the ids of Hugging Face's `tokenizers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken
+
+from dtt.config.data import Engine
+from dtt.data import gigatoken
+from dtt.data.tokenizer import parse_tokenizer
+from dtt.errors import ConfigError, EnvironmentUnfit
+from dtt.runtime.log import log
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+Ids = npt.NDArray[np.uint32]
+
+
+class Encoder:
+    """Documents to ids, each ended by the end-of-document token.
+
+    Special-token strings in a document are encoded as the text that they are, so no document can
+    end itself. Apart from that ids are those of `tokenizers`' `encode(text,
+    add_special_tokens=False)`, whatever the engine.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        end_of_document: str | None,
+        where: Path | str,
+        engine: Engine = "hf",
+    ) -> None:
+        """`content` of a tokenizer.json that came from `where`; see GivenTokenizerConfig.
+
+        With the engine `auto` or `gigatoken`, `prove` must follow.
+
+        Raises DamagedError if it is none, ConfigError if it has no end-of-document token.
+        """
+        self._tokenizer = tokenizer = parse_tokenizer(content, where)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        """Largest id + 1."""
+        added = tokenizer.get_added_tokens_decoder().values()
+        candidates = END_OF_DOCUMENT if end_of_document is None else (end_of_document,)
+        name = next((token for token in candidates if token in vocabulary), None)
+        if name is None:
+            names = [token.content for token in added]
+            raise ConfigError(
+                f"the tokenizer has no {' or '.join(candidates)} to end documents with",
+                where=where,
+                why=f"its special tokens: {', '.join(names[:20]) or 'none'}",
+                next=f"tokenizer.end_of_document={names[0] if names else 'TOKEN'}",
+            )
+        # Only tokens that are marked special are left alone by `encode_special_tokens`.
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
+        tokenizer.encode_special_tokens = True
+        self.end_of_document_token = name
+        self.end_of_document: int = vocabulary[name]
+        self._end = np.array([self.end_of_document], np.uint32)
+        self._asked = engine
+        self._fast: gigatoken.Gigatoken | None = None
+        self._doubt: str | None = None
+        """Why there is no fast engine."""
+        if engine != "hf":
+            special = {token.content for token in added if token.special} | {name}
+            try:
+                self._fast = gigatoken.Gigatoken(content, special, self._exact)
+            except gigatoken.Unfit as error:
+                self._doubt = str(error)
+
+    @property
+    def engine(self) -> Engine:
+        """Which one encodes."""
+        return "hf" if self._fast is None else "gigatoken"
+
+    def doubt(self, sample: list[str]) -> str | None:
+        """Why the fast engine must not be used: it is missing, or differs; None if it may be.
+
+        Encodes `sample` and some strings that are hard to split, twice; `tokenizers` takes about
+        a second for 3 MB.
+        """
+        if self._fast is None:
+            return self._doubt
+        added = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
+        return self._fast.difference([*sample, *gigatoken.hard_texts(added)])
+
+    def settle(self, doubt: str | None) -> None:
+        """Use the fast engine only without a `doubt`.
+
+        Raises EnvironmentUnfit if there is one although that engine was asked for by name.
+        """
+        if doubt is None:
+            return
+        if self._asked == "gigatoken":
+            raise EnvironmentUnfit(
+                "gigatoken cannot encode this corpus", why=doubt, next="tokenize.engine=auto"
+            )
+        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", doubt)
+        self._fast = None
+
+    def encode(self, texts: list[str]) -> tuple[Ids, npt.NDArray[np.int32]]:
+        """Ids of all documents in a row [sum(lengths)], and tokens of each [len(texts)]."""
+        documents = (self._fast or self._exact)(texts)
+        lengths = np.fromiter(map(len, documents), np.int32, len(documents)) + np.int32(1)
+        ended = [part for ids in documents for part in (ids, self._end)]
+        return np.concatenate(ended or [self._end[:0]]), lengths
+
+    def _exact(self, texts: list[str]) -> list[Ids]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]

@@ -1,0 +1,82 @@
+"""How long documents are: a distribution in bounded memory, whatever their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+STEPS = 256
+"""Bins per power of two: lengths below this are counted exactly, others to within 1/256."""
+OCTAVES = 48
+_SHIFT = 52 - (STEPS.bit_length() - 1)
+_FIRST = 1023 * STEPS  # the bin of length 1: 1023 is the exponent of 1.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A distribution in a few numbers."""
+
+    unit: str
+    """`tokens` or `bytes`."""
+    documents: int
+    """That were measured."""
+    empty: int
+    mean: float
+    median: int
+    p90: int
+    max: int
+    histogram: tuple[tuple[int, int, int], ...]
+    """(shortest, longest, documents): powers of two, without those at both ends that are empty."""
+
+
+class Lengths:
+    """Counts lengths in bins of a constant relative width, as HdrHistogram does."""
+
+    def __init__(self) -> None:
+        """Of no document yet."""
+        self._bins = np.zeros(OCTAVES * STEPS, dtype=np.int64)
+        self.empty = 0
+        """Documents of no length."""
+        self._total = self._max = 0
+
+    def add(self, lengths: npt.NDArray[np.int64]) -> None:
+        """Count documents; lengths from 0 to 2**48 - 1."""
+        some = lengths[lengths > 0]
+        self.empty += len(lengths) - len(some)
+        self._total += int(some.sum())
+        self._max = max(self._max, int(some.max(initial=0)))
+        # The exponent and the first bits of the mantissa of a float64 are the bin.
+        bins = (some.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
+        self._bins += np.bincount(bins, minlength=len(self._bins))
+
+    def summary(self, unit: str) -> Summary:
+        """What was counted."""
+        documents = self.empty + int(self._bins.sum())
+        return Summary(
+            unit=unit,
+            documents=documents,
+            empty=self.empty,
+            mean=round(self._total / max(documents, 1), 1),
+            median=self._quantile(0.5),
+            p90=self._quantile(0.9),
+            max=self._max,
+            histogram=self._histogram(),
+        )
+
+    def _quantile(self, share: float) -> int:
+        """A length that `share` of the documents do not exceed, the shortest to within a bin."""
+        counts = np.cumsum(self._bins) + self.empty
+        if counts[-1] == 0 or self.empty >= share * counts[-1]:
+            return 0
+        octave, step = divmod(int(np.searchsorted(counts, share * counts[-1])) + 1, STEPS)
+        return min(self._max, int(np.ceil(2.0**octave * (1 + step / STEPS))) - 1)
+
+    def _histogram(self) -> tuple[tuple[int, int, int], ...]:
+        octaves = self._bins.reshape(OCTAVES, STEPS).sum(axis=1)
+        filled = np.flatnonzero(octaves)
+        if not filled.size:
+            return ()
+        span = range(int(filled[0]), int(filled[-1]) + 1)
+        return tuple((2**k, 2 ** (k + 1) - 1, int(octaves[k])) for k in span)

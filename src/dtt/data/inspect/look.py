@@ -1,0 +1,218 @@
+"""What lies at a path: told apart, looked at, reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtt.artifacts import CorpusManifest, Manifest, TokensManifest
+from dtt.data import fit
+from dtt.data.inspect import text
+from dtt.data.inspect.report import Damages, Expected, Read, Report, Wishes, damages, told
+from dtt.data.inspect.tokens import Seen, count, places
+from dtt.data.sources.files import Documents, TokenFiles, open_files
+from dtt.data.tokenfile import idx_path
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.files import sha256_file
+from dtt.runtime.log import progress
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+DATATROVE = (".index", ".metadata")
+"""What lies beside a `.ds` file."""
+TOKEN_FILES = (".bin", ".idx", ".ds")
+KINDS = {
+    "dtt": "token files of dtt",
+    "megatron": "Megatron .bin/.idx",
+    "datatrove": "datatrove .ds",
+    "raw": "raw ids",
+}
+
+
+def look(path: Path, wishes: Wishes) -> Report:
+    """Report on a corpus, on text files, or on token files in any format that dtt reads.
+
+    InputError if it is none of these; ConfigError if hashes are wanted where there are none.
+    """
+    made = _manifest_type(path)
+    if wishes.hashes and made is None:
+        raise ConfigError(
+            f"nothing to verify {path} with",
+            why="only folders that dtt made have a manifest with the sha256 of each file",
+            next=f"dtt data inspect {path} --all reads everything, and checks what it can",
+        )
+    if made is CorpusManifest:
+        return text.look(path, CorpusManifest.read(path), wishes)
+    if made is TokensManifest or _has_token_files(path):
+        files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None)
+        return _look_at_tokens(files, wishes)
+    return text.look(path, text.describe(path), wishes)
+
+
+def _manifest_type(folder: Path) -> type[Manifest] | None:
+    """Whose manifest is in `folder`; that of another program is none."""
+    path = folder / Manifest.filename
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return TokensManifest  # whose reader tells what is wrong
+    kinds = {kind.model_fields["format"].default: kind for kind in (CorpusManifest, TokensManifest)}
+    return kinds.get(content.get("format")) if isinstance(content, dict) else None
+
+
+def _has_token_files(path: Path) -> bool:
+    if path.is_dir():
+        return any(file.suffix in TOKEN_FILES for file in path.iterdir())
+    return path.suffix in TOKEN_FILES or idx_path(path).is_file()
+
+
+def _look_at_tokens(files: TokenFiles, wishes: Wishes) -> Report:
+    manifest = files.manifest
+    folder = files.path if files.path.is_dir() else files.path.parent
+    tokenizer = _open_tokenizer(wishes.tokenizer, folder / TOKENIZER)
+    vocab_size = None if manifest is None else manifest.vocab_size
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    seen = Seen(vocab_size, None if manifest is None else manifest.end_of_document)
+    damaged = {} if manifest is None else _damages(files, manifest, hashes=wishes.hashes)
+    documents = None
+    if manifest is not None:
+        documents = sum(shard.counts.documents for shard in manifest.shards)
+    elif files.format != "raw":
+        documents = sum(count(shard.documents()) for shard in files.shards)
+    damaged |= _read(files, seen, damaged, wishes)
+    total = sum(shard.tokens for shard in files.shards)
+    paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
+    return Report(
+        path=str(files.path),
+        kind=KINDS[files.format],
+        files=len(paths),
+        file_bytes=sum(path.stat().st_size for path in paths),
+        documents=documents,
+        tokens=total,
+        text_bytes=None if manifest is None else sum(s.counts.bytes for s in manifest.shards),
+        facts={
+            "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})),
+            "vocab_size": vocab_size,
+            "largest_id": seen.largest,
+            "end_of_document": _end(seen, tokenizer),
+        }
+        | ({} if manifest is None else _facts(manifest)),
+        read=Read(seen.tokens, total, "tokens"),
+        lengths=None if documents is None else seen.lengths.summary("tokens"),
+        samples=seen.samples(wishes.samples, _decoder(tokenizer)),
+        oddities=list(_oddities(seen)),
+        damaged=told(damaged),
+        verified=wishes.hashes,
+    )
+
+
+def _facts(manifest: TokensManifest) -> dict[str, object]:
+    splits = dict.fromkeys(shard.split for shard in manifest.shards)
+    return {
+        "splits": {split: manifest.counts(split).model_dump() for split in splits},
+        "skipped_documents": manifest.skipped_documents,
+        "empty_documents": manifest.empty_documents,
+        "source": manifest.corpus.model_dump(exclude_none=True),
+        "key": manifest.key,
+    }
+
+
+def _files_of(ids: Path, file_format: str) -> list[Path]:
+    """The file of ids and those that belong to it, if they are there."""
+    beside = {
+        "raw": [],
+        "datatrove": [ids.with_name(ids.name + suffix) for suffix in DATATROVE],
+    }.get(file_format, [idx_path(ids.with_suffix(""))])
+    return [path for path in (ids, *beside) if path.is_file()]
+
+
+def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Damages:
+    """What is wrong with the files that a manifest names, by size and perhaps by content."""
+    expected = []
+    for shard, record in zip(files.shards, manifest.shards, strict=True):
+        item, documents = fit.BYTES[manifest.dtype], record.counts.documents
+        index = idx_path(shard.path.with_suffix(""))
+        index_bytes = fit.index_bytes(documents, documents + 1)
+        expected.append(Expected(shard.path, record.bin_sha256, record.counts.tokens * item))
+        expected.append(Expected(index, record.idx_sha256, index_bytes))
+    found = damages(expected, hashes=hashes)
+    tokenizer = files.path / TOKENIZER
+    if not tokenizer.is_file():
+        found[tokenizer] = "missing"
+    elif sha256_file(tokenizer) != manifest.tokenizer_sha256:
+        found[tokenizer] = "not the one that made these ids"
+    return found
+
+
+def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Damages:
+    """Look at places of the files that are not `damaged`; returns what is found wrong with them."""
+    wrong: Damages = {}
+    chosen = list(places([shard.tokens for shard in files.shards], everything=wishes.everything))
+    opened: tuple[int, Documents | None] | None = None
+    with progress("reading", len(chosen), "places") as advance:
+        for index, start, stop in chosen:
+            shard = files.shards[index]
+            pair = {shard.path, idx_path(shard.path.with_suffix(""))}
+            if not pair & (wrong.keys() | damaged.keys()):
+                try:
+                    if opened is None or opened[0] != index:
+                        opened = index, None if files.format == "raw" else shard.documents()
+                    seen.read(shard, opened[1], start, stop)
+                except (DamagedError, InputError) as error:
+                    wrong[shard.path] = _why(error)
+            advance(1)
+    return wrong
+
+
+def _why(error: DamagedError | InputError) -> str:
+    """An error in a line: its `why`, or what has happened."""
+    lines = str(error).splitlines()
+    return next((line.strip()[7:] for line in lines if line.startswith("  why:")), lines[0])
+
+
+def _open_tokenizer(asked: Path | None, beside: Path) -> Tokenizer | None:
+    """The one asked for, or the one beside the ids if there is any."""
+    if asked is None and not beside.is_file():
+        return None
+    from dtt.data.tokenizer import open_tokenizer  # slow to import
+
+    return open_tokenizer(asked or beside)
+
+
+def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
+    """Ids as text; without a tokenizer as numbers."""
+    if tokenizer is None:
+        return lambda ids: " ".join(map(str, ids))
+    # `decode` takes no negative id; it leaves out those above the vocabulary.
+    return lambda ids: str(tokenizer.decode([i for i in ids if i >= 0], skip_special_tokens=False))
+
+
+def _end(seen: Seen, tokenizer: Tokenizer | None) -> dict[str, object] | None:
+    found = seen.end_of_documents()
+    if found is None:
+        return None
+    end, documents = found
+    token = None if tokenizer is None else tokenizer.id_to_token(end)
+    return {"id": end, "token": token, "documents": documents, "of": seen.last.total()}
+
+
+def _oddities(seen: Seen) -> Iterator[str]:
+    if seen.outside:
+        yield f"ids outside the vocabulary of {seen.vocab_size:,}: {seen.outside:,}"
+        yield from seen.examples
+    if seen.lengths.empty:
+        yield f"empty documents: {seen.lengths.empty:,}"
+    found = seen.end_of_documents()
+    if found is None and seen.last:
+        yield "no id ends most documents: training cannot tell where they end"
+    elif found is not None and found[1] < seen.last.total():
+        yield f"documents that do not end with id {found[0]}: {seen.last.total() - found[1]:,}"

@@ -1,0 +1,135 @@
+"""A look at raw documents: what `download` left, or any files of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.artifacts import CorpusManifest
+from dtt.data.corpus import Corpus, Unit
+from dtt.data.documents import BadDocuments, read_unit
+from dtt.data.download import local_manifest
+from dtt.data.inspect.lengths import Lengths
+from dtt.data.inspect.report import SHOWN, Expected, Read, Report, Sample, Wishes, damages, told
+from dtt.errors import InputError
+from dtt.runtime.log import progress
+
+SAMPLE_BYTES = 2**26
+PLACES = 32
+"""Where a large corpus is read, spread evenly over it."""
+BATCH = 4096
+SHOWN_CHARACTERS = 300
+
+
+def describe(path: Path) -> CorpusManifest:
+    """A file or folder of documents as a corpus, not hashed; InputError if there are none."""
+    if not path.exists():
+        raise InputError(
+            f"there is no {path}", next="name a corpus, documents, or token files of any kind"
+        )
+    return local_manifest(path)
+
+
+def look(path: Path, manifest: CorpusManifest, wishes: Wishes) -> Report:
+    """Report on the documents of `manifest`; those that cannot be read are named, not fatal."""
+    files = [Expected(path / file.path, file.sha256, file.bytes) for file in manifest.files]
+    damaged = damages(files, hashes=wishes.hashes)
+    whole_files = tuple(file for file in manifest.files if path / file.path not in damaged)
+    corpus = Corpus(path, manifest.model_copy(update={"files": whole_files}))
+    units = corpus.units(corpus.unit_bytes())
+    total = sum(unit.text_bytes for unit in units)
+    whole = wishes.everything or total <= SAMPLE_BYTES
+    seen = _Seen()
+    chosen = units if whole else units[:: -(-len(units) // PLACES)]
+    with progress("reading", sum(place.text_bytes for place in chosen)) as advance:
+        for place in chosen:
+            seen.read(corpus, place, None if whole else SAMPLE_BYTES // len(chosen))
+            advance(place.text_bytes)
+    documents, exact = _documents(corpus, seen, total, whole)
+    made_here = CorpusManifest.exists(path)
+    return Report(
+        path=str(path),
+        kind="corpus of dtt" if made_here else "documents",
+        files=len(files),
+        file_bytes=sum(file.bytes for file in files),
+        documents=documents,
+        documents_estimated=not exact,
+        text_bytes=seen.bytes if whole else total,
+        facts=manifest.model_dump(
+            include={"file_format", "text_column", "txt_documents", *["source"] * made_here},
+            exclude_none=True,
+        ),
+        read=Read(seen.bytes, seen.bytes if whole else total, "bytes of text"),
+        lengths=seen.lengths.summary("bytes"),
+        samples=seen.samples(wishes.samples),
+        oddities=list(seen.oddities()),
+        damaged=told(damaged),
+        verified=wishes.hashes,
+    )
+
+
+def _documents(corpus: Corpus, seen: _Seen, total: int, whole: bool) -> tuple[int, bool]:
+    """How many there are, and whether that is exact: the footers of Parquet say it."""
+    if whole:
+        return seen.documents, True
+    if corpus.manifest.file_format == "parquet":
+        try:
+            paths = map(corpus.path, range(len(corpus.manifest.files)))
+            return sum(pq.read_metadata(path).num_rows for path in paths), True
+        except (OSError, pa.ArrowException):  # named among the oddities if it is in a place we read
+            pass
+    return round(seen.documents * total / max(seen.bytes, 1)), False
+
+
+class _Seen:
+    """What the documents read so far come to."""
+
+    def __init__(self) -> None:
+        self.lengths = Lengths()
+        self.bytes = self.documents = 0
+        self._bad = BadDocuments(shown=SHOWN)
+        self._firsts: list[Sample] = []
+        self._waiting: list[int] = []
+
+    def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
+        """Read the documents of a unit until they hold `limit` bytes."""
+        room = limit
+        where = corpus.path(unit.spans[0].file).name
+        for number, text in enumerate(read_unit(corpus, unit, self._bad)):
+            size = len(text.encode())
+            self._add(size)
+            if number == 0:
+                self._firsts.append(Sample(f"{where}, unit {unit.index}", text[:SHOWN_CHARACTERS]))
+            if room is not None:
+                room -= size
+                if room <= 0:
+                    break
+        self._count()
+
+    def _add(self, size: int) -> None:
+        self.bytes += size
+        self.documents += 1
+        self._waiting.append(size)
+        if len(self._waiting) == BATCH:
+            self._count()
+
+    def _count(self) -> None:
+        self.lengths.add(np.array(self._waiting, dtype=np.int64))
+        self._waiting.clear()
+
+    def samples(self, count: int) -> list[Sample]:
+        """The first documents of places that are spread evenly."""
+        chosen = np.linspace(0, len(self._firsts) - 1, min(count, len(self._firsts)))
+        return [self._firsts[round(i)] for i in chosen.tolist()]
+
+    def oddities(self) -> Iterator[str]:
+        """What a person should know."""
+        if self.lengths.empty:
+            yield f"empty documents, which tokenize leaves out: {self.lengths.empty:,}"
+        if self._bad.count:
+            yield f"documents that cannot be read: {self._bad.count:,}"
+            yield from self._bad.examples

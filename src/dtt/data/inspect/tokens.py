@@ -1,0 +1,145 @@
+"""A look at token ids: those of dtt, or of others in the formats that training reads.
+
+A large body is read in a few places, spread evenly over it. A document is looked at where it ends,
+so long ones are met as often as short ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dtt.data.inspect.lengths import Lengths
+from dtt.data.inspect.report import SHOWN, Sample
+from dtt.data.sources.files import Documents, Ends, Shard
+from dtt.data.tokenfile import TokenFile, Tokens
+from dtt.errors import DamagedError
+
+PLACE_TOKENS = 2**20
+PLACES = 32
+SHOWN_TOKENS = 64
+
+
+def count(documents: Documents) -> int:
+    """How many there are."""
+    match documents:
+        case TokenFile():
+            return len(documents.documents) - 1
+        case Ends():
+            return len(documents.ends)
+        case _:
+            raise TypeError(type(documents))
+
+
+def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, int]]:
+    """(file, start, stop) of the tokens to look at, given the tokens of each file."""
+    starts = np.cumsum([0, *sizes], dtype=np.int64)
+    total = int(starts[-1])
+    if everything or total <= PLACES * PLACE_TOKENS:
+        for file, size in enumerate(sizes):
+            for start in range(0, max(size, 1), PLACE_TOKENS):
+                yield file, start, min(start + PLACE_TOKENS, size)
+        return
+    for first in np.linspace(0, total - PLACE_TOKENS, PLACES).astype(np.int64).tolist():
+        file = int(np.searchsorted(starts, first, side="right")) - 1
+        start = first - int(starts[file])
+        yield file, start, min(start + PLACE_TOKENS, sizes[file])
+
+
+@dataclass
+class Seen:
+    """What the ids read so far come to."""
+
+    vocab_size: int | None
+    end: int | None
+    """Id that ends documents, where known."""
+    tokens: int = 0
+    largest: int | None = None
+    outside: int = 0
+    """Ids that are negative, or not below `vocab_size`."""
+    examples: list[str] = field(default_factory=list)
+    """Where the first of these are."""
+    lengths: Lengths = field(default_factory=Lengths)
+    last: Counter[int] = field(default_factory=Counter)
+    """How many documents ended with which id."""
+    beginnings: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Where, and the first ids of one document in each place."""
+
+    def read(self, shard: Shard, documents: Documents | None, start: int, stop: int) -> None:
+        """Look at tokens start … stop - 1 of a shard, and at the documents that end there.
+
+        Without `documents` nothing tells where they end. DamagedError if the shard has not these
+        tokens, or its documents do not follow one another.
+        """
+        ids = _ids(shard, start, stop)
+        self.tokens += len(ids)
+        if len(ids):
+            self.largest = max(self.largest or 0, int(ids.max()))
+        if self.vocab_size is not None:
+            self._check(shard, start, ids)
+        if documents is None:
+            where = f"{shard.path.name}, token {start}"
+            self.beginnings.append((where, ids[:SHOWN_TOKENS].tolist()))
+            return
+        # A document ends where the one after it starts.
+        first = documents.starting_after(start) - 1 if start else 0
+        last = count(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
+        if last > first:
+            self._documents(shard, first, documents.starts(first, last + 1), start, ids)
+
+    def _check(self, shard: Shard, start: int, ids: Tokens) -> None:
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        self.outside += len(wrong)
+        for at in wrong[: SHOWN - len(self.examples)].tolist():
+            self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
+
+    def _documents(self, shard: Shard, first: int, starts: Tokens, at: int, ids: Tokens) -> None:
+        """Look at documents from `first` on; `ids` from token `at` on hold the last of each."""
+        lengths = np.diff(starts)
+        if lengths.min() < 0 or not at <= starts[1] <= starts[-1] <= at + len(ids):
+            raise DamagedError(
+                "the index does not fit its ids",
+                where=shard.path,
+                why=f"documents {first} … {first + len(lengths) - 1} do not follow one another",
+            )
+        self.lengths.add(lengths)
+        filled = np.flatnonzero(lengths)
+        values, counts = np.unique(ids[starts[filled + 1] - 1 - at], return_counts=True)
+        self.last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        if filled.size:
+            shown = int(filled[-1])
+            begin, end = int(starts[shown]), int(starts[shown + 1])
+            where = f"{shard.path.name}, document {first + shown}"
+            beginning = _ids(shard, begin, min(end, begin + SHOWN_TOKENS))
+            self.beginnings.append((where, beginning.tolist()))
+
+    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[Sample]:
+        """Beginnings of documents from places spread evenly, as text."""
+        chosen = np.linspace(0, len(self.beginnings) - 1, min(number, len(self.beginnings)))
+        found = [self.beginnings[round(i)] for i in chosen.tolist()]
+        return [Sample(where, decode(ids)) for where, ids in found]
+
+    def end_of_documents(self) -> tuple[int, int] | None:
+        """The id that ends documents, and how many it does; if not known, that which ends most."""
+        if not self.last:
+            return None
+        end = self.last.most_common(1)[0][0] if self.end is None else self.end
+        found = self.last[end]
+        return (end, found) if self.end is not None or 2 * found > self.last.total() else None
+
+
+def _ids(shard: Shard, start: int, stop: int) -> Tokens:
+    """Tokens start … stop - 1, read in a row; the map is for reading here and there."""
+    dtype = np.dtype(shard.dtype)
+    offset = start * dtype.itemsize
+    ids: Tokens = np.fromfile(shard.path, dtype=dtype, count=stop - start, offset=offset)
+    if len(ids) < stop - start:
+        raise DamagedError(
+            "a token file is shorter than it should be",
+            where=shard.path,
+            why=f"{start + len(ids)} tokens, the index says {shard.tokens}",
+        )
+    return ids

@@ -1,0 +1,142 @@
+"""Samples of whole documents: how they are packed is worked out once and kept beside the tokens.
+
+    .packing/<key>/first    int64[bins + 1]: the first piece of each bin, then the number of pieces
+                   start    int64[pieces]: first token of each piece, in all shards in a row
+                   length   int32[pieces]: its tokens
+
+The folder is renamed into place when it is complete. Where tokens cannot be written to, it is in
+the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import filelock
+import numpy as np
+
+from dtt.artifacts import fingerprint
+from dtt.data.mapped import map_file
+from dtt.data.packing import pack
+from dtt.data.source import Samples
+from dtt.data.sources.files import Shard, TokenFiles
+from dtt.data.sources.layout import Ints, Pieces
+from dtt.errors import DamagedError
+from dtt.runtime.files import fsync_folder
+from dtt.runtime.log import log
+
+COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
+
+
+def bins(files: TokenFiles, ends: Ints, capacity: int) -> Bins:
+    """The documents of all shards in bins of `capacity` tokens; each shard is packed by itself.
+
+    `ends` [shards]: where each shard ends in the stream. The first process that asks packs them,
+    others wait for it.
+    """
+    key = fingerprint(["best-fit", capacity, [(s.tokens, s.version) for s in files.shards]])[:16]
+    beside = files.path if files.path.is_dir() else files.path.parent
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    places = [beside / ".packing" / key, cache / "dtt" / "packing" / key]
+    for place in places:
+        if place.is_dir():
+            return Bins(place, ends, capacity)
+    place = places[0] if _can_hold(places[0].parent) else places[1]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(place.with_name(f"{key}.lock")):
+        if not place.is_dir():
+            _pack(files, capacity, place)
+    return Bins(place, ends, capacity)
+
+
+def _can_hold(folder: Path) -> bool:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _pack(files: TokenFiles, capacity: int, place: Path) -> None:
+    """Pack shard after shard, and log how full the bins are."""
+    # Some file systems lock within a node only; then each makes its own, and one of them stays.
+    aside = place.with_name(f".{place.name}.{socket.gethostname()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    base = made = pieces = 0
+    with ExitStack() as stack:
+        first, start, length = (stack.enter_context((aside / c).open("wb")) for c in COLUMNS)
+        for shard in files.shards:
+            packed = pack(_bounds(shard), capacity)
+            first.write((packed.first[:-1] + pieces).astype("<i8").tobytes())
+            start.write((packed.start + base).astype("<i8").tobytes())
+            length.write(packed.length.astype("<i4").tobytes())
+            base, made = base + shard.tokens, made + len(packed.first) - 1
+            pieces += len(packed.start)
+        first.write(pieces.to_bytes(8, "little"))
+        for file in (first, start, length):
+            file.flush()
+            os.fsync(file.fileno())
+    try:
+        aside.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise
+        shutil.rmtree(aside)
+    fsync_folder(place.parent)
+    full = base / (made * capacity) if made else 1.0
+    log.info(
+        "packed %d tokens of %s into %d sequences, %.2f %% full", base, files.path, made, 100 * full
+    )
+
+
+def _bounds(shard: Shard) -> Ints:
+    """Where its documents begin and end; DamagedError if they do not follow one another."""
+    bounds = shard.documents().bounds()
+    if bounds[0] != 0 or bounds[-1] != shard.tokens or (np.diff(bounds) < 0).any():
+        raise DamagedError(
+            "the documents of a token file do not follow one another",
+            where=shard.path,
+            why="its index does not belong to it",
+            next="make or copy both again",
+        )
+    return bounds
+
+
+class Bins:
+    """Bins that were packed. A dtt.data.sources.layout.Layout."""
+
+    whole_documents = True
+
+    def __init__(self, folder: Path, ends: Ints, capacity: int) -> None:
+        """`folder` holds the bins of shards that end at `ends` [shards] of the stream."""
+        self._first, self._start, self._length = (
+            map_file(folder / column).view(dtype) for column, dtype in COLUMNS.items()
+        )
+        self._ends, self._capacity = ends, capacity
+
+    def __len__(self) -> int:
+        """Number of bins."""
+        return len(self._first) - 1
+
+    def pieces(self, samples: Samples) -> Pieces:
+        """See Layout."""
+        first = self._first[samples]
+        counts = self._first[samples + np.uint64(1)] - first
+        before = np.cumsum(counts) - counts  # pieces of the rows above
+        row = np.repeat(np.arange(len(samples)), counts)
+        piece = np.arange(len(row)) + (first - before)[row]
+        start, length = self._start[piece], self._length[piece].astype(np.int64)
+        place = np.cumsum(length) - length
+        place += row * self._capacity - place[before][row]
+        shard = self._ends.searchsorted(start, side="right")
+        shard_starts = np.concatenate([[0], self._ends])
+        return Pieces(shard, start - shard_starts[shard], place, length)
+
+    def targets(self, samples: Samples) -> int:
+        """See Layout."""
+        return int(self.pieces(samples).length.sum()) - len(samples)

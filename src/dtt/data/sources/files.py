@@ -1,0 +1,276 @@
+"""Token files of any origin as shards in a row; the format is told by what is there.
+
+    dtt          manifest.json, and Megatron pairs that it names
+    Megatron     NAME.bin and NAME.idx (datatrove's Megatron writer makes the same)
+    datatrove    NAME.ds, ids; NAME.ds.index, the end of each document in tokens, uint64
+    raw          any other file: ids and nothing else (nanoGPT's train.bin)
+
+In folders of others, a file with `val` among the words of its name is held out, as is usual there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import TokenShard, TokensManifest, fingerprint, shard_stem
+from dtt.data.mapped import map_file
+from dtt.data.tokenfile import TokenFile, Tokens, bin_path, idx_path
+from dtt.errors import DamagedError, InputError
+
+HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
+SCAN_TOKENS = 2**24
+
+Split = Literal["train", "validation"]
+
+
+class Documents(Protocol):
+    """Where the documents of one file begin. A TokenFile is one."""
+
+    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """First tokens of documents first … stop - 1; after the last one, the end of the file."""
+
+    def starting_after(self, token: int) -> int:
+        """The first document whose first token comes after `token`."""
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """First token of every document, then the number of tokens."""
+
+
+def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Tokens]:
+    """The document of token `start`, and the first tokens of it and those after it, below `stop`.
+
+    A document of no tokens has the first token of the one after it.
+    """
+    first = documents.starting_after(start) - 1
+    return first, documents.starts(first, documents.starting_after(stop - 1))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Documents by the token after the last of each, in ascending order."""
+
+    ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+
+    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """See Documents."""
+        before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
+        return np.insert(before, 0, 0) if first == 0 else before
+
+    def starting_after(self, token: int) -> int:
+        """See Documents."""
+        return int(self.ends.searchsorted(self.ends.dtype.type(token), side="right")) + 1
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """See Documents."""
+        return self.starts(0, len(self.ends) + 1)
+
+    @classmethod
+    def of(cls, ids: Path, dtype: np.dtype[Any], end_of_document: int | None) -> Self:
+        """Read a file of ids to find where documents end; without an end, they are one document."""
+        tokens = ids.stat().st_size // dtype.itemsize
+        found = [np.array([tokens], dtype=np.int64)]  # the last one may go without its end
+        for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
+            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=start * dtype.itemsize)
+            found.append(start + 1 + np.flatnonzero(part == end_of_document))
+        return cls(np.unique(np.concatenate(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of ids. Nothing of it need be open."""
+
+    path: Path
+    tokens: int
+    dtype: str
+    """As numpy spells it."""
+    version: str
+    """Another one if its documents may have changed."""
+    documents: Callable[[], Documents]
+    """Opens what tells where documents begin."""
+
+    def ids(self) -> Tokens:
+        """Map the file; DamagedError if it has not as many tokens as it should."""
+        try:
+            ids = map_file(self.path, scattered=True)
+        except FileNotFoundError:
+            raise InputError("a token file is missing", where=self.path) from None
+        if len(ids) != self.tokens * np.dtype(self.dtype).itemsize:
+            raise DamagedError(
+                "a token file is shorter or longer than it should be",
+                where=self.path,
+                why=f"{len(ids)} bytes for {self.tokens} tokens of {self.dtype}",
+                next="make or copy it again",
+            )
+        return ids.view(self.dtype)
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Shards in a row, and what is known of all of them."""
+
+    path: Path
+    format: Literal["dtt", "megatron", "datatrove", "raw"]
+    shards: tuple[Shard, ...]
+    key: str
+    """Identity of the content, wherever it lies."""
+    manifest: TokensManifest | None
+    bytes_per_token: float | None
+    """UTF-8 bytes of text per token, where known."""
+
+
+def open_files(
+    path: Path, split: Split | None, *, raw_dtype: str, end_of_document: int | None
+) -> TokenFiles:
+    """The shards of a split, or of both (None), in the order of their names.
+
+    `raw_dtype` and `end_of_document` (None: unknown) are for raw ids, which say neither.
+    A single file of others is all training text. Opens no file of ids.
+    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up.
+    """
+    if path.is_dir() and TokensManifest.exists(path):
+        return _made_by_dtt(path, split)
+    format_, found = _find(path)
+    if path.is_dir():
+        found = [x for x in found if split in (None, _split(x))]
+    elif split == "validation":
+        found = []
+    match format_:
+        case "megatron":
+            shards = [_megatron(stem) for stem in found]
+        case "datatrove":
+            shards = [_datatrove(ids) for ids in found]
+        case "raw":
+            shards = [_raw(ids, raw_dtype, end_of_document) for ids in found]
+        case _:
+            assert_never(format_)
+    content = [(s.path.name, s.tokens, s.dtype) for s in shards]
+    return TokenFiles(path, format_, tuple(shards), fingerprint(content), None, None)
+
+
+def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
+    """Which format of others is at `path`: stems of pairs, or files of ids."""
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        if any(name.endswith(".idx") for name in names):
+            pairs = {n.removesuffix(".idx").removesuffix(".bin") for n in names if _half(n)}
+            return "megatron", [path / name for name in sorted(pairs)]
+        if any(name.endswith(".ds") for name in names):
+            return "datatrove", [path / name for name in names if name.endswith(".ds")]
+        if any(name.endswith(".bin") for name in names):
+            return "raw", [path / name for name in names if name.endswith(".bin")]
+    else:
+        stem = path.with_suffix("") if _half(path.name) else path
+        if idx_path(stem).is_file():
+            return "megatron", [stem]
+        if path.is_file():
+            return ("datatrove" if path.suffix == ".ds" else "raw"), [path]
+    raise InputError(
+        "no token files there",
+        where=path,
+        why="it is a folder without manifest.json, .idx, .ds or .bin files"
+        if path.is_dir()
+        else "there is no such file or folder, nor a pair of that name with .bin and .idx",
+        next="name a folder that `dtt tokenize` made, a Megatron pair or a folder of pairs,"
+        " datatrove's .ds files, or files of raw ids",
+    )
+
+
+def _half(name: str) -> bool:
+    return name.endswith((".bin", ".idx"))
+
+
+def _split(path: Path) -> Split:
+    return "validation" if HELD_OUT.search(path.name) else "train"
+
+
+def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
+    manifest = TokensManifest.read(folder)
+    records = [record for record in manifest.shards if split in (None, record.split)]
+    counts = [record.counts for record in records]
+    tokens, text = sum(c.tokens for c in counts), sum(c.bytes for c in counts)
+    dtype = np.dtype(manifest.dtype).newbyteorder("<").str
+    return TokenFiles(
+        folder,
+        "dtt",
+        tuple(_named(folder, dtype, record) for record in records),
+        manifest.key,
+        manifest,
+        text / tokens if tokens else None,
+    )
+
+
+def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
+    """A shard as the manifest names it; no file is looked at."""
+    if record.path is None:
+        path = folder / f"{record.stem}.bin"
+    else:
+        path = bin_path(shard_stem(folder, record))
+    return Shard(
+        path,
+        record.counts.tokens,
+        dtype,
+        record.idx_sha256,
+        lambda: TokenFile(path.with_suffix("")),
+    )
+
+
+def _megatron(stem: Path) -> Shard:
+    file = TokenFile(stem)
+    version = _version(idx_path(stem))
+    return Shard(bin_path(stem), file.total, file.dtype.str, version, lambda: TokenFile(stem))
+
+
+def _datatrove(path: Path) -> Shard:
+    index = path.with_name(path.name + ".index")
+    try:
+        ends = map_file(index).view("<u8")
+    except FileNotFoundError:
+        raise InputError(
+            "the index of a token file is missing",
+            where=index,
+            next="keep it beside the .ds file (datatrove: save_index=True)",
+        ) from None
+    size, tokens = path.stat().st_size, int(ends[-1]) if len(ends) else 0
+    dtypes = [d for d in ("<u2", "<u4") if tokens * np.dtype(d).itemsize == size]
+    if not dtypes:
+        raise DamagedError(
+            "a token file and its index do not fit together",
+            where=path,
+            why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
+            next="make or copy both again",
+        )
+    return Shard(
+        path, tokens, dtypes[0], _version(index), lambda: Ends(map_file(index).view("<u8"))
+    )
+
+
+def _raw(path: Path, dtype: str, end_of_document: int | None) -> Shard:
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        raise DamagedError(
+            "a file of raw ids does not hold whole ids",
+            where=path,
+            why=f"{size} bytes, ids of {width}",
+            next="dtype: uint16, uint32 or int32 beside the path of the source",
+        )
+    version = f"{_version(path)} {end_of_document}"
+    little = np.dtype(dtype).newbyteorder("<")
+    return Shard(
+        path,
+        size // width,
+        little.str,
+        version,
+        lambda: Ends.of(path, little, end_of_document),
+    )
+
+
+def _version(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"

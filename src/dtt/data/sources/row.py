@@ -1,0 +1,130 @@
+"""Documents of a corpus, encoded, in a row in memory, cut into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.data.corpus import Corpus, Unit
+from dtt.data.documents import BadDocuments, batches, read_unit
+from dtt.data.encoder import Encoder
+from dtt.data.source import PADDING, Piece, Samples
+from dtt.errors import InputError
+
+UNIT_BYTES = 16 * 10**6
+BATCH_CHARACTERS = 2**20
+"""Encoded at once: what an encoder returns takes many times the memory of the ids."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a corpus, and where it stands."""
+
+    file: Path
+    span_start: int
+    """Where in the file the span begins that it was read in …"""
+    number: int
+    """… and how many documents of the span come before it."""
+    text: str
+
+
+class Documents:
+    """The documents of a corpus, cut into units."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        """Reads no text, but the footers of Parquet files; InputError when all files are empty."""
+        self.corpus = corpus
+        self.units = corpus.units(UNIT_BYTES)
+        if not self.units:
+            raise InputError("the corpus holds no documents", where=corpus.folder)
+        self._before = lru_cache(maxsize=1024)(self._count_before)
+
+    def of(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
+        """Those of a unit that can be read, empty ones included, in the order of the files."""
+        for span in unit.spans:
+            texts = read_unit(self.corpus, Unit(unit.index, (span,)), bad)
+            for number, text in enumerate(texts):
+                yield Document(self.corpus.path(span.file), span.start, number, text)
+
+    def locate(self, row: Row, sample: int) -> list[Piece]:
+        """The documents in a sample of `row`, numbered among all of their file that can be read.
+
+        Where the file is cut into spans, this reads those before.
+        """
+        return [
+            replace(piece, document=piece.document + self._before(piece.file, span_start))
+            for piece, span_start in row.pieces(sample)
+        ]
+
+    def _count_before(self, file: Path, span_start: int) -> int:
+        spans = tuple(
+            span
+            for unit in self.units
+            for span in unit.spans
+            if self.corpus.path(span.file) == file and span.start < span_start
+        )
+        return sum(1 for _ in self.of(Unit(0, spans), BadDocuments()))
+
+
+class Row:
+    """Documents in a row, each ended by the end-of-document token.
+
+    Sample i is tokens i*T … i*T + T of the row, T + 1 of them. So neighbours share a token, and
+    every token but the first is a target once. The last sample may be short.
+    """
+
+    def __init__(self, documents: Sequence[Document], encoder: Encoder, seq_len: int) -> None:
+        """Encode `documents`; their text is not kept."""
+        texts = (document.text for document in documents)
+        encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_CHARACTERS)]
+        none = np.empty(0, dtype=np.int32)
+        self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
+        self._ends = np.cumsum(np.concatenate([none, *(n for _, n in encoded)]), dtype=np.int64)
+        self._origins = [(d.file, d.span_start, d.number) for d in documents]
+        self._seq_len = seq_len
+        self.text_bytes = sum(len(document.text.encode()) for document in documents)
+        """UTF-8 bytes of all documents."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return max(0, -(-(len(self.ids) - 1) // self._seq_len))
+
+    def read(self, samples: Samples) -> npt.NDArray[np.int64]:
+        """Ids [len(samples), seq_len + 1]; PADDING after the last token of the row."""
+        starts = samples.astype(np.int64) * self._seq_len
+        index = starts[:, None] + np.arange(self._seq_len + 1)
+        ids = self.ids[np.minimum(index, len(self.ids) - 1)].astype(np.int64)
+        return np.where(index < len(self.ids), ids, PADDING)
+
+    def targets(self, samples: Samples) -> int:
+        """How many targets these samples have."""
+        rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
+        return int(np.minimum(rest, self._seq_len).sum())
+
+    def pieces(self, sample: int) -> Iterator[tuple[Piece, int]]:
+        """The documents in a sample, numbered within their spans, and where the span begins."""
+        start = sample * self._seq_len
+        stop = min(start + self._seq_len + 1, len(self.ids))
+        document = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            first = int(self._ends[document - 1]) if document else 0
+            end = min(int(self._ends[document]), stop)
+            file, span_start, number = self._origins[document]
+            place = start - sample * self._seq_len
+            piece = Piece(file, number, start - first, place, place + end - start)
+            yield piece, span_start
+            start, document = end, document + 1
+
+
+def documents_of(ids: npt.NDArray[np.int64], end_of_document: int) -> npt.NDArray[np.int32]:
+    """Which document of its sample each of `ids` [samples, tokens] is in, counted from 0.
+
+    No text is encoded as the end-of-document token, so each one there is ends a document.
+    """
+    ends = ids == end_of_document
+    return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)

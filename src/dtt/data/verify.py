@@ -1,0 +1,119 @@
+"""Which units of a token folder are finished: their files are looked at, read and hashed.
+
+All ranks take part, each with a share. A file that has the size and time it had when it was last
+hashed is not hashed again; what is known of that lies beside the markers, and losing it costs
+time only.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtt.artifacts import TokenShard, TokensManifest
+from dtt.data.markers import Facts, facts, last_hashed, marker_path, read_marker, remember_hashed
+from dtt.data.tokenfile import bin_path, idx_path
+from dtt.runtime.comm import Comm
+from dtt.runtime.files import sha256_file
+
+NOT_MADE = "not made yet"
+
+
+class Fault(NamedTuple):
+    """Why a unit is not finished."""
+
+    why: str
+    whole: bool = False
+    """Whether the files are what the manifest says, and only the marker is missing."""
+
+
+def find_faults(
+    out: Path, units: int, key: str, comm: Comm, *, remember: bool = True
+) -> dict[int, Fault]:
+    """The units that are not finished for `key`, by index; every rank calls this and gets all.
+
+    Files on a node's own disk are looked at by its ranks. Without `remember` nothing is written.
+    """
+    here = socket.gethostname()
+    in_manifest = _by_unit(out, key)
+    faults: dict[int, Fault] = {}
+
+    def look(unit: int) -> str | None:
+        """Note what is wrong with a unit; or say on which other node its files are."""
+        marker = read_marker(out, unit, key)
+        if marker is None and in_manifest is None:
+            there = marker_path(out, unit).exists()
+            faults[unit] = Fault("its marker is damaged" if there else NOT_MADE)
+            return None
+        shards = (in_manifest or {}).get(unit, []) if marker is None else marker.shards
+        for shard in shards:
+            if _stem(out, shard, here) is None:
+                return shard.host
+        damage = _damage(out, unit, [(_stem(out, s, here) or out, s) for s in shards], remember)
+        if damage is not None:
+            faults[unit] = Fault(damage)
+        elif marker is None:
+            faults[unit] = Fault("its marker is missing", whole=True)
+        return None
+
+    own = range(comm.rank, units, comm.size)
+    away = [[unit, host] for unit in own if (host := look(unit)) is not None]
+    told: list[Any] = comm.gather([here, away])
+    for unit, host in [found for _, others in told for found in others]:
+        ranks = [rank for rank, (name, _) in enumerate(told) if name == host]
+        if ranks and comm.rank == ranks[unit % len(ranks)]:
+            look(unit)
+        elif not ranks and comm.rank == 0:
+            faults[unit] = Fault(f"on the disk of {host}, which is no part of this run")
+    everyone: list[Any] = comm.gather([[unit, *fault] for unit, fault in faults.items()])
+    return {unit: Fault(why, whole) for found in everyone for unit, why, whole in sorted(found)}
+
+
+def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
+    """The shards of each unit as the manifest names them; None without a manifest for `key`."""
+    if not TokensManifest.exists(out):
+        return None
+    manifest = TokensManifest.read(out)
+    if manifest.key != key:
+        return None
+    shards: dict[int, list[TokenShard]] = {}
+    for shard in manifest.shards:
+        shards.setdefault(int(shard.stem.rpartition("-")[2]), []).append(shard)
+    return shards
+
+
+def _stem(out: Path, shard: TokenShard, here: str) -> Path | None:
+    """Where the files of a shard should be; None on another node."""
+    stem = out / shard.stem
+    if shard.path is None or idx_path(stem).exists():
+        return stem
+    return Path(shard.path) if shard.host == here else None
+
+
+def _damage(
+    out: Path, unit: int, shards: list[tuple[Path, TokenShard]], remember: bool
+) -> str | None:
+    """The first file of a unit that is not what was written, and how; None if all are."""
+    known = last_hashed(out, unit)
+    now: Facts = {}
+    for path, sha256 in _files(shards):
+        try:
+            found = facts(out, [path])
+            now |= found
+            if not found.items() <= known.items() and sha256_file(path) != sha256:
+                return f"{path} is damaged: its sha256 is not that of what was written"
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:  # a failing disk
+            return f"{path} cannot be read: {error.strerror}"
+    if remember and now != known:
+        remember_hashed(out, unit, now)
+    return None
+
+
+def _files(shards: list[tuple[Path, TokenShard]]) -> Iterator[tuple[Path, str]]:
+    for stem, shard in shards:
+        yield bin_path(stem), shard.bin_sha256
+        yield idx_path(stem), shard.idx_sha256

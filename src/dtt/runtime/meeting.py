@@ -1,0 +1,224 @@
+"""Ranks that share only a file system: what they tell each other, and whether they are alive.
+
+A rank has two files: `words`, to which it adds a line per exchange, and `beat`, which it rewrites
+every second as a sign of life. Rank 0 collects all words and repeats them in its own; it watches
+every beat, and the others watch that of rank 0. So a rank asks the file server for little, however
+many there are.
+
+An NFS client may remember what a file held, or that it was not there. It asks the server when a
+file is opened, or made: so each look opens the file anew, and makes it if it is not there yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from dtt.errors import ExitCode, PeerLost
+from dtt.runtime.log import log
+
+T = TypeVar("T")
+
+MEETING = "meeting"
+"""What the folder is called below which launches meet, each in one of its own."""
+BEAT = 1.0
+"""Seconds between two signs of life."""
+SILENCE = 7.0
+"""Seconds without one after which a rank is taken for dead."""
+START = 300.0
+"""Seconds that a rank's first may take: on busy nodes Slurm starts tasks long after each other."""
+ABANDONED = 60.0
+"""Seconds without one after which the folder of another launch is nobody's any more."""
+
+
+def launch_name(env: Mapping[str, str]) -> str:
+    """A name that no other launch has: cluster, job, step and restart, of Slurm's environment."""
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return re.sub(r"[^\w.-]", "_", "-".join(env.get(name, "0") for name in names))
+
+
+class Files:
+    """The ranks of one launch, which know rank and size and meet in a folder that all see.
+
+    When another rank is lost or fails, a thread ends this process, whatever it is doing.
+    """
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        """`folder` is for this launch alone; `close` removes it."""
+        self.rank, self.size = rank, size
+        self._folder = folder
+        self._offsets = dict.fromkeys(range(size), 0)
+        """Up to where the words of each rank were read."""
+        self._node = socket.gethostname()
+        self._beats = 0
+        self._stop = threading.Event()
+        self._closing = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._show()
+        self._watch = threading.Thread(target=self._watch_others, daemon=True)
+        self._watch.start()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.broadcast(None)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+        result: T = self._exchange(None if self.rank else value, lambda words: words[0])
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` in rank order, on every rank."""
+        result: list[T] = self._exchange(value, lambda words: words)
+        return result
+
+    def close(self) -> None:
+        """Leave, so that silence is no sign of death; rank 0 waits for all and tidies up."""
+        if self.rank > 0:
+            self._stop.set()
+            self._watch.join()
+            self._show(left=True)
+            return
+        self._closing.set()
+        self._watch.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_abandoned()
+
+    def fail(self, code: int, reason: str) -> None:
+        """Tell the others that this rank ends with exit code `code`, and why."""
+        self._stop.set()
+        self._watch.join()
+        self._show(code=code, reason=f"rank {self.rank} on {self._node}: {reason}")
+
+    # ---- words -----------------------------------------------------------------------------------
+
+    def _exchange(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """A word of each rank to rank 0, then the answer of rank 0 to all."""
+        if self.rank > 0:
+            self._say(value)
+        else:
+            words = [value] + [self._hear(rank) for rank in range(1, self.size)]
+            self._say(answer(words))
+        return self._hear(0)
+
+    def _say(self, value: Any) -> None:
+        with self._path(self.rank, "words").open("ab") as file:
+            file.write(json.dumps(value).encode() + b"\n")
+
+    def _hear(self, rank: int) -> Any:
+        """The next word of a rank; waits for it, the longer the less often it looks."""
+        start = time.monotonic()
+        while True:
+            with _reopened(self._path(rank, "words")) as file:
+                file.seek(self._offsets[rank])
+                line = file.readline()
+            if line.endswith(b"\n"):
+                with suppress(ValueError):  # a client may see a file's new length before its bytes
+                    word = json.loads(line)
+                    self._offsets[rank] += len(line)
+                    return word
+            time.sleep(min(max((time.monotonic() - start) / 10, 1e-3), 1.0))
+
+    # ---- signs of life ---------------------------------------------------------------------------
+
+    def _show(self, **state: Any) -> None:
+        """Rewrite our beat in place: a file that took its place might be seen late."""
+        self._beats += 1
+        content = json.dumps({"beat": self._beats, "node": self._node, **state})
+        with suppress(OSError):  # a server that hangs for long is noticed by the others
+            file = os.open(self._path(self.rank, "beat"), os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.ftruncate(file, os.write(file, content.encode()))
+            finally:
+                os.close(file)
+
+    def _watch_others(self) -> None:
+        """Beat; look for those of the others, by this node's own clock alone."""
+        silent = dict.fromkeys(range(1, self.size) if self.rank == 0 else [0], 0.0)
+        beats = dict.fromkeys(silent, b"")
+        waiting_told = False
+        last = time.monotonic()
+        while not self._stop.wait(BEAT):
+            self._show()
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * BEAT), now  # more: this process was held itself
+            for rank, before in list(beats.items()):
+                beats[rank] = self._beat(rank, before)
+                silent[rank] = 0.0 if beats[rank] != before else silent[rank] + passed
+                state = _parsed(beats[rank])
+                if "code" in state:
+                    self._end(state["code"], state["reason"], told=self.rank > 0)
+                if state.get("left"):
+                    del beats[rank], silent[rank]
+                elif silent[rank] > (SILENCE if state else START):
+                    self._end(ExitCode.BUG, _lost(rank, state))
+            missing = [rank for rank, beat in beats.items() if not beat]
+            if missing and not waiting_told and silent[missing[0]] > SILENCE:
+                waiting_told = True
+                log.info(
+                    "waiting for %d of %d ranks to start: %s",
+                    *(len(missing), self.size, ", ".join(map(str, missing[:10]))),
+                )
+            if self._closing.is_set() and not beats:
+                return
+
+    def _beat(self, rank: int, before: bytes) -> bytes:
+        try:
+            with _reopened(self._path(rank, "beat")) as file:
+                return file.read()
+        except OSError:
+            return before
+
+    def _end(self, code: int, reason: str, *, told: bool = False) -> None:
+        """End this process and, through rank 0, all others; `told`: somebody has said why."""
+        self._show(code=code, reason=reason)
+        if not told:
+            os.write(2, f"dtt: {PeerLost(reason)}\n".encode())
+        os._exit(code)  # the main thread may be anywhere
+
+    # ---- the folder ------------------------------------------------------------------------------
+
+    def _path(self, rank: int, kind: str) -> Path:
+        return self._folder / f"{rank:05d}.{kind}"
+
+    def _remove_abandoned(self) -> None:
+        """Remove the folders of launches that were killed, and the one above if it is empty."""
+        above = self._folder.parent
+        with suppress(OSError):
+            mark = above / f".now-{self._folder.name}"  # the server's clock, not ours
+            mark.touch()
+            now = mark.stat().st_mtime
+            mark.unlink()
+            for folder in above.iterdir():
+                if now - max(p.stat().st_mtime for p in (folder, *folder.iterdir())) > ABANDONED:
+                    shutil.rmtree(folder)
+            above.rmdir()
+
+
+def _reopened(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o666), "rb")
+
+
+def _parsed(beat: bytes) -> dict[str, Any]:
+    """What a beat says; one that was read half written says no more than that its rank lives."""
+    try:
+        state: dict[str, Any] = json.loads(beat) if beat else {}
+    except ValueError:
+        state = {"node": "?"}
+    return state
+
+
+def _lost(rank: int, state: dict[str, Any]) -> str:
+    if not state:
+        return f"rank {rank} has not started within {START:.0f} s"
+    node = state["node"]
+    return f"rank {rank} on {node} is lost: no sign of life for {SILENCE:.0f} s"

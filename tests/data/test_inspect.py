@@ -1,0 +1,289 @@
+"""A look at data tells what is there: exactly where all is read, fairly where places are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_job import make_tokenizer
+from token_files import END, random_documents, write_folder, write_pair
+
+from dtt.data.inspect import text, tokens
+from dtt.data.inspect.lengths import Lengths
+from dtt.data.inspect.look import look
+from dtt.data.inspect.report import Report, Wishes
+from dtt.data.inspect.tokens import Seen, count, places
+from dtt.data.sources.files import Ends, Shard
+from dtt.data.tokenfile import TokenFile, idx_path
+from dtt.errors import ConfigError, DamagedError, InputError
+
+BY_DATATROVE = Path(__file__).parent / "sources/written_by_datatrove"
+
+
+def see(path: Path, **wishes: Any) -> Report:
+    usual = {"samples": 3, "everything": False, "hashes": False, "tokenizer": None}
+    return look(path, Wishes(**(usual | {"dtype": "uint16"} | wishes)))
+
+
+def lengths_of(numbers: list[int]) -> Lengths:
+    lengths = Lengths()
+    lengths.add(np.array(numbers, dtype=np.int64))
+    return lengths
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1))
+def test_a_summary_is_exact_for_short_documents_and_close_for_long_ones(numbers: list[int]) -> None:
+    summary = lengths_of(numbers).summary("tokens")
+    assert summary.documents == len(numbers)
+    assert summary.empty == numbers.count(0)
+    assert summary.max == max(numbers)
+    assert summary.mean == round(sum(numbers) / len(numbers), 1)
+    assert sum(n for _, _, n in summary.histogram) + summary.empty == len(numbers)
+    for low, high, n in summary.histogram:
+        assert sum(low <= x <= high for x in numbers) == n
+    in_order = sorted(numbers)
+    for found, share in ((summary.median, 0.5), (summary.p90, 0.9)):
+        true = in_order[int(np.ceil(share * len(numbers))) - 1]
+        assert true <= found <= true * (1 + 1 / 256)
+
+
+def test_lengths_add_up_over_calls() -> None:
+    parts = lengths_of([1, 2, 300])
+    parts.add(np.array([0, 70_000]))
+    assert parts.summary("bytes") == lengths_of([1, 2, 300, 0, 70_000]).summary("bytes")
+
+
+def test_places_are_spread_evenly_and_never_overlap() -> None:
+    sizes = [10**9, 0, 3 * 10**9, 5, 10**7]
+    found = list(places(sizes, everything=False))
+    assert len(found) == tokens.PLACES
+    starts = np.cumsum([0, *sizes])
+    spans = [(int(starts[file]) + a, int(starts[file]) + b) for file, a, b in found]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == sum(sizes)
+    gaps = [b[0] - a[0] for a, b in pairwise(spans)]
+    assert max(gaps) - min(gaps) <= 1
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert all(0 <= a < b <= sizes[file] for file, a, b in found)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=12)
+
+
+@given(DOCUMENTS, st.booleans(), st.integers(1, 9))
+def test_place_by_place_every_document_is_seen_once(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], pair: bool, size: int
+) -> None:
+    """Also those across a border of two places, and empty ones at either end."""
+    stem = tmp_path_factory.mktemp("pair") / "a"
+    write_pair(stem, documents)
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    where = TokenFile(stem) if pair else Ends(ends.astype("<u8"))
+    total = sum(map(len, documents))
+    shard = Shard(stem.with_suffix(".bin"), total, "<u2", "", lambda: where)
+    assert count(where) == len(documents)
+    seen = Seen(10, None)
+    for start in range(0, max(total, 1), size):
+        seen.read(shard, where, start, min(start + size, total))
+    assert seen.lengths.summary("tokens") == lengths_of([*map(len, documents)]).summary("tokens")
+    assert seen.last == Counter(document[-1] for document in documents if document)
+    assert seen.tokens == total
+    assert seen.outside == 0
+
+
+@pytest.mark.parametrize("kind", ["ds", "megatron"])
+def test_what_datatrove_wrote_is_told(kind: str) -> None:
+    report = see(BY_DATATROVE / kind)
+    assert report.kind == {"ds": "datatrove .ds", "megatron": "Megatron .bin/.idx"}[kind]
+    assert (report.documents, report.tokens) == (4, 14)
+    assert report.files == {"ds": 3, "megatron": 2}[kind]
+    assert report.facts["dtype"] == "uint16"
+    assert report.facts["largest_id"] == 6
+    assert report.facts["end_of_document"] == {"id": 0, "token": None, "documents": 4, "of": 4}
+    assert report.lengths is not None
+    assert report.lengths.histogram == ((1, 1, 1), (2, 3, 1), (4, 7, 2))
+    assert report.read.everything
+    assert report.samples[0].text == "6 5 4 3 2 1 0"
+    assert (report.oddities, report.damaged) == ([], [])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_megatron_wrote_is_told(tmp_path: Path) -> None:
+    """With several sequences in a document, and documents and sequences without a token."""
+    torch = pytest.importorskip("torch")
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
+    for document in ([[70_000, 1], [2, 7]], [[]], [[5, 7]], []):
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "a.idx"))
+    report = see(tmp_path / "a")
+    assert (report.documents, report.tokens) == (4, 6)
+    assert report.facts["dtype"] == "int32"
+    assert report.facts["largest_id"] == 70_000
+    assert report.facts["end_of_document"] == {"id": 7, "token": None, "documents": 2, "of": 2}
+    assert report.lengths is not None
+    assert (report.lengths.empty, report.lengths.max) == (2, 4)
+    assert report.oddities == ["empty documents: 2"]
+
+
+def test_raw_ids_have_no_documents_and_are_shown_as_text(tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    ids = make_tokenizer().encode("all in a row").ids
+    np.array([*ids, 300, 400], dtype="<u4").tofile(tmp_path / "train.bin")
+    report = see(tmp_path / "train.bin", dtype="uint32")
+    assert report.kind == "raw ids"
+    assert (report.documents, report.lengths, report.tokens) == (None, None, len(ids) + 2)
+    assert report.samples[0].text == "all in a row"
+    at = len(ids)
+    assert report.oddities == [
+        "ids outside the vocabulary of 257: 2",
+        f"train.bin, token {at}: 300",
+        f"train.bin, token {at + 1}: 400",
+    ]
+
+
+def test_documents_without_an_end_are_counted(tmp_path: Path) -> None:
+    write_folder(tmp_path / "t", {"train-0": [[1, END], [2, 3], [4, END]], "train-1": [[5]]})
+    report = see(tmp_path / "t")
+    assert report.oddities == ["documents that do not end with id 0: 2"]
+    write_pair(tmp_path / "a", [[1], [2], [3]])
+    assert see(tmp_path / "a").oddities == [
+        "no id ends most documents: training cannot tell where they end"
+    ]
+
+
+def test_an_index_in_disorder_is_damage_that_is_named(tmp_path: Path) -> None:
+    stem = tmp_path / "a"
+    write_pair(stem, [[1, END]] * 40)
+    whole = idx_path(stem).read_bytes()
+    offsets = 34 + 4 * 40
+    broken = bytearray(whole)
+    broken[offsets + 8 * 20 : offsets + 8 * 21] = struct.pack("<q", 2)
+    idx_path(stem).write_bytes(broken)
+    report = see(stem)
+    assert len(report.damaged) == 1
+    assert "do not follow one another" in report.damaged[0]
+    assert str(tmp_path) in report.damaged[0]
+    idx_path(stem).write_bytes(whole[:-8])
+    with pytest.raises(DamagedError, match="should have"):
+        see(stem)
+
+
+def test_a_large_body_is_sampled_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PLACE_TOKENS", 64)
+    documents = random_documents(4000, longest=60)
+    total = sum(map(len, documents))
+    write_folder(tmp_path / "t", {"train-0": documents[:2500], "train-1": documents[2500:]})
+    some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
+    assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
+    assert not some.read.everything
+    assert some.read.amount == 64 * tokens.PLACES
+    assert every.read.everything
+    assert some.lengths is not None
+    assert every.lengths is not None
+    assert every.lengths.documents == 4000
+    # About one in thirty tokens ends a document.
+    assert 0 < some.lengths.documents < 200
+    assert 0.7 < some.lengths.mean / every.lengths.mean < 1.4
+
+
+TEXTS = ["first", "second of them", "", "ünïcode", "last"]
+
+
+def write_texts(folder: Path, kind: str) -> Path:
+    path = folder / f"a.{kind}"
+    lines = "".join(json.dumps({"id": 1, "text": t}) + "\n" for t in TEXTS).encode()
+    match kind:
+        case "parquet":
+            pq.write_table(pa.table({"text": TEXTS}), path)
+        case "csv":
+            path.write_text("text,n\n" + "".join(f'"{t}",1\n' for t in TEXTS))
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case "jsonl.zst":
+            path.write_bytes(zstandard.compress(lines))
+        case _:
+            path.write_bytes(lines)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "csv"])
+def test_documents_of_every_format_are_told(tmp_path: Path, kind: str) -> None:
+    report = see(write_texts(tmp_path, kind))
+    assert report.kind == "documents"
+    assert report.facts["file_format"] == kind.partition(".")[0]
+    assert report.facts["text_column"] == "text"
+    assert (report.documents, report.documents_estimated) == (5, False)
+    assert report.text_bytes == sum(len(t.encode()) for t in TEXTS)
+    assert report.lengths is not None
+    assert (report.lengths.empty, report.lengths.max) == (1, 14)
+    assert report.samples[0].text == "first"
+    assert report.oddities == ["empty documents, which tokenize leaves out: 1"]
+
+
+def test_a_folder_of_txt_is_a_document_each(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} tells\nmuch")
+    report = see(tmp_path)
+    assert (report.documents, report.files) == (3, 3)
+    assert report.facts["txt_documents"] == "file"
+
+
+def test_documents_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n{"text": "\xff"}\n')
+    report = see(tmp_path / "a.jsonl")
+    assert report.documents == 1
+    assert report.oddities[0] == "documents that cannot be read: 2"
+    assert "a.jsonl:2: not JSON" in report.oddities[1]
+    assert "a.jsonl:3: not UTF-8" in report.oddities[2]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_large_corpus_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(text, "SAMPLE_BYTES", 2**16)
+    texts = [f"{i} " + "word " * (i * 7919 % 200) for i in range(8000)]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    else:
+        lines = (json.dumps({"text": t}) + "\n" for t in texts)
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+    path = tmp_path / f"a.{kind}"
+    some, every = see(path), see(path, everything=True)
+    assert not some.read.everything
+    assert some.read.amount < 2**18
+    assert every.documents == 8000
+    assert some.documents is not None
+    assert some.documents_estimated == (kind == "jsonl")  # the footers of Parquet tell
+    assert 0.85 < some.documents / 8000 < 1.2
+
+
+def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no"):
+        see(tmp_path / "nowhere")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    with pytest.raises(InputError, match="has a format dtt reads"):
+        see(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="nothing to verify"):
+        see(tmp_path, hashes=True)
+    write_folder(tmp_path / "t", {"train-0": [[1, END]]})
+    (tmp_path / "t/manifest.json").write_text('{"format": "dtt-tok')
+    with pytest.raises(DamagedError, match="cannot read the manifest"):
+        see(tmp_path / "t")

@@ -1,0 +1,223 @@
+"""What becomes of files with one fault each: what is kept, what is printed, how it ends.
+
+`DTT_WRITE_DOCS=1 pytest tests/data/test_malformed.py` writes docs/bad-input.md from that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
+from running import ROOT, Dtt
+
+from dtt.artifacts import TokensManifest
+from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
+from dtt.data.download import download
+from dtt.data.encode import Tokenized, tokenize
+from dtt.data.tokenfile import TokenFile
+from dtt.errors import DamagedError, DttError
+from dtt.runtime.comm import Serial
+
+PAGE = ROOT / "docs/bad-input.md"
+HEAD = """\
+# Bad input
+
+Made from real runs by `DTT_WRITE_DOCS=1 pytest tests/data/test_malformed.py`.
+
+Each row is a folder with a whole file of three documents and `b`, a file with one fault. With
+`tokenize.on_bad_document=skip`, the default, what cannot be read is counted, the first five are
+named, and the rest becomes tokens; with `stop` the first one ends `dtt tokenize` with exit code 65
+and the same words. Where `dtt download` sees the fault it turns the dataset away, with exit code 2.
+A document of more than 64 MiB is taken for a mistake. Of a compressed file that breaks off, up to
+64 KiB before that are lost with the rest.
+
+| fault | kept | skipped | what is printed |
+| --- | --- | --- | --- |
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, so that none has to be learnt from each fault."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "a.jsonl").write_bytes(GOOD_FILES["jsonl"]() * 10)
+    Dtt(folder)("download", "-d", "a.jsonl")
+    Dtt(folder)(
+        "tokenize", "-d", "a.jsonl", "tokenizer.vocab_size=260", "tokenize.validation_fraction=0",
+        "tokenize.out=tokens",
+    )  # fmt: skip
+    return folder / "tokens/tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, str]:
+    """A row of the page for each fault."""
+    return {}
+
+
+def write_source(fault: Fault, folder: Path) -> None:
+    """The files of a dataset: `a`, which is whole, and `b`."""
+    folder.mkdir()
+    kind = "jsonl" if fault.suffix.startswith("json") else fault.suffix.split(".")[0]
+    (folder / f"a.{kind}").write_bytes(GOOD_FILES[kind]())
+    (folder / f"b.{fault.suffix}").write_bytes(fault.content())
+
+
+def ids_outside(out: Path, manifest: TokensManifest) -> int:
+    files = [TokenFile(out / shard.stem) for shard in manifest.shards]
+    return sum(int(np.count_nonzero(file.tokens >= manifest.vocab_size)) for file in files)
+
+
+Run = Callable[..., Tokenized]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: Path) -> Run:
+    """Tokenizes the folder `corpus` in this process."""
+
+    def run(on_bad_document: str) -> Tokenized:
+        result = tokenize(
+            TokenizeConfig(validation_fraction=0.0, on_bad_document=on_bad_document),
+            GivenTokenizerConfig(path=str(tokenizer)),
+            tmp_path / "corpus", tmp_path / on_bad_document, Serial(),
+        )  # fmt: skip
+        assert result is not None
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.suffix} {fault.what}")
+def test_a_fault_is_named_and_counted_and_the_rest_is_kept(
+    fault: Fault, run: Run, tmp_path: Path, rows: dict[str, str]
+) -> None:
+    write_source(fault, tmp_path / "source")
+    options = DownloadConfig(dataset=str(tmp_path / "source"), txt_documents="line")
+    name = f"{fault.suffix}: {fault.what}"
+    if fault.refused:
+        with pytest.raises(DttError) as refusal:
+            download(options, tmp_path / "corpus")
+        assert fault.refused in str(refusal.value)
+        rows[name] = f"| {name} | | | `dtt download`: {fault.refused} |\n"
+        return
+    download(options, tmp_path / "corpus")
+    result = run("skip")
+    manifest = result.manifest
+    kept = manifest.counts("train").documents - len(GOOD)
+    assert kept == (kept if fault.kept is None else fault.kept)
+    assert manifest.skipped_documents == (
+        max(manifest.skipped_documents, 1) if fault.skipped is None else fault.skipped
+    )
+    assert ids_outside(tmp_path / "skip", manifest) == 0
+    said = "".join(result.problems[:1]).replace(f"{tmp_path}/source/", "")
+    assert fault.says in said
+    assert said.isprintable()
+    if manifest.skipped_documents:
+        assert fault.says
+        with pytest.raises(DamagedError) as stop:
+            run("stop")
+        where, _, why = said.partition(": ")
+        assert f"where: {tmp_path}/source/{where}\n  why:   {why}\n" in str(stop.value)
+        assert not TokensManifest.exists(tmp_path / "stop")
+    kept_told, skipped_told = ("some" if n is None else n for n in (fault.kept, fault.skipped))
+    said = fault.says.lstrip(": ") if fault.kept is None else said
+    rows[name] = f"| {name} | {kept_told} | {skipped_told} | {said.replace('|', ' ')} |\n"
+
+
+def test_the_page_shows_what_they_print(rows: dict[str, str]) -> None:
+    if len(rows) < len(FAULTS):
+        pytest.skip("only some of the faults were run")
+    page = HEAD + "".join(rows.values())
+    if os.environ.get("DTT_WRITE_DOCS"):
+        PAGE.write_text(page, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == page, "write it again with DTT_WRITE_DOCS=1"
+
+
+# ---- the command, with real processes ------------------------------------------------------------
+
+JSON_SKIP = ("tokenize", "--json", "tokenize.corpus=corpus", "tokenizer.vocab_size=260")
+
+
+def as_a_user(dtt: Dtt, fault: Fault) -> None:
+    write_source(fault, dtt.folder / "source")
+    dtt("download", "-d", "source", "--out", "corpus", "download.txt_documents=line")
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.what in ("a broken line", "not compressed")],
+    ids=lambda fault: f"{fault.suffix} {fault.what}",
+)  # fmt: skip
+def test_the_command_names_it_reports_it_and_ends_as_asked(dtt: Dtt, fault: Fault) -> None:
+    as_a_user(dtt, fault)
+    skip = dtt(*JSON_SKIP, "tokenize.validation_fraction=0", "tokenize.out=skip")
+    assert json.loads(skip.stdout)["skipped_documents"] == fault.skipped
+    assert f"skipped {dtt.folder}/source/{fault.says}" in skip.stderr
+    options = ("tokenize.validation_fraction=0", "tokenize.on_bad_document=stop")
+    stop = dtt(*JSON_SKIP, *options, "tokenize.out=stop", expect=65)
+    assert fault.says.split(": ")[0] in stop.stderr
+    assert "tokenize.on_bad_document=skip" in stop.stderr
+    assert stop.stdout == ""
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_memory_is_bounded_where_a_document_is_not(dtt: Dtt, suffix: str) -> None:
+    fault = next(f for f in FAULTS if f.suffix == suffix and "70 MB" in f.what)
+    as_a_user(dtt, fault)
+    code = (
+        "import resource, sys; from dtt.main import main\n"
+        f"sys.argv = ['dtt', *{JSON_SKIP!r}, 'tokenize.validation_fraction=0']\n"
+        "try: main()\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+    )
+    done = dtt.wait(dtt.start_python("-c", code))
+    assert json.loads(done.stdout)["skipped_documents"] == 1
+    assert int(done.stderr.splitlines()[-1]) * 1024 < 15 * LONG
+
+
+def test_files_that_are_gone_changed_or_closed_to_us_end_the_command(dtt: Dtt) -> None:
+    as_a_user(dtt, Fault("nothing", "jsonl", GOOD_FILES["jsonl"]))
+    victim = dtt.folder / "source/b.jsonl"
+    content = victim.read_bytes()
+    victim.write_bytes(content * 2)
+    changed = dtt(*JSON_SKIP, expect=65)
+    assert "has changed" in changed.stderr
+    victim.unlink()
+    assert "is missing" in dtt(*JSON_SKIP, expect=66).stderr
+    victim.mkdir()
+    assert "is missing" in dtt(*JSON_SKIP, expect=66).stderr
+    shutil.rmtree(victim)
+    victim.write_bytes(content)
+    victim.chmod(0)
+    if os.access(victim, os.R_OK):
+        return  # root may read everything
+    assert "permission denied" in dtt(*JSON_SKIP, expect=74).stderr
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_shrinks_while_it_is_read_gives_no_wrong_token(
+    run: Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shrinks after the command has looked at its size and cut it into units."""
+    fault = Fault("", kind, GOOD_FILES["jsonl"] if kind == "jsonl" else lambda: parquet(*GOOD))
+    write_source(fault, tmp_path / "source")
+    download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
+    from dtt.data import plan
+
+    find = plan.find_faults
+
+    def shrinks(*arguments: object, **options: object) -> object:
+        victim = tmp_path / f"source/b.{kind}"
+        os.truncate(victim, victim.stat().st_size - 9)
+        return find(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan, "find_faults", shrinks)
+    result = run("skip")
+    assert result.manifest.skipped_documents == 1
+    assert result.manifest.counts("train").documents == len(GOOD) + (2 if kind == "jsonl" else 0)
+    assert ids_outside(tmp_path / "skip", result.manifest) == 0

@@ -1,0 +1,202 @@
+"""What a rerun keeps, what it makes anew and why; shards that stay on nodes' own disks."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtt.artifacts import TokensManifest, shard_stem
+from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
+from dtt.data import verify
+from dtt.data.corpus import Corpus
+from dtt.data.encode import Tokenized, tokenize
+from dtt.data.explain import Reuse, explain
+from dtt.errors import InputError
+from dtt.runtime.comm import Serial
+
+BPE = TrainedTokenizerConfig(vocab_size=300)
+
+
+@pytest.fixture
+def corpus(corpora: Any) -> Corpus:
+    lines = [json.dumps({"text": f"{i} alpha beta {i * i} gamma"}) for i in range(2000)]
+    made: Corpus = corpora.make({"a.jsonl": "\n".join(lines).encode()})
+    return made
+
+
+def config(**options: Any) -> TokenizeConfig:
+    return TokenizeConfig(**{"validation_fraction": 0.1, "unit_bytes": 20_000} | options)
+
+
+def run(corpus: Corpus, out: Path, **options: Any) -> Tokenized:
+    result = tokenize(config(**options), BPE, corpus.folder, out, Serial())
+    assert result is not None
+    return result
+
+
+def ask(corpus: Corpus, out: Path, tokenizer: TokenizerConfig = BPE, **options: Any) -> Reuse:
+    reuse = explain(config(**options), tokenizer, corpus.folder, out, Serial())
+    assert reuse is not None
+    return reuse
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """All files with their times; the lock is only touched."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were read to be verified."""
+    names: list[str] = []
+    sha256_file = verify.sha256_file
+
+    def noted(path: Path) -> str:
+        names.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(verify, "sha256_file", noted)
+    return names
+
+
+def test_only_what_was_touched_since_it_was_hashed_is_hashed_again(
+    corpus: Corpus, tmp_path: Path, hashed: list[str]
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    assert run(corpus, out).units == 0
+    assert hashed == []
+    (out / "train-00001.bin").touch()
+    assert run(corpus, out).units == 0
+    assert run(corpus, out).units == 0
+    assert hashed == ["train-00001.bin"]
+
+
+def test_losing_what_is_known_of_the_files_costs_time_only(
+    corpus: Corpus, tmp_path: Path, hashed: list[str]
+) -> None:
+    out = tmp_path / "out"
+    shards = len(run(corpus, out).manifest.shards)
+    for path in out.glob(".units/*.seen"):
+        path.write_text("{") if "3" in path.name else path.unlink()
+    assert run(corpus, out).units == 0
+    assert len(hashed) == 2 * shards
+    assert run(corpus, out).units == 0
+    assert len(hashed) == 2 * shards
+
+
+def test_a_moved_folder_is_not_hashed_again(
+    corpus: Corpus, tmp_path: Path, hashed: list[str]
+) -> None:
+    run(corpus, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    assert run(corpus, tmp_path / "elsewhere").units == 0
+    assert hashed == []
+
+
+def test_explain_says_what_a_run_would_do_and_does_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    nothing = ask(corpus, out)
+    assert "nothing was made there yet" in "\n".join(nothing.lines())
+    assert not out.exists()
+    run(corpus, out)
+    before = contents(out)
+    done = list(ask(corpus, out).lines())
+    assert done[-1] == "next        nothing to do"
+    assert [line.split()[1:] for line in done[:3]] == [["as", "before"]] * 3
+    assert contents(out) == before
+
+    damaged = out / "train-00001.bin"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + b"\xff")
+    (out / "validation-00002.idx").unlink()
+    before = contents(out)
+    said = "\n".join(ask(corpus, out).lines())
+    assert "train-00001.bin is damaged: its sha256" in said
+    assert "validation-00002.idx is missing" in said
+    assert "2 units would be made" in said
+    assert contents(out) == before
+    assert run(corpus, out).units == 2
+    assert damaged.read_bytes() == content
+
+
+def test_explain_names_every_difference(corpus: Corpus, corpora: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    other = ask(corpus, out, TrainedTokenizerConfig(vocab_size=310), validation_fraction=0.2)
+    said = list(other.lines())
+    assert said[0] == "corpus      as before"
+    assert said[1] == "tokenizer   tokenizer.vocab_size is 300 there, 310 now"
+    assert said[2] == "options     tokenize.validation_fraction is 0.1 there, 0.2 now"
+    assert "--overwrite" in said[3]
+    corpora.folder = tmp_path / "another"
+    another = corpora.make({"a.jsonl": b'{"text": "x"}\n' * 2000})
+    assert next(ask(another, out).lines()).startswith("corpus      corpus.sha256 is '")
+
+
+def test_a_lost_tokenizer_is_learnt_again_and_no_unit_is_made_anew(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    content = (out / "tokenizer.json").read_bytes()
+    (out / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing or damaged" in "\n".join(ask(corpus, out).lines())
+    assert run(corpus, out).units == 0
+    assert (out / "tokenizer.json").read_bytes() == content
+
+
+# ---- nodes' own disks ----------------------------------------------------------------------------
+
+
+def test_shards_stay_on_the_node_and_the_manifest_says_where(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    plain, out, local = tmp_path / "plain", tmp_path / "out", tmp_path / "nvme"
+    run(corpus, plain)
+    manifest = run(corpus, out, local=local).manifest
+    assert not list(out.glob("*.bin"))
+    for shard in manifest.shards:
+        assert shard.host == socket.gethostname()
+        stem = shard_stem(out, shard)
+        assert stem == local / "out" / shard.stem == Path(str(shard.path))
+        for suffix in (".bin", ".idx"):
+            expected = (plain / f"{shard.stem}{suffix}").read_bytes()
+            assert stem.with_name(stem.name + suffix).read_bytes() == expected
+    assert "host" not in (plain / "manifest.json").read_text()
+    assert run(corpus, out, local=local).units == 0
+    (local / "out/train-00001.bin").unlink()
+    assert run(corpus, out, local=local).units == 1
+
+
+def test_copied_into_the_folder_they_are_found_there(corpus: Corpus, tmp_path: Path) -> None:
+    out, local = tmp_path / "out", tmp_path / "nvme"
+    manifest = run(corpus, out, local=local).manifest
+    for path in (local / "out").glob("[tv]*.*"):
+        path.rename(out / path.name)
+    assert shard_stem(out, manifest.shards[0]) == out / manifest.shards[0].stem
+    assert run(corpus, out, local=local).units == 0
+
+
+def test_what_is_on_the_disk_of_an_absent_node_is_made_anew_and_named_when_read(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    out, local = tmp_path / "out", tmp_path / "nvme"
+    run(corpus, out, local=local)
+    marker = out / ".units/00001.json"
+    for path in (marker, out / "manifest.json"):
+        told = path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "n7"')
+        path.write_text(told.replace(str(local), "/disk-of-n7"))
+    manifest = TokensManifest.read(out)
+    with pytest.raises(InputError, match=r"rsync -a 'n7:/disk-of-n7/out/train-0000\d\.\*'") as lost:
+        shard_stem(out, manifest.shards[0])
+    assert "where: n7:/disk-of-n7/out/" in str(lost.value)
+    (out / "manifest.json").unlink()
+    said = "\n".join(ask(corpus, out, local=local).lines())
+    assert "unit 1      on the disk of n7, which is no part of this run" in said
+    assert run(corpus, out, local=local).units == 1

@@ -1,0 +1,110 @@
+"""Documents in one sequence: each is computed as if it stood alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from dtt.export.weights import from_hf
+from dtt.model import families
+from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.model.masks import document_mask, document_positions
+
+LENGTHS = [[5, 1, 11, 7], [24], [1, 1, 22]]
+DOCUMENTS = torch.tensor(
+    [[n for n, length in enumerate(r) for _ in range(length)] for r in LENGTHS]
+)
+
+
+def make(arch: Architecture) -> tuple[Decoder, Tensor]:
+    model = Decoder(arch)
+    initialize(model, seed=1)
+    tokens = torch.randint(100, (3, 24), generator=torch.Generator().manual_seed(0))
+    return model, tokens
+
+
+def alone(model: Any, tokens: Tensor) -> Tensor:
+    """The logits of each document by itself, put together again."""
+    parts = [row.split(lengths) for row, lengths in zip(tokens, LENGTHS, strict=True)]
+    return torch.stack([torch.cat([model(part[None])[0] for part in row]) for row in parts])
+
+
+def test_positions_begin_anew_with_each_document() -> None:
+    expected = [[i for length in row for i in range(length)] for row in LENGTHS]
+    assert document_positions(DOCUMENTS).tolist() == expected
+
+
+def test_the_mask_is_causal_within_documents() -> None:
+    mask = document_mask(DOCUMENTS)
+    assert mask.shape == (3, 1, 24, 24)
+    for row, documents in enumerate(DOCUMENTS.tolist()):
+        for i in range(24):
+            for j in range(24):
+                assert mask[row, 0, i, j] == (j <= i and documents[i] == documents[j])
+
+
+@torch.no_grad()
+def test_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    packed = model(tokens, documents_BT=DOCUMENTS)
+    torch.testing.assert_close(packed, alone(model, tokens), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed, model(tokens), atol=1e-2)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers_for_each_document_alone(arch: Architecture) -> None:
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**families.get(arch.family).to_hf_config(arch, 0))
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    model, tokens = make(arch)
+    model.load_state_dict(from_hf(theirs.state_dict(), arch))
+    packed = model.eval()(tokens, documents_BT=DOCUMENTS)
+    expected = alone(lambda part: theirs(part).logits, tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_gradients_are_the_sum_of_those_of_each_document_alone(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    targets = tokens.roll(-1, 1)
+    model(tokens, targets, documents_BT=DOCUMENTS).backward()
+    packed = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for row, wanted, lengths in zip(tokens, targets, LENGTHS, strict=True):
+        for part, target in zip(row.split(lengths), wanted.split(lengths), strict=True):
+            model(part[None], target[None]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_one_document_is_what_a_plain_sequence_is(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    masked = model(tokens, documents_BT=torch.zeros_like(tokens))
+    torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_compile_without_a_graph_break(arch: Architecture) -> None:
+    model, tokens = make(arch)
+    expected = model(tokens, documents_BT=DOCUMENTS)
+    for layer in model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(model(tokens, documents_BT=DOCUMENTS), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_on_a_gpu_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
+    model, tokens = make(dataclasses.replace(arch, dropout=0.0))
+    on_gpu = model.cuda()(tokens.cuda(), documents_BT=DOCUMENTS.cuda()).cpu()
+    torch.testing.assert_close(on_gpu, alone(model.cpu(), tokens), rtol=1e-3, atol=1e-3)

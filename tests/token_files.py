@@ -1,0 +1,56 @@
+"""Token files made for tests: of dtt and of Megatron, from given documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.data.tokenfile import TokenFileWriter
+
+END = 0
+VOCAB_SIZE = 60_000
+Document = list[int]
+
+
+def random_documents(count: int, longest: int, seed: int = 0) -> list[Document]:
+    """Documents of 1 … `longest` tokens, the last of which ends them."""
+    rng = np.random.default_rng(seed)
+    return [[*rng.integers(1, VOCAB_SIZE, n - 1), END] for n in rng.integers(1, longest + 1, count)]
+
+
+def write_pair(stem: Path, documents: Sequence[Document]) -> TokenShard:
+    """A pair of files, and what a manifest says of it."""
+    with TokenFileWriter(stem, VOCAB_SIZE) as writer:
+        writer.append(row(documents), np.array([len(d) for d in documents], dtype=np.int64))
+        written = writer.close()
+    return TokenShard(
+        split="validation" if stem.name.startswith("validation") else "train",
+        stem=stem.name,
+        counts=SplitCounts(
+            documents=len(documents), tokens=written.tokens, bytes=4 * written.tokens
+        ),
+        bin_sha256=written.bin_sha256,
+        idx_sha256=written.idx_sha256,
+    )
+
+
+def write_folder(folder: Path, shards: dict[str, Sequence[Document]]) -> TokensManifest:
+    """A folder as `dtt tokenize` makes it; a shard's split is the first word of its name."""
+    folder.mkdir(exist_ok=True)
+    manifest = TokensManifest(
+        key="k", key_parts={}, corpus=CorpusSource(kind="stdlib", id="x"), tokenizer_sha256="t",
+        vocab_size=VOCAB_SIZE, dtype="uint16", end_of_document=END,
+        shards=tuple(write_pair(folder / name, documents) for name, documents in shards.items()),
+        skipped_documents=0, empty_documents=0,
+    )  # fmt: skip
+    (folder / manifest.filename).write_text(manifest.dump())
+    return manifest
+
+
+def row(documents: Sequence[Document]) -> npt.NDArray[np.int64]:
+    """All their tokens in a row."""
+    return np.array([token for document in documents for token in document], dtype=np.int64)
