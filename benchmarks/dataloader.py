@@ -97,9 +97,9 @@ def write_real(folder: Path, shards: int, tokens: int) -> None:
 
 
 def first_error(text: str) -> str:
-    """What went wrong first: later errors are of what it left behind."""
-    errors = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return (errors or text.splitlines() or ["nothing said"])[0]
+    """What went wrong first; later errors are of what it left behind."""
+    found = re.search(r"^(?:\[rank0\]: )?([\w.]+(?:Error|Exception)\b.*)", text, re.MULTILINE)
+    return found[1] if found else "nothing said"
 
 
 def run(python: str, name: str, folder: Path, seconds: float, samples: int = 0) -> dict[str, float]:

@@ -29,6 +29,7 @@ from dtt.config.data import (
 from dtt.data.corpus import Corpus, Span, Unit
 from dtt.data.encode import Tokenized, tokenize
 from dtt.data.plan import Begun, Plan
+from dtt.data.sampling import held_out
 from dtt.data.tokenfile import TokenFile
 from dtt.errors import ConfigError, DamagedError, InputError
 from dtt.runtime.comm import Serial
@@ -130,6 +131,24 @@ def test_validation_is_disjoint_and_stable_when_documents_are_added(
         assert 0.05 * count < len(validation) < 0.15 * count
         held_out.append(validation)
     assert held_out[0] <= held_out[1]
+
+
+def test_the_split_is_decided_by_the_documented_hash() -> None:
+    """XXH3 of nothing is 0x2d06800538d394c2: 0.17588 of all that 64 bits can hold."""
+    assert held_out("", 0.1759)
+    assert not held_out("", 0.1758)
+
+
+def test_the_engine_changes_no_byte_and_is_reported(corpus: Corpus, tmp_path: Path) -> None:
+    made = {engine: run(corpus, tmp_path / engine, engine=engine) for engine in ("hf", "gigatoken")}
+    assert {engine: result.engine for engine, result in made.items()} == {e: e for e in made}
+    assert bytes_of(tmp_path / "hf") == bytes_of(tmp_path / "gigatoken")
+    assert run(corpus, tmp_path / "hf", engine="gigatoken").units == 0
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """What all files hold that matter once the manifest is there."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
 
 
 def test_a_rerun_does_nothing_and_is_quick(corpus: Corpus, tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_switched_off(content: b
     tokenizer.enable_padding(length=50)
     encoder = Encoder(tokenizer.to_str().encode(), None, "here")
     plain = Encoder(content, None, "here")
-    for given, expected in zip(encoder.encode(TEXTS), plain.encode(TEXTS), strict=True):
-        assert given.tolist() == expected.tolist()
+    for ours, expected in zip(encoder.encode(TEXTS), plain.encode(TEXTS), strict=True):
+        assert ours.tolist() == expected.tolist()
 
 
 def test_ids_are_those_of_tokenizers(content: bytes) -> None:

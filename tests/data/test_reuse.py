@@ -151,6 +151,20 @@ def test_a_lost_tokenizer_is_learnt_again_and_no_unit_is_made_anew(
     assert (out / "tokenizer.json").read_bytes() == content
 
 
+@pytest.mark.parametrize("damage", ["{", None], ids=["damaged", "gone"])
+def test_a_lost_manifest_is_written_again_and_no_unit_is_made_anew(
+    corpus: Corpus, tmp_path: Path, damage: str | None
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    manifest = out / "manifest.json"
+    content = manifest.read_text()
+    manifest.write_text(damage) if damage else manifest.unlink()
+    assert list(ask(corpus, out).lines())[-1] == "next        only the manifest is missing"
+    assert run(corpus, out).units == 0
+    assert manifest.read_text() == content
+
+
 # ---- nodes' own disks ----------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from dtt.artifacts import TokensManifest
 from dtt.config.data import TokenizeConfig, TokenizerConfig
 from dtt.data.plan import (
     TOKENIZER,
@@ -18,7 +17,7 @@ from dtt.data.plan import (
     key_parts,
     read_begun,
 )
-from dtt.data.verify import NOT_MADE, Fault, find_faults
+from dtt.data.verify import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.runtime.comm import Comm
 
 SHOWN = 20
@@ -95,7 +94,7 @@ def explain(
     complete = (
         key is not None
         and whole
-        and TokensManifest.exists(out)
+        and sound_manifest(out) is not None
         and all(fault.whole for fault in faults.values())
     )
     return Reuse(len(cut.units), begun is not None, other, whole, faults, complete)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +46,17 @@ def map_file(path: Path, *, scattered: bool = False) -> npt.NDArray[np.uint8]:
         raise OSError(number, os.strerror(number), str(path))
     if scattered:
         _libc.madvise(address, size, MADV_RANDOM)
-    region: Any = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(region, _libc.munmap, address, size)
-    content: npt.NDArray[np.uint8] = np.frombuffer(region, dtype=np.uint8)
-    content.flags.writeable = False
-    return content
+    return np.asarray(_Map(address, size))
+
+
+class _Map:
+    """Mapped bytes, for numpy to refer to; unmapped with the last reference."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._place = address, size
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True),
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        _libc.munmap(*self._place)

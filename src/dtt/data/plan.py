@@ -19,7 +19,7 @@ from dtt.data.markers import WORK, marker_path
 from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
 from dtt.data.sampling import tokenizer_sample
 from dtt.data.tokenizer import given_tokenizer, train_tokenizer
-from dtt.data.verify import NOT_MADE, Fault, find_faults
+from dtt.data.verify import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.comm import Comm
 from dtt.runtime.files import sha256_file, write_atomically
@@ -116,8 +116,8 @@ def make_plan(
         comm.barrier()
     begun = _begin(cfg, tokenizer, cut, out, comm)
     faults = find_faults(out, len(cut.units), begun.key, comm)
-    complete = TokensManifest.exists(out) and all(fault.whole for fault in faults.values())
-    complete = comm.broadcast(complete)
+    whole = all(fault.whole for fault in faults.values())
+    complete = comm.broadcast(whole and sound_manifest(out) is not None)
     if complete:
         return cut.corpus, Plan(begun, cut.units, [], complete=True)
     if comm.rank == 0:
@@ -220,8 +220,8 @@ def _begun_path(out: Path) -> Path:
 
 def read_begun(out: Path) -> Begun | None:
     """What `out` is for; None if nothing was begun there."""
-    if TokensManifest.exists(out):
-        manifest = TokensManifest.read(out)
+    manifest = sound_manifest(out)
+    if manifest is not None:
         return Begun(key_parts=manifest.key_parts, tokenizer_sha256=manifest.tokenizer_sha256)
     try:
         return Begun.model_validate_json(_begun_path(out).read_bytes())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dtt.artifacts import TokenShard, TokensManifest
 from dtt.data.markers import Facts, facts, last_hashed, marker_path, read_marker, remember_hashed
 from dtt.data.tokenfile import bin_path, idx_path
+from dtt.errors import DamagedError, InputError
 from dtt.runtime.comm import Comm
 from dtt.runtime.files import sha256_file
 
@@ -71,12 +72,18 @@ def find_faults(
     return {unit: Fault(why, whole) for found in everyone for unit, why, whole in sorted(found)}
 
 
+def sound_manifest(out: Path) -> TokensManifest | None:
+    """The manifest of `out`; None where there is none that can be read: it is written anew."""
+    try:
+        return TokensManifest.read(out)
+    except (InputError, DamagedError):
+        return None
+
+
 def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
     """The shards of each unit as the manifest names them; None without a manifest for `key`."""
-    if not TokensManifest.exists(out):
-        return None
-    manifest = TokensManifest.read(out)
-    if manifest.key != key:
+    manifest = sound_manifest(out)
+    if manifest is None or manifest.key != key:
         return None
     shards: dict[int, list[TokenShard]] = {}
     for shard in manifest.shards:
