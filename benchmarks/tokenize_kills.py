@@ -7,6 +7,7 @@ three of them. A random rank gets SIGKILL at a random moment of the run. Then th
 by themselves, with a message; and the same command, with another number of ranks, must leave the
 same files as a run that nobody disturbed. (Ranks that meet through files wait minutes for one that
 has not started, so none is killed before its first sign of life.)
+Compares runs of one and the same code: leave the source alone meanwhile.
 """
 
 from __future__ import annotations

@@ -49,6 +49,24 @@ class Manifest(Record):
         return (folder / cls.filename).is_file()
 
     @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Whether `folder` has a manifest of this kind, sound or not.
+
+        A file of that name that is whole JSON without our format is another program's.
+        """
+        try:
+            content = (folder / cls.filename).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if f'"{cls.model_fields["format"].default}"'.encode() in content:
+            return True
+        try:
+            json.loads(content)
+        except ValueError:
+            return True
+        return False
+
+    @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the manifest of `folder`; InputError if absent, DamagedError if not as written."""
         path = folder / cls.filename

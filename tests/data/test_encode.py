@@ -238,6 +238,9 @@ def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None
     assert "a.jsonl:101" in result.problems[0]
     assert "a.jsonl:103" in result.problems[1]
     assert result.manifest.counts("train").documents > 150
+    assert run(corpus, tmp_path / "out").problems == result.problems
+    with pytest.raises(DamagedError, match=r"a\.jsonl:101"):
+        run(corpus, tmp_path / "out", on_bad_document="stop")
 
 
 @pytest.mark.parametrize("content", [b'{"text": ""}\n', b'{"text": 1}\n{"text": 2}\n'])

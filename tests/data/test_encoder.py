@@ -91,6 +91,15 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_switched_off(content: b
         assert ours.tolist() == expected.tolist()
 
 
+def test_dropout_of_a_given_tokenizer_is_switched_off(content: bytes) -> None:
+    model = json.loads(content)["model"] | {"dropout": 0.5}
+    encoder, plain = (
+        Encoder(altered(content, model=model), None, "here"),
+        Encoder(content, None, ""),
+    )
+    assert_equal((encoder, plain), TEXTS)
+
+
 def test_ids_are_those_of_tokenizers(content: bytes) -> None:
     reference = Tokenizer.from_buffer(content)
     ids, lengths = Encoder(content, None, "here").encode(TEXTS)
@@ -266,6 +275,14 @@ def test_tokenizers_that_it_may_take_otherwise_are_left_to_the_slow_engine(
     assert encoder.engine == "hf"
     assert re.search(why, caplog.text)
     assert_equal((encoder, Encoder(changed, None, "here")), ["SOME Text", *TEXTS[:5]])
+
+
+def test_a_tokenizer_file_that_leaves_out_its_empty_parts_is_known(content: bytes) -> None:
+    parts = {key: value for key, value in json.loads(content).items() if value is not None}
+    encoder = Encoder(json.dumps(parts).encode(), None, "here", "auto")
+    assert "normalizer" not in parts
+    assert encoder.doubt(TEXTS) is None
+    assert_equal((encoder, Encoder(content, None, "here")), TEXTS)
 
 
 def test_without_gigatoken_the_slow_engine_encodes(

@@ -83,7 +83,8 @@ def test_losing_what_is_known_of_the_files_costs_time_only(
     out = tmp_path / "out"
     shards = len(run(corpus, out).manifest.shards)
     for path in out.glob(".units/*.seen"):
-        path.write_text("{") if "3" in path.name else path.unlink()
+        spoilt = {"2": "[]", "3": "{"}.get(path.stem[-1])
+        path.write_text(spoilt) if spoilt else path.unlink()
     assert run(corpus, out).units == 0
     assert len(hashed) == 2 * shards
     assert run(corpus, out).units == 0
@@ -178,20 +179,40 @@ def test_shards_stay_on_the_node_and_the_manifest_says_where(
     for shard in manifest.shards:
         assert shard.host == socket.gethostname()
         stem = shard_stem(out, shard)
-        assert stem == local / "out" / shard.stem == Path(str(shard.path))
+        assert stem == Path(str(shard.path))
+        assert stem.parent.parent == local
         for suffix in (".bin", ".idx"):
             expected = (plain / f"{shard.stem}{suffix}").read_bytes()
             assert stem.with_name(stem.name + suffix).read_bytes() == expected
     assert "host" not in (plain / "manifest.json").read_text()
     assert run(corpus, out, local=local).units == 0
-    (local / "out/train-00001.bin").unlink()
+    next(local.rglob("train-00001.bin")).unlink()
     assert run(corpus, out, local=local).units == 1
+
+
+def test_folders_of_one_name_do_not_meet_on_the_nodes_disk(corpus: Corpus, tmp_path: Path) -> None:
+    local = tmp_path / "nvme"
+    run(corpus, tmp_path / "a/out", local=local)
+    run(corpus, tmp_path / "b/out", local=local, validation_fraction=0.2)
+    assert ask(corpus, tmp_path / "a/out", local=local).complete
+
+
+def test_no_file_of_an_earlier_run_hides_a_new_one_on_the_nodes_disk(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    out, local = tmp_path / "out", tmp_path / "nvme"
+    run(corpus, out)
+    (out / "train-00001.bin").unlink()
+    manifest = run(corpus, out, local=local).manifest
+    (shard,) = [shard for shard in manifest.shards if shard.stem == "train-00001"]
+    assert shard_stem(out, shard) == Path(str(shard.path))
+    assert run(corpus, out, local=local).units == 0
 
 
 def test_copied_into_the_folder_they_are_found_there(corpus: Corpus, tmp_path: Path) -> None:
     out, local = tmp_path / "out", tmp_path / "nvme"
     manifest = run(corpus, out, local=local).manifest
-    for path in (local / "out").glob("[tv]*.*"):
+    for path in local.glob("out-*/[tv]*.*"):
         path.rename(out / path.name)
     assert shard_stem(out, manifest.shards[0]) == out / manifest.shards[0].stem
     assert run(corpus, out, local=local).units == 0
@@ -207,9 +228,11 @@ def test_what_is_on_the_disk_of_an_absent_node_is_made_anew_and_named_when_read(
         told = path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "n7"')
         path.write_text(told.replace(str(local), "/disk-of-n7"))
     manifest = TokensManifest.read(out)
-    with pytest.raises(InputError, match=r"rsync -a 'n7:/disk-of-n7/out/train-0000\d\.\*'") as lost:
+    with pytest.raises(
+        InputError, match=r"rsync -a 'n7:/disk-of-n7/out-\w+/train-0\d+\.\*'"
+    ) as lost:
         shard_stem(out, manifest.shards[0])
-    assert "where: n7:/disk-of-n7/out/" in str(lost.value)
+    assert "where: n7:/disk-of-n7/out-" in str(lost.value)
     (out / "manifest.json").unlink()
     said = "\n".join(ask(corpus, out, local=local).lines())
     assert "unit 1      on the disk of n7, which is no part of this run" in said

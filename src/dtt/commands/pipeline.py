@@ -7,8 +7,9 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, assert_never
 
 from dtt.artifacts import CorpusManifest, TokensManifest
 from dtt.commands.train import find_job
@@ -20,6 +21,7 @@ from dtt.runtime.jobdir import JobDir
 from dtt.track.summary import Summary, summarize
 
 MOST_TOKENIZE_PROCESSES = 8
+Stage = Literal["download", "tokenize", "train", "export"]
 
 
 def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> None:
@@ -40,8 +42,11 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
         raise no_dataset
     options = (["-c", config] if config else []) + arguments
     start = time.monotonic()
-    for number, (stage, argv) in enumerate(stages(cfg, options), start=1):
-        print(f"\n[{number}/4] {stage}: {as_typed(argv)}", file=sys.stderr, flush=True)
+    names = stages(cfg)
+    for number, stage in enumerate(names, start=1):
+        argv = stage_argv(stage, cfg, options)
+        typed = as_typed(argv)
+        print(f"\n[{number}/{len(names)}] {stage}: {typed}", file=sys.stderr, flush=True)
         before = job.attempt()
         code = local.run(argv, local.without_slurm() if stage == "tokenize" else None)
         if code != ExitCode.DONE:
@@ -49,14 +54,26 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     print(closing(cfg, summarize(job.metrics), time.monotonic() - start, config))
 
 
-def stages(cfg: RunConfig, options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Name and command line of each stage, made when its turn has come."""
-    if cfg.download.dataset is not None:
-        yield "download", local.dtt_argv("download", *options)
-    if not isinstance(cfg.data, TextDataConfig):
-        yield "tokenize", tokenize_argv(cfg, options)
-    yield "train", train_argv(cfg, options)
-    yield "export", local.dtt_argv("export", str(cfg.job_dir))
+def stages(cfg: RunConfig) -> list[Stage]:
+    """Those that there is something to do for."""
+    download: list[Stage] = [] if cfg.download.dataset is None else ["download"]
+    tokenize: list[Stage] = [] if isinstance(cfg.data, TextDataConfig) else ["tokenize"]
+    return [*download, *tokenize, "train", "export"]
+
+
+def stage_argv(stage: Stage, cfg: RunConfig, options: Sequence[str]) -> list[str]:
+    """The command line of a stage whose turn has come."""
+    match stage:
+        case "download":
+            return local.dtt_argv("download", *options)
+        case "tokenize":
+            return tokenize_argv(cfg, options)
+        case "train":
+            return train_argv(cfg, options)
+        case "export":
+            return local.dtt_argv("export", str(cfg.job_dir))
+        case _:
+            assert_never(stage)
 
 
 def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:

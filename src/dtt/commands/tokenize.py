@@ -24,6 +24,8 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
     from dtt.data.encode import tokenize
 
+    compare = cfg.tokenize.compare
+    other = _find(compare) if compare and comm.rank == 0 else None
     result = tokenize(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, overwrite=overwrite)
     comm.close()
     if result is not None:
@@ -31,7 +33,7 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.info("already done: %s is complete for this corpus, tokenizer and options", out)
         for problem in result.problems[:5]:
             log.warning("skipped %s", problem)
-        compared = _compared(cfg, out)
+        compared = _compared(out, str(compare), other) if other else None
         if as_json:
             print(json.dumps(_facts(out, result) | {"compared": compared}))
         else:
@@ -99,19 +101,25 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
     }
 
 
-def _compared(cfg: RunConfig, out: Path) -> dict[str, Any] | None:
-    """Bytes per token on held-out text, beside the tokenizer that `tokenize.compare` names."""
-    if cfg.tokenize.compare is None:
-        return None
-    from dtt.data.compare import compare
+def _find(name: str) -> Path:
     from dtt.data.tokenizer import find_tokenizer
 
-    found = compare(out, find_tokenizer(GivenTokenizerConfig(path=cfg.tokenize.compare)))
+    return find_tokenizer(GivenTokenizerConfig(path=name))
+
+
+def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
+    """Bytes per token on held-out text, beside those of the tokenizer `other`, called `name`."""
+    from dtt.data.compare import compare
+
+    found = compare(out, other)
+    if not found.text_bytes:
+        log.warning("not compared with %s: this node sees no text that is held out", name)
+        return None
     return {
-        "with": cfg.tokenize.compare,
+        "with": name,
         "text_bytes": found.text_bytes,
-        "bytes_per_token": round(found.text_bytes / max(found.tokens, 1), 3),
-        "other_bytes_per_token": round(found.text_bytes / max(found.other_tokens, 1), 3),
+        "bytes_per_token": round(found.text_bytes / found.tokens, 3),
+        "other_bytes_per_token": round(found.text_bytes / found.other_tokens, 3),
     }
 
 

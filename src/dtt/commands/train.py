@@ -82,8 +82,8 @@ def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
 
 def check_files(cfg: RunConfig) -> None:
     """Look at every token file now, not when training comes to it; DamagedError, InputError."""
-    for source in cfg.token_sources:
-        for problem in fit.file_problems(source.path):
+    for path in cfg.token_paths:
+        for problem in fit.file_problems(path):
             raise problem
 
 

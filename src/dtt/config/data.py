@@ -133,8 +133,8 @@ class SourceConfig(Section):
 class WeightsConfig(Section):
     """Other weights from some step on."""
 
-    step: PositiveInt
-    """Optimizer step from which they hold."""
+    step: int = Field(ge=2)
+    """First optimizer step that they hold for, as metrics count: the first step of a run is 1."""
     weights: dict[str, float]
     """By the name of the source; 0 leaves one out. Every source must be named."""
 
@@ -158,7 +158,8 @@ class TokensDataConfig(Section):
     mask_documents: bool = False
     """Let tokens attend only within their own document, and restart positions at its start."""
     tokenizer: Path | None = None
-    """The tokenizer.json of token files of others."""
+    """The tokenizer.json of token files of others; those of dtt name theirs, which must be the
+    same."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Sources must be told apart, and weights be complete."""

@@ -131,6 +131,12 @@ class RunConfig(Section):
         return self.data.sources or (only,)  # its name does not change when the folder moves
 
     @property
+    def token_paths(self) -> tuple[Path, ...]:
+        """Where these are, held-out ones included."""
+        paths = [path for s in self.token_sources for path in (s.path, s.validation)]
+        return tuple(path for path in paths if path is not None)
+
+    @property
     def job_dir(self) -> Path:
         """Folder of the job."""
         return Path("jobs") / self.name

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts import TokensManifest, shard_stem
 from dtt.data.tokenfile import TokenFile
 from dtt.data.tokenizer import open_tokenizer
+from dtt.errors import InputError
 
 ENOUGH_BYTES = 2 * 10**6
 
@@ -30,6 +31,7 @@ def compare(out: Path, other: Path) -> Comparison:
     On about 2 MB. The text comes back from the token files, as byte-level BPE loses nothing.
     """
     ours, theirs = open_tokenizer(out / "tokenizer.json"), open_tokenizer(other)
+    theirs.encode_special_tokens = True  # as text, as in the token files
     total = Comparison(0, 0, 0)
     for ids in _held_out(out):
         text = ours.decode(ids[:-1].tolist(), skip_special_tokens=False)
@@ -47,8 +49,10 @@ def compare(out: Path, other: Path) -> Comparison:
 def _held_out(out: Path) -> Iterator[npt.NDArray[np.generic]]:
     """Documents of the validation split that lie on disks this node sees."""
     for shard in TokensManifest.read(out).shards:
-        stem = out / shard.stem
-        if shard.split == "validation" and stem.with_name(f"{stem.name}.idx").exists():
-            file = TokenFile(stem)
+        if shard.split == "validation":
+            try:
+                file = TokenFile(shard_stem(out, shard))
+            except InputError:
+                continue
             for index in range(len(file)):
                 yield file[index]

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import DataManifest, SourceFacts
+from dtt.artifacts import DataManifest, SourceFacts, fingerprint
 from dtt.config.data import SourceConfig, TextDataConfig, TokensDataConfig
 from dtt.config.run import RunConfig
 from dtt.data import fit
@@ -135,7 +135,7 @@ class Dataset:
 
 
 def open_dataset(cfg: RunConfig) -> Dataset:
-    """Open all that `cfg` trains on; nothing is read.
+    """Open all that `cfg` trains on. Of token files no ids are read; text is read to estimate it.
 
     ConfigError if the parts do not fit each other; InputError, DamagedError as the sources say.
     """
@@ -146,7 +146,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     sequences = train.global_batch_tokens // train.seq_len
     mixture = Mixture(
         [len(source.train) for source in opened],
-        [(step * sequences, weights) for step, weights in _weights(cfg, opened)],
+        [((step - 1) * sequences, weights) for step, weights in _weights(cfg, opened)],
         data.on_exhausted if isinstance(data, TokensDataConfig) else "repeat",
         train.steps * sequences,
     )
@@ -211,7 +211,7 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
     }
     train = open_tokens(source, "train", **options)
     validation = open_tokens(source, "validation", **options)
-    manifest, vocabulary = train.files.manifest, given
+    manifest, key = train.files.manifest, train.files.key
     if manifest is not None:
         vocabulary = Vocabulary(
             source.path / "tokenizer.json",
@@ -219,7 +219,12 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
             manifest.vocab_size,
             manifest.end_of_document,
         )
-    if vocabulary is None:
+        if given is not None:
+            named = [("data.tokenizer", given), (train.name, vocabulary)]
+            fit.check_one_tokenizer([(name, its.tokenizer, its.sha256) for name, its in named])
+    elif given is not None:
+        vocabulary, key = given, fingerprint([key, given.sha256])
+    else:
         raise ConfigError(
             f"nothing says which tokenizer made the token files of {train.name}",
             where=source.path,
@@ -229,21 +234,21 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
     return Opened(
         train,
         validation if len(validation) else None,
-        train.files.key,
+        key,
         vocabulary,
         None if manifest is None else manifest.corpus,
     )
 
 
 def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weights]]:
-    """From which step on the sources have which weights; those given are exact decimals."""
+    """The first step (from 1) of each change of weights, and these; exactly the given decimals."""
     data = cfg.data
     if isinstance(data, TextDataConfig) or not data.sources:
-        return [(0, (Fraction(1),))]
+        return [(1, (Fraction(1),))]
     given = [source.weight for source in data.sources]
     sizes = [float(len(source.train)) for source in opened]
     first = {s.train.name: g or n for s, g, n in zip(opened, given, sizes, strict=True)}
-    changes = [(0, first), *((change.step, change.weights) for change in data.weights)]
+    changes = [(1, first), *((change.step, change.weights) for change in data.weights)]
     return [
         (step, tuple(Fraction(str(weights[source.train.name])) for source in opened))
         for step, weights in changes

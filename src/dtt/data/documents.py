@@ -114,6 +114,8 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
             while position < span.stop or is_compressed(path):
                 line, size = _read_line(stream)
                 if not size:
+                    if not is_compressed(path):
+                        raise OSError("it has become shorter")
                     return
                 number += 1
                 where = partial(_location, path, span.start, number)

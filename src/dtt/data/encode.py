@@ -21,10 +21,10 @@ import numpy as np
 from dtt.artifacts import TokensManifest
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus import Corpus, Unit
-from dtt.data.documents import BadDocuments, batches, read_unit
 from dtt.data.encoder import Encoder
 from dtt.data.markers import WORK, UnitMarker, marker_path, read_marker
 from dtt.data.plan import TOKENIZER, Plan, clear, local_folder, make_plan
+from dtt.data.sampling import some_text
 from dtt.data.shards import Work, encode_units
 from dtt.data.tokenfile import token_dtype
 from dtt.errors import DamagedError, InputError
@@ -34,8 +34,6 @@ from dtt.runtime.log import log, progress
 
 BYTES_PER_TOKEN = 2.5
 """Cautious, to see beforehand whether the token files have room."""
-SAMPLE_CHARACTERS = 2**16
-"""On which an engine is tried: more would be noticed at the start."""
 TEXT_PER_TOKEN_BYTE = 2.0
 """Bytes of text for each of a shard, as a guess for the progress of an unfinished unit."""
 
@@ -77,14 +75,14 @@ def tokenize(
     with exclusive(out, "dtt tokenize") if first else nullcontext():
         corpus, plan = make_plan(cfg, tokenizer, corpus_folder, out, comm, overwrite=overwrite)
         if plan.complete:
-            return Tokenized(TokensManifest.read(out)) if first else None
+            return _already_done(cfg, out, plan) if first else None
         encoder = _open_encoder(cfg, tokenizer, out)
-        doubt = encoder.doubt(_some_text(corpus, plan.units)) if first else None
+        doubt = encoder.doubt(some_text(corpus, plan.units)) if first else None
         encoder.settle(comm.broadcast(doubt))
         if comm.size == 1 and cores > 1 and encoder.engine == "gigatoken" and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
         place = local_folder(cfg, out)
-        _check_space(place, plan, encoder, comm)
+        _check_space(out, place, plan, encoder, comm)
         start = time.monotonic()
         with _progress_of_all(out, plan.pending, shown=first):
             work = encode_units(
@@ -133,18 +131,9 @@ def _open_encoder(cfg: TokenizeConfig, tokenizer: TokenizerConfig, out: Path) ->
     return Encoder(content, tokenizer.special_tokens[0], path, cfg.engine)
 
 
-def _some_text(corpus: Corpus, units: list[Unit]) -> list[str]:
-    """At most SAMPLE_CHARACTERS from a few places of the corpus."""
-    places = units[:: -(-len(units) // 4)]
-    each = SAMPLE_CHARACTERS // len(places)
-    starts = (next(batches(read_unit(corpus, unit, BadDocuments()), each), []) for unit in places)
-    return ["\n".join(texts)[:each] for texts in starts]
-
-
-def _check_space(place: Path, plan: Plan, encoder: Encoder, comm: Comm) -> None:
+def _check_space(out: Path, place: Path, plan: Plan, encoder: Encoder, comm: Comm) -> None:
     """Look whether the shares of all ranks that write to the disk of `place` have room there."""
-    place.mkdir(parents=True, exist_ok=True)
-    mine = [socket.gethostname(), place.stat().st_dev]
+    mine = "" if place == out else socket.gethostname()
     disks = comm.gather(mine)
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
     if comm.rank == beside[0]:
@@ -201,12 +190,7 @@ def _finish(
     markers = _all_markers(out, plan)
     problems = tuple(problem for marker in markers for problem in marker.problems)
     skipped = sum(marker.skipped for marker in markers)
-    if skipped and cfg.on_bad_document == "stop":
-        raise DamagedError(
-            f"{skipped} documents cannot be read",
-            where=problems[0],
-            next="mend them, or leave them out: tokenize.on_bad_document=skip",
-        )
+    _check_skipped(cfg, skipped, problems)
     manifest = TokensManifest(
         key=plan.begun.key,
         key_parts=plan.begun.key_parts,
@@ -222,6 +206,26 @@ def _finish(
     _check_splits(cfg, corpus, out, manifest, problems)
     write_atomically(out / TokensManifest.filename, manifest.dump())
     return manifest, problems
+
+
+def _already_done(cfg: TokenizeConfig, out: Path, plan: Plan) -> Tokenized:
+    manifest = TokensManifest.read(out)
+    if not manifest.skipped_documents:
+        return Tokenized(manifest)
+    markers = [read_marker(out, unit.index, plan.begun.key) for unit in plan.units]
+    problems = tuple(problem for marker in markers if marker for problem in marker.problems)
+    _check_skipped(cfg, manifest.skipped_documents, problems)
+    return Tokenized(manifest, problems)
+
+
+def _check_skipped(cfg: TokenizeConfig, skipped: int, problems: tuple[str, ...]) -> None:
+    """DamagedError if an earlier run left out what this one is to stop at."""
+    if skipped and cfg.on_bad_document == "stop":
+        raise DamagedError(
+            f"{skipped} documents cannot be read",
+            where=problems[0] if problems else None,
+            next="mend them, or leave them out: tokenize.on_bad_document=skip",
+        )
 
 
 def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
@@ -248,7 +252,7 @@ def _check_splits(
 ) -> None:
     train, validation = (manifest.counts(split).documents for split in ("train", "validation"))
     if train + validation == 0:
-        clear(out, cfg.local)
+        clear(cfg, out)
         raise InputError(
             "the corpus holds no documents",
             where=corpus.folder,
@@ -258,7 +262,7 @@ def _check_splits(
             next="dtt download -d DATASET",
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
-        clear(out, cfg.local)  # what is there serves no other fraction
+        clear(cfg, out)  # what is there serves no other fraction
         enough = min(0.3, max(10 / (train + validation), 0.01))
         raise InputError(
             f"no document fell into the {'validation' if train else 'train'} split",

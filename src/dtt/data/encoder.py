@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from dtt.config.data import Engine
 from dtt.data import gigatoken
@@ -36,13 +36,15 @@ class Encoder:
     ) -> None:
         """`content` of a tokenizer.json that came from `where`; see GivenTokenizerConfig.
 
-        With the engine `auto` or `gigatoken`, `prove` must follow.
+        With the engine `auto` or `gigatoken`, `settle` must follow.
 
         Raises DamagedError if it is none, ConfigError if it has no end-of-document token.
         """
         self._tokenizer = tokenizer = parse_tokenizer(content, where)
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if isinstance(tokenizer.model, models.BPE):
+            tokenizer.model.dropout = None  # it would give other ids each time
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         """Largest id + 1."""
@@ -82,7 +84,7 @@ class Encoder:
     def doubt(self, sample: list[str]) -> str | None:
         """Why the fast engine must not be used: it is missing, or differs; None if it may be.
 
-        Encodes `sample` and some strings that are hard to split, twice; `tokenizers` takes about
+        Encodes `sample` and some strings that are hard to split, by both; `tokenizers` takes about
         a second for 3 MB.
         """
         if self._fast is None:

@@ -94,7 +94,7 @@ def file_problems(path: Path) -> Iterator[DttError]:
 
     Of files of others only whether there are any.
     """
-    if not TokensManifest.exists(path):
+    if not TokensManifest.is_in(path):
         if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
             yield InputError(
                 f"no token files in {path}",

@@ -40,7 +40,7 @@ class Gigatoken:
         self._special = tuple(special)
         self._beginnings = {token[:2] for token in self._special}
         self._exact = exact
-        self._composes = _composes(json.loads(content)["normalizer"])
+        self._composes = _composes(json.loads(content).get("normalizer"))
         self._encode = self._open()
         self._room = CACHED_CHARACTERS
 

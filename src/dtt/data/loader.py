@@ -15,6 +15,8 @@ from torch import Tensor
 
 from dtt.data.dataset import Dataset
 from dtt.data.source import Samples
+from dtt.errors import DttError
+from dtt.runtime.log import log
 
 
 class Readable(Protocol):
@@ -93,8 +95,12 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Iterato
 
     def make(step: int) -> Batch:
         first = dataset.first_sample(step)
-        samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
-        return Batch(samples, dataset.targets(samples), share.to_device(dataset, samples))
+        try:
+            samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
+            return Batch(samples, dataset.targets(samples), share.to_device(dataset, samples))
+        except DttError:
+            log.error("rank %d cannot read the data of step %d", share.rank, step + 1)
+            raise
 
     def begin() -> None:
         if share.device.type == "cuda":

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -70,10 +71,10 @@ def remember_hashed(out: Path, unit: int, facts: Facts) -> None:
 
 def last_hashed(out: Path, unit: int) -> Facts:
     """What was noted; nothing if that is lost."""
-    noted: Facts = {}
+    noted: Any = None
     with suppress(OSError, ValueError):
         noted = json.loads(_seen_path(out, unit).read_bytes())
-    return noted
+    return noted if isinstance(noted, dict) else {}
 
 
 def _seen_path(out: Path, unit: int) -> Path:

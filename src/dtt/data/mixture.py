@@ -2,7 +2,8 @@
 
 A phase is a stretch of the run in which weights stay the same. In it the sources follow one another
 in a pattern that repeats: after any number of its samples, each source has had its share of them to
-within one sample. Position k of the run is found in O(1).
+within one sample. Each phase begins its pattern anew, so over several phases these differences may
+add up. Position k of the run is found in O(1).
 """
 
 from __future__ import annotations

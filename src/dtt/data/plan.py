@@ -17,7 +17,7 @@ from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfi
 from dtt.data.corpus import Corpus, Span, Unit
 from dtt.data.markers import WORK, marker_path
 from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
-from dtt.data.sampling import tokenizer_sample
+from dtt.data.sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.verify import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.errors import ConfigError, InputError
@@ -28,7 +28,6 @@ from dtt.runtime.meeting import MEETING
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
-HELD_OUT_BY = "xxh3_64 of the text"
 SHOWN = 10
 """So many units that are made anew are named."""
 
@@ -112,7 +111,7 @@ def make_plan(
     """
     cut = cut_corpus(cfg, corpus_folder, comm)
     if overwrite:
-        clear(out, cfg.local)
+        clear(cfg, out)
         comm.barrier()
     begun = _begin(cfg, tokenizer, cut, out, comm)
     faults = find_faults(out, len(cut.units), begun.key, comm)
@@ -128,21 +127,28 @@ def make_plan(
 
 
 def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
-    """Where this node's shards go: below `tokenize.local` if there is such, else to `out`."""
-    return out if cfg.local is None else (cfg.local / out.name).absolute()
+    """Where this node's shards go: below `tokenize.local` if there is such, else to `out`.
+
+    The whole path of `out` is in the name there, as a hash: many folders may be called `tokens`.
+    """
+    if cfg.local is None:
+        return out
+    return (cfg.local / f"{out.name}-{fingerprint(str(out.absolute()))[:8]}").absolute()
 
 
-def clear(out: Path, local: Path | None) -> None:
+def clear(cfg: TokenizeConfig, out: Path) -> None:
     """Remove all that `tokenize` writes, the manifest first; several ranks may at once."""
     (out / TokensManifest.filename).unlink(missing_ok=True)
-    for path in (out / WORK).glob("*"):
-        if path.name != MEETING:
+    for folder in {out, local_folder(cfg, out)}:
+        work = (path for path in (folder / WORK).glob("*") if path.name != MEETING)
+        for path in (*work, *_shard_files(folder)):
             path.unlink(missing_ok=True)
-    for folder in (out, *([local / out.name] if local else [])):
-        for pattern in ("train-*.bin", "train-*.idx", "validation-*.bin", "validation-*.idx"):
-            for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
     (out / TOKENIZER).unlink(missing_ok=True)
+
+
+def _shard_files(folder: Path) -> Iterator[Path]:
+    for pattern in ("train-*.bin", "train-*.idx", "validation-*.bin", "validation-*.idx"):
+        yield from folder.glob(pattern)
 
 
 def _begin(
@@ -171,13 +177,20 @@ def _begin(
 
 
 def _tidy(out: Path, faults: dict[int, Fault]) -> None:
-    """Remove what a killed run left, and the markers of units that are made anew."""
+    """Remove what a killed run left, and markers and files of units that are made anew.
+
+    The files, for new ones may go elsewhere: to a node's own disk.
+    """
     for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
         torn.unlink()
     (out / TokensManifest.filename).unlink(missing_ok=True)
     anew = {unit: fault for unit, fault in faults.items() if fault.why != NOT_MADE}
     for unit in anew:
         marker_path(out, unit).unlink(missing_ok=True)
+    stale = {f"{split}-{unit:05d}" for unit in faults for split in ("train", "validation")}
+    for path in _shard_files(out):
+        if path.stem in stale:
+            path.unlink(missing_ok=True)
     for unit, fault in islice(anew.items(), SHOWN):
         log.info("unit %d is made anew: %s", unit, fault.why)
     if len(anew) > SHOWN:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from xxhash import xxh3_64_intdigest
 
@@ -12,9 +11,12 @@ from dtt.data.documents import BadDocuments, batches, read_unit
 from dtt.runtime.comm import Comm
 from dtt.runtime.log import Advance
 
+HELD_OUT_BY = "xxh3_64 of the text"
+"""How `held_out` decides: part of what identifies token files, and text that is trained from."""
 BATCH_CHARACTERS = 2**20
-SOME_UNITS = 16
-SOME_CHARACTERS = 3 * 2**20
+SOME_UNITS = 4
+SOME_CHARACTERS = 2**16
+"""On which an engine is tried: more would be noticed at the start."""
 
 
 def held_out(text: str, fraction: float) -> bool:
@@ -53,14 +55,11 @@ def tokenizer_sample(
 
 
 def some_text(corpus: Corpus, units: list[Unit]) -> list[str]:
-    """Documents from all over the corpus, about SOME_CHARACTERS: the start of some units.
+    """Documents from all over the corpus, about SOME_CHARACTERS: the start of SOME_UNITS at most.
 
     Of a document that is longer than a unit's part, the beginning.
     """
-    chosen = units[:: max(1, len(units) // SOME_UNITS)]
-    part = SOME_CHARACTERS // max(len(chosen), 1)
-    texts: list[str] = []
-    for unit in chosen:
-        for batch in islice(batches(read_unit(corpus, unit, BadDocuments()), part), 1):
-            texts += [text[:part] for text in batch if text]
-    return texts
+    chosen = units[:: -(-len(units) // SOME_UNITS)]
+    part = SOME_CHARACTERS // len(chosen)
+    starts = (next(batches(read_unit(corpus, unit, BadDocuments()), part), []) for unit in chosen)
+    return [text[:part] for texts in starts for text in texts if text]

@@ -69,7 +69,7 @@ class Source(Protocol):
         """The documents of a sample, in order."""
 
     def state(self, consumed: int) -> Any:
-        """JSON from which `restore` can go on after `consumed` samples; None where none is needed."""
+        """JSON from which `restore` goes on after `consumed` samples; None where none is needed."""
 
     def restore(self, state: Any) -> None:
         """Go on where `state` was taken."""

@@ -57,7 +57,7 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         f"no tokenizer at {cfg.path}",
         where=path.absolute(),
         why=_only_sentencepiece(path.parent),
-        next="tokenizer.path=FILE, a folder with a tokenizer.json, or a model on the Hub",
+        next="name a tokenizer.json, a folder that holds one, or a model on the Hub",
     )
 
 

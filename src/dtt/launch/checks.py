@@ -62,10 +62,10 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if isinstance(cfg.data, TextDataConfig):
         yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
         return
-    for source in cfg.token_sources:
-        yield from fit.file_problems(source.path)
+    for path in cfg.token_paths:
+        yield from fit.file_problems(path)
     # Of files of others nothing more is known here.
-    made_by_dtt = [s for s in cfg.token_sources if TokensManifest.exists(s.path)]
+    made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
     try:
         found = [(source, TokensManifest.read(source.path)) for source in made_by_dtt]
     except DttError:

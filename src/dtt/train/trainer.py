@@ -147,7 +147,8 @@ class Trainer:
     def step(self, batch: Batch, multiplier: float) -> None:
         """One optimizer step. Nothing here waits for the device."""
         # DDP averages gradients over ranks; the loss is a mean over the whole global batch.
-        scale = self.world.size / batch.targets
+        # A packed sequence may hold a single token, and so no target.
+        scale = self.world.size / max(1, batch.targets)
         loss = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(batch.micro_batches):
             with gradient_sync(self.module, wanted=i == len(batch.micro_batches) - 1):
@@ -256,6 +257,7 @@ class Trainer:
         self.read_losses()
         step = self.position.step
         with self.watchdog.phase("save"), self.meter.paused():
+            self.check_ranks()
             shared = {
                 store.MODEL: self.model.state_dict(),
                 store.STATE: optimizer_tensors(self.optimizers),
@@ -266,6 +268,17 @@ class Trainer:
             position = self.position.to_json() | {"run_id": self.run_id, "sources": sources}
             self.saver.begin(step, shared, own, position, self.flush)
         self.saved_step = step
+
+    def check_ranks(self) -> None:
+        """DamagedError, on every rank, unless all of them have trained on the same samples."""
+        mine = (self.position.ledger, self.position.tokens)
+        if self.world.agree(mine != self.world.from_first(mine)):
+            raise DamagedError(
+                "the processes of this run do not read the same data",
+                why=f"the samples of some step since the last save, up to {self.position.step}, "
+                "differ",
+                next="make every node see the same files, and go on from the last checkpoint",
+            )
 
     def flush(self) -> None:
         """What a run that goes on from a checkpoint must find is on the disk before it."""

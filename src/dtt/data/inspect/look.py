@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from dtt.data.inspect.report import Damages, Expected, Read, Report, Wishes, dam
 from dtt.data.inspect.tokens import Seen, count, places
 from dtt.data.sources.files import Documents, TokenFiles, open_files
 from dtt.data.tokenfile import idx_path
-from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.runtime.files import sha256_file
 from dtt.runtime.log import progress
 
@@ -40,7 +39,8 @@ def look(path: Path, wishes: Wishes) -> Report:
 
     InputError if it is none of these; ConfigError if hashes are wanted where there are none.
     """
-    made = _manifest_type(path)
+    made: type[Manifest] | None  # of another program's manifest.json nothing is said
+    made = next((kind for kind in (TokensManifest, CorpusManifest) if kind.is_in(path)), None)
     if wishes.hashes and made is None:
         raise ConfigError(
             f"nothing to verify {path} with",
@@ -50,22 +50,8 @@ def look(path: Path, wishes: Wishes) -> Report:
     if made is CorpusManifest:
         return text.look(path, CorpusManifest.read(path), wishes)
     if made is TokensManifest or _has_token_files(path):
-        files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None)
-        return _look_at_tokens(files, wishes)
+        return _look_at_tokens(path, wishes)
     return text.look(path, text.describe(path), wishes)
-
-
-def _manifest_type(folder: Path) -> type[Manifest] | None:
-    """Whose manifest is in `folder`; that of another program is none."""
-    path = folder / Manifest.filename
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        return TokensManifest  # whose reader tells what is wrong
-    kinds = {kind.model_fields["format"].default: kind for kind in (CorpusManifest, TokensManifest)}
-    return kinds.get(content.get("format")) if isinstance(content, dict) else None
 
 
 def _has_token_files(path: Path) -> bool:
@@ -74,7 +60,9 @@ def _has_token_files(path: Path) -> bool:
     return path.suffix in TOKEN_FILES or idx_path(path).is_file()
 
 
-def _look_at_tokens(files: TokenFiles, wishes: Wishes) -> Report:
+def _look_at_tokens(path: Path, wishes: Wishes) -> Report:
+    broken: dict[Path, DttError] = {}
+    files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None, broken=broken)
     manifest = files.manifest
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(wishes.tokenizer, folder / TOKENIZER)
@@ -82,12 +70,14 @@ def _look_at_tokens(files: TokenFiles, wishes: Wishes) -> Report:
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     seen = Seen(vocab_size, None if manifest is None else manifest.end_of_document)
-    damaged = {} if manifest is None else _damages(files, manifest, hashes=wishes.hashes)
+    damaged = {ids: _why(error) for ids, error in broken.items()}
+    if manifest is not None:
+        damaged = _damages(files, manifest, hashes=wishes.hashes)
     documents = None
     if manifest is not None:
         documents = sum(shard.counts.documents for shard in manifest.shards)
     elif files.format != "raw":
-        documents = sum(count(shard.documents()) for shard in files.shards)
+        documents = _count(files, damaged)
     damaged |= _read(files, seen, damaged, wishes)
     total = sum(shard.tokens for shard in files.shards)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
@@ -153,6 +143,17 @@ def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Da
     return found
 
 
+def _count(files: TokenFiles, damaged: Damages) -> int:
+    """Documents of all shards; those of which the index tells nonsense are put into `damaged`."""
+    documents = 0
+    for shard in files.shards:
+        try:
+            documents += count(shard.documents())
+        except (DamagedError, InputError) as error:
+            damaged[shard.path] = _why(error)
+    return documents
+
+
 def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Damages:
     """Look at places of the files that are not `damaged`; returns what is found wrong with them."""
     wrong: Damages = {}
@@ -173,7 +174,7 @@ def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Da
     return wrong
 
 
-def _why(error: DamagedError | InputError) -> str:
+def _why(error: DttError) -> str:
     """An error in a line: its `why`, or what has happened."""
     lines = str(error).splitlines()
     return next((line.strip()[7:] for line in lines if line.startswith("  why:")), lines[0])

@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, assert_never
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from dtt.artifacts import TokenShard, TokensManifest, fingerprint, shard_stem
 from dtt.data.mapped import map_file
 from dtt.data.tokenfile import TokenFile, Tokens, bin_path, idx_path
-from dtt.errors import DamagedError, InputError
+from dtt.errors import DamagedError, DttError, InputError
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 SCAN_TOKENS = 2**24
@@ -119,37 +120,47 @@ class TokenFiles:
     format: Literal["dtt", "megatron", "datatrove", "raw"]
     shards: tuple[Shard, ...]
     key: str
-    """Identity of the content, wherever it lies."""
+    """Identity of the content, wherever it lies; of files of others, by names and sizes alone."""
     manifest: TokensManifest | None
     bytes_per_token: float | None
     """UTF-8 bytes of text per token, where known."""
 
 
 def open_files(
-    path: Path, split: Split | None, *, raw_dtype: str, end_of_document: int | None
+    path: Path,
+    split: Split | None,
+    *,
+    raw_dtype: str,
+    end_of_document: int | None,
+    broken: dict[Path, DttError] | None = None,
 ) -> TokenFiles:
     """The shards of a split, or of both (None), in the order of their names.
 
     `raw_dtype` and `end_of_document` (None: unknown) are for raw ids, which say neither.
     A single file of others is all training text. Opens no file of ids.
-    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up.
+    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up;
+    shards of others of which that is so are put into `broken` instead, where it is given.
     """
-    if path.is_dir() and TokensManifest.exists(path):
+    if TokensManifest.is_in(path):
         return _made_by_dtt(path, split)
     format_, found = _find(path)
     if path.is_dir():
         found = [x for x in found if split in (None, _split(x))]
     elif split == "validation":
         found = []
-    match format_:
-        case "megatron":
-            shards = [_megatron(stem) for stem in found]
-        case "datatrove":
-            shards = [_datatrove(ids) for ids in found]
-        case "raw":
-            shards = [_raw(ids, raw_dtype, end_of_document) for ids in found]
-        case _:
-            assert_never(format_)
+    openers: dict[str, Callable[[Path], Shard]] = {
+        "megatron": _megatron,
+        "datatrove": _datatrove,
+        "raw": partial(_raw, dtype=raw_dtype, end_of_document=end_of_document),
+    }
+    shards = []
+    for one in found:
+        try:
+            shards.append(openers[format_](one))
+        except (DamagedError, InputError) as error:
+            if broken is None:
+                raise
+            broken[bin_path(one) if format_ == "megatron" else one] = error
     content = [(s.path.name, s.tokens, s.dtype) for s in shards]
     return TokenFiles(path, format_, tuple(shards), fingerprint(content), None, None)
 
@@ -174,7 +185,7 @@ def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Pat
     raise InputError(
         "no token files there",
         where=path,
-        why="it is a folder without manifest.json, .idx, .ds or .bin files"
+        why="it is a folder without a manifest of token files, and without .idx, .ds or .bin files"
         if path.is_dir()
         else "there is no such file or folder, nor a pair of that name with .bin and .idx",
         next="name a folder that `dtt tokenize` made, a Megatron pair or a folder of pairs,"

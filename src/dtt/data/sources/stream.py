@@ -13,7 +13,7 @@ from dtt.data.corpus import Unit
 from dtt.data.documents import BadDocuments
 from dtt.data.encoder import Encoder
 from dtt.data.order import permutation
-from dtt.data.sampling import held_out
+from dtt.data.sampling import HELD_OUT_BY, held_out
 from dtt.data.sources.row import UNIT_BYTES, Document, Documents, Row
 from dtt.errors import InputError
 from dtt.runtime.log import log
@@ -80,6 +80,7 @@ class TextStream:
         return {
             "corpus": self._documents.corpus.manifest.content_key(),
             "validation_fraction": self._fraction,
+            "held_out_by": HELD_OUT_BY,
             "unit_bytes": UNIT_BYTES,
             "part_characters": PART_CHARACTERS,
         }
