@@ -71,7 +71,7 @@ def test_verify_names_each_file_that_differs(dtt: Dtt, tokens: Path) -> None:
     for name, why in ((f"{first}.bin", "its sha256"), (f"{second}.idx", "missing"),
                       (f"{third}.bin", "10 bytes, the manifest says")):  # fmt: skip
         assert f"{folder / name}: {why}" in done.stdout
-    assert "3 files are not what they should be" in done.stderr
+    assert "files not as they should be: 3" in done.stderr
     (folder / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in dtt("data", "inspect", folder, expect=65).stderr
 

@@ -64,6 +64,22 @@ def test_the_tokenizer_is_compared_with_another_on_held_out_text(tmp_path: Path)
     assert compared["other_bytes_per_token"] == round(held_out["text_bytes"] / ends, 3)
 
 
+def test_what_cannot_be_compared_is_told_and_a_wrong_name_before_anything_is_made(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n')
+    dtt(tmp_path, "download", "-d", "a.jsonl")
+    command = ("tokenize", "-d", "a.jsonl", "tokenize.validation_fraction=0", "tokenize.out=out")
+    wrong = dtt(tmp_path, *command, "tokenize.compare=none.json")
+    assert wrong.returncode == 66
+    assert "no tokenizer at none.json" in wrong.stderr
+    assert not (tmp_path / "out").exists()
+    dtt(tmp_path, *command)
+    run = dtt(tmp_path, *command, "tokenize.compare=out", "--json")
+    assert json.loads(run.stdout)["compared"] is None
+    assert "not compared with out: this node sees no text that is held out" in run.stderr
+
+
 def test_a_missing_corpus_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     run = dtt(tmp_path, "tokenize", "-d", "a.jsonl")
     assert run.returncode == 66

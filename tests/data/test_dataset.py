@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_job import make_tokenizer
 
 from dtt.artifacts import TokensManifest
 from dtt.config.load import resolve
@@ -108,11 +109,11 @@ def test_without_weights_sources_are_taken_by_their_size(tokens: Path) -> None:
     assert everything.steps == sizes // SEQUENCES
 
 
-def test_weights_change_at_their_step(tokens: Path) -> None:
+def test_weights_hold_from_the_step_that_metrics_count_as_theirs(tokens: Path) -> None:
     dataset = opened(
         sources(a=(tokens, 1), b=(tokens, 1)), "data.weights=[{step: 10, weights: {a: 0, b: 2}}]"
     )
-    at = dataset.first_sample(10)
+    at = dataset.first_sample(9)  # nine steps come before it
     numbers = dataset.samples_at(0, dataset.mixture.end) >> np.uint64(SOURCE_SHIFT)
     assert numbers[:at].sum() == at // 2
     assert numbers[at:].all()
@@ -144,6 +145,13 @@ def test_files_of_others_need_a_tokenizer(tokens: Path, tmp_path: Path) -> None:
     assert dataset.validation == (None,)
     mixed = sources(x=(stem, 1), ours=(tokens, 1))
     assert opened(mixed, f"data.tokenizer={tokens / 'tokenizer.json'}").steps == 100
+    other = tmp_path / "tokenizer.json"
+    make_tokenizer().save(str(other))
+    assert opened(sources(x=(stem, 1)), f"data.tokenizer={other}").manifest.key != (
+        dataset.manifest.key
+    )
+    with pytest.raises(ConfigError, match=r"data\.tokenizer and ours have different tokenizers"):
+        opened(sources(ours=(tokens, 1)), f"data.tokenizer={other}")
 
 
 def test_a_source_without_a_whole_sample_is_refused(tokens: Path) -> None:
@@ -185,6 +193,10 @@ def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None
         (
             ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {b: 1}}]"),
             "must name every source, and no other: a",
+        ),
+        (
+            ("data.sources=[{path: a}]", "data.weights=[{step: 1, weights: {a: 1}}]"),
+            "greater than or equal to 2",
         ),
         (
             ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {a: 0}}]"),

@@ -29,7 +29,7 @@ from dtt.config.data import (
 from dtt.data.corpus import Corpus, Span, Unit
 from dtt.data.encode import Tokenized, tokenize
 from dtt.data.plan import Begun, Plan
-from dtt.data.sampling import held_out
+from dtt.data.sampling import SOME_CHARACTERS, SOME_UNITS, held_out, some_text
 from dtt.data.tokenfile import TokenFile
 from dtt.errors import ConfigError, DamagedError, InputError
 from dtt.runtime.comm import Serial
@@ -251,6 +251,16 @@ def test_a_corpus_without_documents_is_told(corpora: Any, tmp_path: Path, conten
     path.write_bytes(content.ljust(record.bytes, b"\n"))
     with pytest.raises(InputError, match="holds no documents"):
         run(corpus, tmp_path / "out")
+
+
+def test_the_sample_for_the_engine_is_small_and_from_all_over_the_corpus(corpora: Any) -> None:
+    texts = [f"{i:03} " + "x" * 10**5 for i in range(100)]
+    corpus = corpora.make({"a.jsonl": jsonl(texts)})
+    sample = some_text(corpus, corpus.units(10**6))
+    assert len(sample) == SOME_UNITS
+    assert sample[0][:3] == "000"
+    assert sample[-1][:3] > "070"
+    assert sum(map(len, sample)) <= 2 * SOME_CHARACTERS
 
 
 def test_units_are_shared_out_evenly() -> None:

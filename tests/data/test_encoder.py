@@ -225,6 +225,21 @@ def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
     assert len(opened) > 5
 
 
+def test_a_very_long_document_is_left_to_the_slow_engine(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gigatoken, "LONGEST", 10)
+    slow = Encoder(content, None, "here")
+    left: list[str] = []
+
+    def exact(texts: list[str]) -> list[Any]:
+        left.extend(texts)
+        return slow._exact(texts)
+
+    gigatoken.Gigatoken(content, [], exact)(["x" * 10, "x" * 11])
+    assert left == ["x" * 11]
+
+
 def test_equality_is_proven_with_documents_that_the_fast_engine_takes_itself(
     content: bytes,
 ) -> None:

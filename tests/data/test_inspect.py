@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tiny_job import make_tokenizer
 from token_files import END, random_documents, write_folder, write_pair
 
+from dtt.data import fit
 from dtt.data.inspect import text, tokens
 from dtt.data.inspect.lengths import Lengths
 from dtt.data.inspect.look import look
@@ -181,6 +182,30 @@ def test_an_index_in_disorder_is_damage_that_is_named(tmp_path: Path) -> None:
     idx_path(stem).write_bytes(whole[:-8])
     with pytest.raises(DamagedError, match="should have"):
         see(stem)
+
+
+def test_a_broken_pair_among_others_is_named_and_the_others_are_told(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_pair(tmp_path / name, [[1, 2, END]])
+    (tmp_path / "b.bin").write_bytes(b"1")
+    with idx_path(tmp_path / "c").open("r+b") as file:
+        file.seek(-16, 2)
+        file.write(bytes([9]))  # its documents begin with a sequence that is not the first
+    report = see(tmp_path)
+    assert report.tokens == 6
+    assert report.documents == 1
+    assert [Path(line.split(": ")[0]).name for line in report.damaged] == ["b.bin", "c.bin"]
+    assert "but b.bin has 1" in report.damaged[0]
+
+
+def test_a_manifest_of_another_program_is_no_damaged_one_of_ours(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2, END]])
+    (tmp_path / "manifest.json").write_text('{"format": "theirs"}')
+    assert see(tmp_path).kind == "Megatron .bin/.idx"
+    assert not list(fit.file_problems(tmp_path))
+    (tmp_path / "manifest.json").write_text('{"format": "dtt-')
+    with pytest.raises(DamagedError, match="cannot read the manifest"):
+        see(tmp_path)
 
 
 def test_a_large_body_is_sampled_and_the_report_says_so(

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dtt.artifacts import TokensManifest
 from dtt.config.load import resolve
 from dtt.data.dataset import Dataset, open_dataset
 from dtt.data.loader import Batch, Share, training_batches
 from dtt.data.source import PADDING
-from dtt.errors import InputError
+from dtt.data.tokenfile import bin_path
+from dtt.errors import DamagedError, InputError
 
 SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")
@@ -136,6 +138,21 @@ def test_starting_at_a_step_equals_skipping_to_it(any_dataset: Dataset, skipped:
     for a, b in zip(direct, walked, strict=True):
         assert rows(a) == rows(b)
         assert np.array_equal(a.samples, b.samples)
+
+
+def test_data_that_cannot_be_read_is_told_with_its_step(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "tokens")
+    cut = opened(f"data.tokens={copy}")
+    stem = next(s.stem for s in TokensManifest.read(copy).shards if s.split == "train")
+    with bin_path(copy / stem).open("r+b") as file:
+        file.truncate(10)
+    run, trained = batches(cut), 0
+    with pytest.raises(DamagedError, match=stem):
+        for trained, _ in enumerate(run, start=1):  # noqa: B007
+            pass
+    assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
 
 
 def test_the_run_ends_with_its_last_step(tokens: Path) -> None:

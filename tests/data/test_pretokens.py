@@ -72,6 +72,12 @@ def test_pieces_that_do_not_fit_are_split_early(monkeypatch: pytest.MonkeyPatch)
     assert count_pre_tokens("gpt2", batches) == expected
 
 
+def test_a_piece_that_takes_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretokens, "LONGEST_PIECE", 4)
+    expected = by_hugging_face("gpt2", ["字字字字", "字字字字", "字字"])
+    assert count_pre_tokens("gpt2", [["字" * 10]]) == expected
+
+
 # ---- many ranks ----------------------------------------------------------------------------------
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import shutil
+import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import Dtt
+from tiny_job import END_OF_DOCUMENT, make_tokenizer
+from token_files import write_folder
 
 from dtt.checkpoint import store
+from dtt.errors import ExitCode
+from dtt.runtime.files import sha256_file
 from dtt.track import jsonl
 
 KINDS = ("train", "eval", "sample", "data")
@@ -43,9 +51,9 @@ def mixed(tokens: Path, other: Path) -> list[str]:
     )
     return [
         f"data.sources=[{sources}]",
-        "data.weights=[{step: 20, weights: {counting: 1, products: 4}}]",
+        "data.weights=[{step: 21, weights: {counting: 1, products: 4}}]",
         "data.mask_documents=true", "name=t", "model.dim=16", "model.n_layers=2",
-        "model.n_heads=2", "model.dropout=0.1", "train.steps=40", "train.seq_len=32",
+        "model.n_heads=2", "train.precision=fp32", "train.steps=40", "train.seq_len=32",
         "train.micro_batch=3", "train.global_batch_tokens=256", "train.eval_every=7",
         "train.log_every=3", "train.sample_tokens=4", "checkpoint.every=5",
         "schedule.warmup_steps=2",
@@ -70,9 +78,11 @@ def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def killed_on_the_way(dtt: Dtt, arguments: list[str]) -> None:
-    """Train, and kill -9 after a checkpoint, somewhere within a step."""
-    process = dtt.start("train", *arguments)
+@pytest.fixture(scope="module")
+def killed(mixed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job, ended by kill -9 after a checkpoint, somewhere within a step."""
+    dtt = Dtt(tmp_path_factory.mktemp("killed"))
+    process = dtt.start("train", *mixed)
     checkpoints = dtt.folder / "jobs/t/checkpoints"
     end = time.monotonic() + 100
     while not list(checkpoints.glob("step-*")) and time.monotonic() < end:
@@ -81,31 +91,27 @@ def killed_on_the_way(dtt: Dtt, arguments: list[str]) -> None:
     time.sleep(random.Random(0).random() * 0.05)
     process.kill()
     assert dtt.wait(process).returncode == -9
+    return dtt.folder / "jobs/t"
 
 
 def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
-    dtt: Dtt, mixed: list[str], undisturbed: Path
+    dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
 ) -> None:
-    killed_on_the_way(dtt, mixed)
+    job = shutil.copytree(killed, dtt.folder / "jobs/t")
     resumed = dtt("train", *mixed)
     assert "resumed from" in resumed.stderr
-    job = dtt.folder / "jobs/t"
     assert metrics(job) == metrics(undisturbed)
     for file in (undisturbed / "checkpoints/step-000040").glob("*.safetensors"):
         assert (job / file.relative_to(undisturbed)).read_bytes() == file.read_bytes()
 
 
 def test_killed_and_resumed_on_other_ranks_it_sees_the_same_samples(
-    dtt: Dtt, mixed: list[str], undisturbed: Path
+    dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
 ) -> None:
-    plain = [*mixed, "model.dropout=0", "train.precision=fp32"]
-    dtt("train", *plain, "name=one")
-    killed_on_the_way(dtt, plain)
-    torchrun(dtt, 2, *plain)
-    one, two = (metrics(dtt.folder / "jobs" / name, "train") for name in ("one", "t"))
-    ledgers = [record["ledger"] for record in metrics(undisturbed, "train")]
-    assert [record["ledger"] for record in two] == ledgers
-    for a, b in zip(one, two, strict=True):
+    job = shutil.copytree(killed, dtt.folder / "jobs/t")
+    torchrun(dtt, 2, *mixed)
+    for a, b in zip(metrics(undisturbed, "train"), metrics(job, "train"), strict=True):
+        assert a["ledger"] == b["ledger"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
@@ -132,8 +138,7 @@ def test_the_overall_loss_counts_sources_by_their_share_of_the_run(undisturbed: 
 
 def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[str]) -> None:
     """Batches differ in their number of targets, and so do the ranks' shares of them."""
-    packed = [*mixed, "data.packing=best-fit", "model.dropout=0", "train.precision=fp32"]
-    packed += ["train.steps=12"]
+    packed = [*mixed, "data.packing=best-fit", "train.steps=12"]
     dtt("train", *packed, "name=one")
     torchrun(dtt, 2, *packed, "train.micro_batch=2")
     one, two = (metrics(dtt.folder / "jobs" / name, "train") for name in ("one", "t"))
@@ -145,6 +150,43 @@ def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[
         assert (a["ledger"], a["tokens"]) == (b["ledger"], b["tokens"])
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+def test_ranks_that_read_other_data_than_each_other_stop_at_the_first_save(
+    dtt: Dtt, mixed: list[str], tokens: Path, other: Path
+) -> None:
+    """As when a folder on each node's own disk is not the same on all."""
+    (dtt.folder / "jobs").mkdir()
+    for rank, folder in enumerate((tokens, other)):
+        node = dtt.folder / f"node{rank}"
+        node.mkdir()
+        (node / "jobs").symlink_to(dtt.folder / "jobs")
+        (node / "here").symlink_to(folder)
+    alike = [s for s in mixed if not s.startswith(("data.sources", "data.weights"))]
+    command = f'cd node$RANK && exec "$0" -m dtt.main train {shlex.join(alike)} data.tokens=here'
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--no-python")
+    done = dtt.wait(dtt.start_python(*launcher, "sh", "-c", command, sys.executable))
+    assert done.returncode != 0
+    assert "the processes of this run do not read the same data" in done.stderr
+    ended = json.loads((dtt.folder / "jobs/t/attempts/1/exit.json").read_text())
+    assert ended["code"] == ExitCode.DAMAGED
+    assert metrics(dtt.folder / "jobs/t", "train")[-1]["step"] == 5
+    assert not list((dtt.folder / "jobs/t/checkpoints").glob("step-*"))
+
+
+def test_a_packed_step_may_have_no_target(dtt: Dtt) -> None:
+    folder = dtt.folder / "tokens"
+    full, alone = [1] * 32 + [END_OF_DOCUMENT], [END_OF_DOCUMENT]
+    manifest = write_folder(folder, {"train-0": [full, full, alone]})
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    ours = {"end_of_document": END_OF_DOCUMENT, "vocab_size": 257}
+    ours |= {"tokenizer_sha256": sha256_file(folder / "tokenizer.json")}
+    (folder / manifest.filename).write_text(manifest.model_copy(update=ours).dump())
+    dtt("train", "data.tokens=tokens", "data.packing=best-fit", "name=t", "model.dim=16",
+        "model.n_layers=1", "model.n_heads=2", "train.seq_len=32", "train.micro_batch=1",
+        "train.global_batch_tokens=32", "train.steps=3", "train.sample_tokens=0")  # fmt: skip
+    seen = [record["tokens"] for record in metrics(dtt.folder / "jobs/t", "train")]
+    assert sorted(after - before for before, after in pairwise([0, *seen])) == [0, 32, 32]
 
 
 def test_a_run_that_may_not_repeat_its_data_ends_with_it_and_is_done(
@@ -160,16 +202,20 @@ def test_a_run_that_may_not_repeat_its_data_ends_with_it_and_is_done(
     assert "is done" in dtt("train", *endless).stderr
 
 
-def test_other_weights_on_resume_are_refused(dtt: Dtt, mixed: list[str]) -> None:
-    short = [*mixed, "train.steps=5"]
-    dtt("train", *short)
-    changed = "data.weights=[{step: 20, weights: {counting: 1, products: 5}}]"
-    assert "data.weights" in dtt("train", *short, changed, expect=2).stderr
-    dtt("train", *short, changed, "train.steps=6", "--allow-change=data.weights",
-        "--allow-change=train.steps")  # fmt: skip
+def test_other_weights_on_resume_must_be_allowed_and_leave_what_was_trained_as_it_is(
+    dtt: Dtt, mixed: list[str], undisturbed: Path
+) -> None:
+    shutil.copytree(undisturbed, dtt.folder / "jobs/t")
+    first, then = "{step: 21, weights: {counting: 1, products: %d}}", "{step: 41, weights: {%s}}"
+    later = f"data.weights=[{first % 4}, {then % 'counting: 1, products: 5'}]"
+    assert "data.weights" in dtt("train", *mixed, later, expect=2).stderr
+    allowed = ("train.steps=42", "--allow-change=data.weights", "--allow-change=train.steps")
+    earlier = f"data.weights=[{first % 5}]"
+    assert "not in the order" in dtt("train", *mixed, earlier, *allowed, expect=65).stderr
+    dtt("train", *mixed, later, *allowed)
     found = store.newest(dtt.folder / "jobs/t/checkpoints")
     assert found is not None
-    assert found.step == 6
+    assert found.step == 42
 
 
 def test_what_is_exported_needs_no_token_files(

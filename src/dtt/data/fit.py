@@ -51,9 +51,10 @@ def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> Non
     """ConfigError if a checkpoint of `job` comes from other data than that of `key`."""
     if checkpoint.data_key != key:
         raise ConfigError(
-            f"{job.root} was trained on other token files than those that are there now",
+            f"{job.root} was trained on other token files or text than there are now",
             why="their corpus, tokenizer or options differ from those of the checkpoint",
-            next="name the old ones with data.tokens=FOLDER, or start a new job with name=ANOTHER",
+            next="name the old ones with data.tokens=FOLDER (or data.sources, data.corpus), or "
+            "start a new job with name=ANOTHER",
         )
 
 

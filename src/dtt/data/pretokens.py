@@ -29,6 +29,8 @@ PATTERNS = {"llama3": _SPLIT % "{1,3}", "qwen2": _SPLIT % ""}
 
 HELD_CHARACTERS = 2**26
 """Of pieces to be split; scripts without spaces make long ones that do not repeat."""
+LONGEST_PIECE = 2**20
+"""Characters that are split at once. No other thread runs meanwhile: that of the signs of life."""
 
 _BYTES = np.arange(256)
 _VISIBLE = (ord(" ") < _BYTES) & (_BYTES < 127)
@@ -52,7 +54,8 @@ def count_pre_tokens(name: str, texts: Iterable[list[str]]) -> Counter[str]:
     """How often each pre-token occurs in `texts`, in the alphabet of `ByteLevel`.
 
     The regular expressions are slow. So text is first cut where each of them would, whatever stands
-    around; pieces repeat, and each is split but once.
+    around; pieces repeat, and each is split but once. One that is longer than LONGEST_PIECE, as
+    scripts without spaces may give, is cut there too.
     """
     split = pre_tokenizer(name).pre_tokenize_str
     pre_tokens: Counter[str] = Counter()
@@ -60,8 +63,9 @@ def count_pre_tokens(name: str, texts: Iterable[list[str]]) -> Counter[str]:
 
     def split_pieces() -> None:
         for piece, count in pieces.items():
-            for pre_token, _ in split(piece):
-                pre_tokens[pre_token] += count
+            for start in range(0, len(piece), LONGEST_PIECE):
+                for pre_token, _ in split(piece[start : start + LONGEST_PIECE]):
+                    pre_tokens[pre_token] += count
         pieces.clear()
 
     held = 0

@@ -120,7 +120,7 @@ def _most_kept(checkpoint: CheckpointConfig, steps: int) -> int:
 
 
 def _check_same_data(key: str, job: JobDir) -> None:
-    """ConfigError if the job was trained on other token files."""
+    """ConfigError if the job was trained on other token files or text."""
     for step in reversed(store.steps(job.checkpoints)):
         try:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))

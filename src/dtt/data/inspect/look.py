@@ -61,8 +61,10 @@ def _has_token_files(path: Path) -> bool:
 
 
 def _look_at_tokens(path: Path, wishes: Wishes) -> Report:
+    # Among others, a broken file is one finding; alone, it is all there is to say.
     broken: dict[Path, DttError] = {}
-    files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None, broken=broken)
+    taken = broken if path.is_dir() else None
+    files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None, broken=taken)
     manifest = files.manifest
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(wishes.tokenizer, folder / TOKENIZER)
@@ -90,7 +92,7 @@ def _look_at_tokens(path: Path, wishes: Wishes) -> Report:
         tokens=total,
         text_bytes=None if manifest is None else sum(s.counts.bytes for s in manifest.shards),
         facts={
-            "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})),
+            "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})) or None,
             "vocab_size": vocab_size,
             "largest_id": seen.largest,
             "end_of_document": _end(seen, tokenizer),

@@ -133,7 +133,7 @@ def raise_if_damaged(report: Report) -> None:
     """DamagedError that counts what `report` names."""
     if report.damaged:
         raise DamagedError(
-            f"{report.path} is damaged: {len(report.damaged)} files are not what they should be",
+            f"{report.path} is damaged; files not as they should be: {len(report.damaged)}",
             where=report.damaged[0],
             next="make or fetch them again: dtt tokenize and dtt download mend what they made",
         )

@@ -88,10 +88,10 @@ def _pack(files: TokenFiles, capacity: int, place: Path) -> None:
             raise
         shutil.rmtree(aside)
     fsync_folder(place.parent)
-    full = base / (made * capacity) if made else 1.0
-    log.info(
-        "packed %d tokens of %s into %d sequences, %.2f %% full", base, files.path, made, 100 * full
-    )
+    if made:
+        full = 100 * base / (made * capacity)
+        told = "packed %d tokens of %s into %d sequences, %.2f %% full"
+        log.info(told, base, files.path, made, full)
 
 
 def _bounds(shard: Shard) -> Ints:

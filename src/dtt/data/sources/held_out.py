@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,14 +75,12 @@ def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Docu
     if fraction == 0:
         return found
     missing, room = text_bytes, SEARCHED_CHARACTERS
-    for unit in documents.units:
-        for document in documents.of(unit, BadDocuments()):
-            if document.text and held_out(document.text, fraction):
-                found.append(document)
-                missing -= len(document.text.encode())
-            room -= len(document.text) + 1
-            if missing <= 0 or room <= 0:
-                break
+    bad = BadDocuments()
+    for document in chain.from_iterable(documents.of(unit, bad) for unit in documents.units):
+        if document.text and held_out(document.text, fraction):
+            found.append(document)
+            missing -= len(document.text.encode())
+        room -= len(document.text) + 1
         if missing <= 0 or room <= 0:
             break
     if missing > 0 and room <= 0:
