@@ -237,7 +237,7 @@ DATA = (
             text("data/corpus/book/manifest.json", "{")),
     Mistake("a tokenizer that is not there",
             "dtt tokenize -c run.yaml tokenizer.type=file tokenizer.path=gpt2/tokenizer.json",
-            MISSING, ("no tokenizer at gpt2/tokenizer.json", "tokenizer.path=FILE")),
+            MISSING, ("no tokenizer at gpt2/tokenizer.json", "name a tokenizer.json, a folder")),
     Mistake("a Hub tokenizer, offline",
             "dtt tokenize -c run.yaml tokenizer.type=file tokenizer.path=gpt2", UNFIT,
             ("gpt2", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")),
