@@ -171,6 +171,7 @@ FRAGMENTS = [
     "  ", " " * 25, "\n", "\r\n", "\t", "\u00a0", "'s", "'LL", "’t", "0", "1234", "the", "▁",
     "\u0301", "\u0327", "\u0899", "\u1acf", "\U0001e4ee", "\U00010efd", "\u212b", "\u0915\u093c",
     "é", "ß", "字", "한", "\u1112\u1161", "🤗", "\u200d", "\ufe0f", "\x00", "\U00020001",
+    "\ua7ce", "\U00010940", "\U000323b0",
 ]  # fmt: skip
 CHARACTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ANY_TEXT = st.lists(st.sampled_from(FRAGMENTS) | CHARACTERS, max_size=12).map("".join)
@@ -196,7 +197,7 @@ def test_the_fast_engine_classes_every_kind_of_character_alike(both: Both, name:
     some = set(random.Random(0).sample(range(len(every)), len(every) // 100))
     chosen = [every[i] for i in sorted(edges | marks | some)]
     assert len(chosen) > 10_000
-    assert_equal(both(name), [f"a{c}b {c} 1{c}2\n{c}' e{c}\u0301" for c in chosen])
+    assert_equal(both(name), [f"a{c}b {c} 1{c}2\n{c}'s e{c}\u0301" for c in chosen])
 
 
 @pytest.mark.parametrize("name", KNOWN)
