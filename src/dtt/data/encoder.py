@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +46,12 @@ class Encoder:
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
             tokenizer.model.dropout = None  # it would give other ids each time
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = _largest_id(content) + 1
         """Largest id + 1."""
         added = tokenizer.get_added_tokens_decoder().values()
         candidates = END_OF_DOCUMENT if end_of_document is None else (end_of_document,)
-        name = next((token for token in candidates if token in vocabulary), None)
+        known = {t: i for t in candidates if (i := tokenizer.token_to_id(t)) is not None}
+        name = next(iter(known), None)
         if name is None:
             names = [token.content for token in added]
             raise ConfigError(
@@ -63,7 +64,7 @@ class Encoder:
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
         tokenizer.encode_special_tokens = True
         self.end_of_document_token = name
-        self.end_of_document: int = vocabulary[name]
+        self.end_of_document: int = known[name]
         self._end = np.array([self.end_of_document], np.uint32)
         self._asked = engine
         self._fast: gigatoken.Gigatoken | None = None
@@ -116,3 +117,12 @@ class Encoder:
     def _exact(self, texts: list[str]) -> list[Ids]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _largest_id(content: bytes) -> int:
+    """Of a tokenizer.json; to have `tokenizers` list the vocabulary takes twice as long."""
+    facts = json.loads(content)
+    vocabulary = facts["model"]["vocab"]
+    largest: int = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+    added: list[int] = [token["id"] for token in facts.get("added_tokens") or ()]
+    return max([largest, *added])
