@@ -72,6 +72,11 @@ def tiny(tokens: Path) -> Settings:
     return settings
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests on Slurm: they take longest, in one process, and mostly wait."""
+    items.sort(key=lambda item: "tests/slurm/" not in item.path.as_posix())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
