@@ -302,10 +302,10 @@ def test_on_any_number_of_ranks_in_turn_it_trains_what_one_does(dtt: Dtt, tiny: 
 
 def test_a_save_that_fails_ends_the_run_with_74(dtt: Dtt, tiny: Settings) -> None:
     job = dtt.folder / "jobs/t"
-    process = dtt.start("train", *tiny(train__steps=100_000))
-    wait_until(lambda: list((job / "checkpoints").glob("step-*")))
-    (job / "checkpoints").rename(job / "elsewhere")  # as root no permission would stop it
-    (job / "checkpoints").write_text("in the way")
+    process = dtt.start("train", *tiny(train__steps=100_000, checkpoint__every=100_000))
+    wait_until(lambda: reached(job) >= 1)
+    (job / "checkpoints").write_text("in the way")  # as root no permission would stop it
+    (job / "control/save").touch()
     failed = Dtt.wait(process)
     assert failed.returncode == 74, failed.stderr
     assert "a file stands where a folder should be" in failed.stderr
