@@ -20,16 +20,6 @@ from dtt.data.tokenizer import given_tokenizer, train_tokenizer
 from dtt.errors import InputError
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
-STRANGE = [
-    "",
-    " ",
-    "\x00",
-    "naïve café",
-    "日本語 टेक्स्ट 🤗🤗",
-    "a\r\n\tb   c",
-    "\ufeffx",
-    "123456789",
-]
 
 
 def train(**options: Any) -> bytes:
