@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
     """Time dtt and its peers in turns, compare their ids, print a table."""
     end = open_tokenizer(tokenizer).get_vocab()["<|endoftext|>"]
     prints: dict[str, tuple[int, int, int]] = {}
-    rates: list[float] = []
+    rates: list[list[float]] = []
     for round_ in range(runs + 1):  # the first only warms the file cache and the bytecode
         with tempfile.TemporaryDirectory() as scratch:
             commands = {
@@ -133,11 +134,17 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                 out_folder.mkdir()
                 full = [*command, tokenizer, corpus.folder, out_folder]
                 if name == "raw":
-                    rates.append(float(run(full)))
+                    rates.append([raw_speed(full, 1), raw_speed(full, 2)])
                     continue
                 corpus.times.setdefault(name, []).append(timed(full))
                 prints[name] = fingerprint(out_folder, end)
-    report(corpus, prints, statistics.median(rates) if rates else None)
+    report(corpus, prints, [statistics.median(rate) for rate in zip(*rates, strict=True)])
+
+
+def raw_speed(command: list[str | Path], processes: int) -> float:
+    """Of so many raw encoders at the same time, together, in MB/s."""
+    with ThreadPoolExecutor(processes) as pool:
+        return sum(map(float, pool.map(run, [command] * processes)))
 
 
 def timed(command: list[str | Path]) -> float:
@@ -146,7 +153,7 @@ def timed(command: list[str | Path]) -> float:
     return time.perf_counter() - start
 
 
-def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rate: float | None) -> None:
+def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rates: list[float]) -> None:
     megabytes = corpus.text_bytes / 1e6
     count, tokens, _ = expected = prints["dtt, 1 rank"]
     print(f"\n{corpus.name}: {megabytes:.1f} MB, {count:,} documents, {tokens:,} tokens")
@@ -159,13 +166,13 @@ def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rate: float 
             f"{name:<14}{seconds:>9.2f}{megabytes / seconds:>8.1f}{tokens / seconds:>13,.0f}"
             f"{seconds / ours:>13.1f}x  {same}"
         )
-    if rate is not None:
+    for ranks, rate in enumerate(rates, 1):
+        name = f"dtt, {ranks} rank{'s' * (ranks > 1)}"
+        kept = megabytes / statistics.median(corpus.times[name]) / rate
         print(
-            f"raw encoder   {megabytes / rate:>9.2f}{rate:>8.1f}  one core, from memory, no output"
+            f"raw encoder x {ranks:<8}{rate:>8.1f}  from memory, no output; "
+            f"{name}: {kept:.0%} of it, start-up included"
         )
-        for ranks, name in ((1, "dtt, 1 rank"), (2, "dtt, 2 ranks")):
-            kept = megabytes / statistics.median(corpus.times[name]) / (ranks * rate)
-            print(f"{name} keeps {kept:.0%} of the speed of {ranks} such, start-up included")
     if any(found != expected for found in prints.values()):
         sys.exit("ids differ")
 

@@ -237,7 +237,7 @@ def test_a_very_long_document_is_left_to_the_slow_engine(
         left.extend(texts)
         return slow._exact(texts)
 
-    gigatoken.Gigatoken(content, [], exact)(["x" * 10, "x" * 11])
+    gigatoken.Gigatoken(content, None, [], exact)(["x" * 10, "x" * 11])
     assert left == ["x" * 11]
 
 

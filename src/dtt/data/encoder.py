@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,8 @@ class Encoder:
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
             tokenizer.model.dropout = None  # it would give other ids each time
-        self.vocab_size = _largest_id(content) + 1
+        facts = json.loads(content)
+        self.vocab_size = _largest_id(facts) + 1
         """Largest id + 1."""
         added = tokenizer.get_added_tokens_decoder().values()
         candidates = END_OF_DOCUMENT if end_of_document is None else (end_of_document,)
@@ -73,7 +75,9 @@ class Encoder:
         if engine != "hf":
             special = {token.content for token in added if token.special} | {name}
             try:
-                self._fast = gigatoken.Gigatoken(content, special, self._exact)
+                self._fast = gigatoken.Gigatoken(
+                    content, facts.get("normalizer"), special, self._exact
+                )
             except gigatoken.Unfit as error:
                 self._doubt = str(error)
 
@@ -119,9 +123,8 @@ class Encoder:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
-def _largest_id(content: bytes) -> int:
+def _largest_id(facts: dict[str, Any]) -> int:
     """Of a tokenizer.json; to have `tokenizers` list the vocabulary takes twice as long."""
-    facts = json.loads(content)
     vocabulary = facts["model"]["vocab"]
     largest: int = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
     added: list[int] = [token["id"] for token in facts.get("added_tokens") or ()]

@@ -35,7 +35,9 @@ class Unfit(Exception):
 class Gigatoken:
     """Encodes documents one by one, on the calling thread, or has `exact` do it."""
 
-    def __init__(self, content: bytes, special: Iterable[str], exact: Exact) -> None:
+    def __init__(
+        self, content: bytes, normalizer: Any, special: Iterable[str], exact: Exact
+    ) -> None:
         """`content` of a tokenizer.json, whose `special` tokens are to be encoded as text.
 
         Raises Unfit where it is not installed, or does not know such a tokenizer.
@@ -44,7 +46,7 @@ class Gigatoken:
         self._special = tuple(special)
         self._beginnings = {token[:2] for token in self._special}
         self._exact = exact
-        self._composes = _composes(json.loads(content).get("normalizer"))
+        self._composes = _composes(normalizer)
         self._encode = self._open()
         self._room = CACHED_CHARACTERS
 

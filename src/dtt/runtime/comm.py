@@ -94,7 +94,8 @@ class Mpi:
         return result
 
     def close(self) -> None:
-        """MPI sees to it when the process ends."""
+        """Leave MPI."""
+        self._mpi.Finalize()
 
 
 def _wait(request: Any) -> None:

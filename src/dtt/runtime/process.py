@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from dtt.errors import DiskFull, DttError, ExitCode, InputError, StorageError
 from dtt.runtime.comm import abort_peers
@@ -59,6 +60,13 @@ def command() -> Iterator[None]:
         )
         abort_peers(ExitCode.BUG, repr(error))
         sys.exit(ExitCode.BUG)
+
+
+def leave() -> NoReturn:
+    """End a process that is done, without the tenth of a second that it takes Python to free all
+    the words and vocabularies that it holds."""
+    sys.stderr.flush()
+    os._exit(ExitCode.DONE)
 
 
 def _drop_output() -> None:
