@@ -41,7 +41,7 @@ def settings(tokens: Path, name: str) -> list[str]:
         "model.n_heads=2", "model.dropout=0.1", f"train.steps={STEPS}", "train.seq_len=32",
         "train.micro_batch=2", "train.global_batch_tokens=256", "train.eval_every=7",
         "train.log_every=3", "train.sample_every=10", "train.sample_tokens=4",
-        "checkpoint.every=4", "schedule.warmup_steps=2",
+        "checkpoint.every=4", "schedule.warmup=2",
     ]  # fmt: skip
 
 

@@ -321,6 +321,8 @@ class ExportManifest(Manifest):
     step: int
     checkpoint_sha256: str
     """Of the checkpoint's MANIFEST.json."""
+    ema: bool = False
+    """Whether it is of the weights' moving average."""
     dtype: str
     parameters: int
     max_logit_difference: float

@@ -75,7 +75,7 @@ class EnvironmentUnfit(DttError):
 
 
 class Diverged(DttError):
-    """The loss or a gradient is no longer a finite number."""
+    """The loss or a gradient is no longer a finite number, or far from what it was."""
 
     exit_code = ExitCode.DIVERGED
 

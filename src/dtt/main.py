@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtt.runtime.process import command
+from dtt.runtime.process import command, leave
 
 if TYPE_CHECKING:
     from dtt.config.run import RunConfig
@@ -48,6 +48,12 @@ data_cli = typer.Typer(
     help="Look at text and tokens, before training and after.",
 )
 cli.add_typer(data_cli, name="data")
+mup_cli = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="See whether what is tuned on a small model holds on large ones.",
+)
+cli.add_typer(mup_cli, name="mup")
 
 Config = Annotated[
     str | None,
@@ -100,13 +106,13 @@ def download(
         from dtt.commands import download
 
         options = {
-            "dataset": dataset,
-            "name": name,
-            "split": split,
-            "revision": revision,
-            "out": out,
+            "download.dataset": dataset,
+            "download.name": name,
+            "download.split": split,
+            "download.revision": revision,
+            "download.out": out,
         }
-        download.run(_resolve(config, overrides, "download", options))
+        download.run(_resolve(config, overrides, options))
 
 
 @cli.command(
@@ -135,11 +141,12 @@ def tokenize(
     with command():
         from dtt.commands import tokenize
 
-        cfg = _resolve(config, overrides, "download", {"dataset": dataset})
+        cfg = _resolve(config, overrides, {"download.dataset": dataset})
         if explain:
             tokenize.explain(cfg, as_json=json)
         else:
             tokenize.run(cfg, overwrite=overwrite, as_json=json)
+    leave()
 
 
 @cli.command(
@@ -147,6 +154,7 @@ def tokenize(
         "dtt train -c run.yaml",
         "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
         "dtt train jobs/run              # go on after a stop; so does the first line",
+        "dtt train --branch jobs/run@5000 schedule.decay=500    # anneal from there, as a new job",
         "touch jobs/run/control/stop     # save and stop; control/save only saves",
     )
 )
@@ -166,6 +174,13 @@ def train(
         int | None,
         typer.Option(help="Go on from this checkpoint; newer ones are set aside, not deleted."),
     ] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB@STEP",
+            help="Begin a child job there that goes on with another schedule.* or length.",
+        ),
+    ] = None,
 ) -> None:
     """Train, or go on where the job stopped.
 
@@ -175,7 +190,7 @@ def train(
     with command():
         from dtt.commands import train
 
-        train.run(config, job_or_overrides or [], allow_change or [], from_step)
+        train.run(config, job_or_overrides or [], allow_change or [], from_step, branch)
 
 
 @cli.command(
@@ -189,6 +204,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Checkpoint to export; the newest if absent.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Export the average of the weights (train.ema_decay).")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
     upload: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="Upload to the Hugging Face Hub as well.")
@@ -203,19 +221,27 @@ def export(
     with command():
         from dtt.commands import export
 
-        export.run(job, overrides or [], step=step, out=out, upload=upload, private=private)
+        export.run(
+            job, overrides or [], step=step, ema=ema, out=out, upload=upload, private=private
+        )
 
 
 @cli.command(
     epilog=_examples(
-        "dtt generate jobs/run -p 'def main():'", "dtt generate exports/run -p - < prompt.txt"
+        "dtt generate jobs/run -p 'def main():'",
+        "dtt generate exports/run -p - < prompt.txt",
+        "dtt generate exports/run --prompts-file prompts.txt --json > answers.jsonl",
     )
 )
 def generate(
     source: Annotated[Path, typer.Argument(help="Job directory or exported folder.")],
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="Text to go on with; - reads stdin.")
-    ] = "",
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Text to go on with; - reads stdin; repeatable."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A file with a prompt in each line.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest.")
@@ -225,22 +251,39 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="Only the likeliest with this mass.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="With the average of the weights (train.ema_decay).")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="So many prompts at a time.")] = 16,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream", help="Print the text as it comes, as a single prompt's is."
+        ),
+    ] = None,
+    json: Json = False,
 ) -> None:
-    """Continue a prompt with a trained model; the text goes to stdout as it comes.
+    """Continue prompts with a trained model, each as if it were alone; the text goes to stdout.
 
-    Reads the newest checkpoint of a job, or an exported folder.
+    Reads the newest checkpoint of a job, or an exported folder. With --json a line for each prompt:
+    prompt, text, finish_reason (stop: the document ended; length), and how many tokens.
     """
     with command():
         from dtt.commands import generate
 
         generate.run(
             source,
-            prompt,
+            prompt or [],
+            prompts_file=prompts_file,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+            ema=ema,
+            batch_size=batch_size,
+            stream=stream,
+            as_json=json,
         )
 
 
@@ -388,6 +431,9 @@ Wait = Annotated[
 @job_cli.command("ls", epilog=_examples("dtt job ls", "dtt job ls jobs/sweep --json"))
 def job_ls(
     folder: Annotated[Path, typer.Argument(help="Folder of jobs.")] = Path("jobs"),
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Branches below the job they began from.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Tell the state of every job in a folder, the trials of sweeps too, the newest first.
@@ -397,7 +443,7 @@ def job_ls(
     with command():
         from dtt.commands import job as body
 
-        body.ls(folder, as_json=json)
+        body.ls(folder, as_json=json, tree=tree)
 
 
 @job_cli.command("status", epilog=_examples("dtt job status jobs/run"))
@@ -528,7 +574,7 @@ def data_mix(
     with command():
         from dtt.commands import data as body
 
-        body.mix(_resolve(config, overrides, "download", {"dataset": dataset}), as_json=json)
+        body.mix(_resolve(config, overrides, {"download.dataset": dataset}), as_json=json)
 
 
 @data_cli.command(
@@ -559,6 +605,92 @@ def data_at_step(
         from dtt.commands import data as body
 
         body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)
+
+
+Compare = Annotated[
+    bool, typer.Option(help="The standard parametrization beside it, to see what it would do.")
+]
+MupOut = Annotated[Path, typer.Option(help="Folder of the numbers and the picture.")]
+
+
+@mup_cli.command(
+    "coord-check",
+    epilog=_examples(
+        "dtt mup coord-check -c run.yaml",
+        "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw",
+    ),
+)
+def mup_coord_check(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    widths: Annotated[str, typer.Option(help="Values of model.dim.")] = "64,128,256,512",
+    steps: Annotated[int, typer.Option(min=1, help="Steps at each width.")] = 5,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, help="Most that a power of the width may be; wrong rules give 0.5."),
+    ] = 0.35,
+    compare: Compare = True,
+    out: MupOut = Path("mup"),
+    json: Json = False,
+) -> None:
+    """Train small models of several widths, to see that no activation depends on the width.
+
+    Reads the token files of the run, writes mup/coord-check.png and .json. Exits with 76 if muP
+    fails. The base is scaling.base_dim, or the narrowest.
+    """
+    with command():
+        from dtt.commands import mup
+
+        options = {"download.dataset": dataset, "train.steps": steps}
+        cfg = _resolve(config, overrides, options)
+        mup.coord_check(cfg, widths, tolerance=tolerance, compare=compare, out=out, as_json=json)
+
+
+@mup_cli.command(
+    "transfer",
+    epilog=_examples(
+        "dtt mup transfer -c run.yaml",
+        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3,8e-3 --steps 200 --seeds 3",
+    ),
+)
+def mup_transfer(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    widths: Annotated[str, typer.Option(help="Values of model.dim.")] = "64,128,256",
+    lrs: Annotated[
+        str | None,
+        typer.Option(help="Values of optim.lr; 1/8 to 8 times that of the config if absent."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs at each width and rate.")] = 1,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Octaves by which the best rate may move.")
+    ] = 1.0,
+    compare: Compare = True,
+    out: MupOut = Path("mup"),
+    json: Json = False,
+) -> None:
+    """Find the best learning rate at several widths, to see that it is the same at all.
+
+    Trains a small model for each width and rate, one after the other, other rates in proportion.
+    Writes mup/transfer.png and .json. Exits with 76 if muP fails.
+    """
+    with command():
+        from dtt.commands import mup
+
+        options = {"download.dataset": dataset, "train.steps": steps}
+        mup.transfer(
+            _resolve(config, overrides, options),
+            widths,
+            lrs,
+            seeds=seeds,
+            tolerance=tolerance,
+            compare=compare,
+            out=out,
+            as_json=json,
+        )
 
 
 @config_cli.command()
@@ -704,11 +836,11 @@ def sweep_plot(
 
 
 def _resolve(
-    config: str | None, overrides: list[str] | None, section: str, options: Mapping[str, object]
+    config: str | None, overrides: list[str] | None, options: Mapping[str, object]
 ) -> RunConfig:
     from dtt.config.load import resolve
 
-    named = {f"{section}.{key}": value for key, value in options.items() if value is not None}
+    named = {key: value for key, value in options.items() if value is not None}
     return resolve(config, overrides or [], named).config
 
 

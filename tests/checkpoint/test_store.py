@@ -361,3 +361,22 @@ def test_the_commit_reaches_the_disk_in_order(
     monkeypatch.setattr(store, "fsync_folder", synced)
     save(tmp_path / "checkpoints", 5)
     assert done == ["rename step-000005", "sync checkpoints"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_adopted_checkpoint_is_verified_and_outlives_its_first_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:  # as on another file system
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EXDEV, "cross-device link")
+
+        monkeypatch.setattr(os, "link", refuse)
+    found = save(tmp_path / "parent", 5)
+    content = {name: (found.path / name).read_bytes() for name in FILES}
+    adopted = store.adopt(found, tmp_path / "child")
+    shutil.rmtree(tmp_path / "parent")
+    assert store.newest(tmp_path / "child") == adopted
+    assert {name: (adopted.path / name).read_bytes() for name in FILES} == content
+    assert [path.name for path in (tmp_path / "child").iterdir()] == ["step-000005"]

@@ -26,7 +26,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 SMALL = (
     "model.dim=16", "model.n_layers=2", "model.n_heads=2", "train.steps=12", "train.seq_len=32",
     "train.micro_batch=4", "train.global_batch_tokens=256", "train.eval_every=4",
-    "train.sample_tokens=0", "checkpoint.every=4", "schedule.warmup_steps=2",
+    "train.sample_tokens=0", "checkpoint.every=4", "schedule.warmup=2",
 )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -20,22 +22,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_generate(
     source: Path,
-    prompt: str,
-    *,
+    *prompts: str,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int | None = None,
+    **options: Any,
 ) -> None:
     generate.run(
         source,
-        prompt,
+        prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        **options,
     )
 
 
@@ -132,6 +135,67 @@ def test_a_character_of_several_tokens_comes_out_whole(
 def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
     with pytest.raises(ConfigError, match="the prompt is too long: 64 tokens"):
         run_generate(job, "y" * 64)
+
+
+def test_every_prompt_is_continued_as_if_it_were_alone(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["def f", "x", "a longer prompt", ""]
+    settings = {"max_new_tokens": 20, "temperature": 1.5, "top_k": 100, "seed": 3}
+    alone = []
+    for prompt in prompts:
+        run_generate(job, prompt, **settings)
+        alone.append(said(capsys))
+    run_generate(job, *prompts[:2], stream=False, **settings)
+    assert said(capsys) == f"==> 1 of 2 <==\n{alone[0]}==> 2 of 2 <==\n{alone[1]}"
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts[1:]) + "\n")
+    run_generate(job, prompts[0], prompts_file=file, batch_size=3, as_json=True, **settings)
+    records = [json.loads(line) for line in said(capsys).splitlines()]
+    assert [record["prompt"] for record in records] == prompts
+    assert [record["prompt"] + record["text"] + "\n" for record in records] == alone
+
+
+def test_json_says_why_each_text_ends(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = ids("ab")
+    write_checkpoint(job, 20, says={a: a, b: END_OF_DOCUMENT})
+    run_generate(job, "a", "ab", "a" * 62, max_new_tokens=5, as_json=True)
+    records = [json.loads(line) for line in said(capsys).splitlines()]
+    assert [
+        (r["text"], r["finish_reason"], r["prompt_tokens"], r["completion_tokens"]) for r in records
+    ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
+
+
+def test_a_text_can_be_kept_until_it_is_whole(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a,) = ids("a")
+    write_checkpoint(job, 20, says={a: a})
+    run_generate(job, "a", max_new_tokens=3, stream=False)
+    assert said(capsys) == "aaaa\n"
+
+
+@pytest.mark.parametrize("options", [{"as_json": True}, {}])
+def test_only_one_text_can_be_streamed(job: Path, options: dict[str, bool]) -> None:
+    prompts = ["x"] if options else ["x", "y"]
+    with pytest.raises(ConfigError, match="single prompt can be streamed"):
+        run_generate(job, *prompts, stream=True, **options)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+def test_a_file_without_prompts_is_refused(
+    job: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=r"prompts\.txt"):
+        run_generate(job, prompts_file=file)
+
+
+def test_the_prompt_that_is_too_long_is_named(job: Path) -> None:
+    with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
+        run_generate(job, "y", "y" * 64)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_all_mistakes_are_told_at_once_with_place_and_nearest_key(tmp_path: Path
     assert f"{run}:3  train.stesp: unknown key; did you mean train.steps?" in message
     assert f"{run}:4  train.seq_len: input should be a valid integer" in message
     assert f"{run}:5  optim.momentum: is for another optim.type than adamw" in message
-    assert "argument  schedule.decay: input should be less than or equal to 1" in message
+    assert "argument  schedule.decay: must be steps (500), a share of the run (0.2, 20%) or" in message
 
 
 def test_combinations_that_cannot_work_are_told_together() -> None:

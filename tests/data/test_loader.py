@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,16 @@ from torch import Tensor
 
 from dtt.artifacts import TokensManifest
 from dtt.config.load import resolve
+from dtt.config.model import ModelConfig
 from dtt.data.dataset import Dataset, open_dataset
 from dtt.data.loader import Batch, Share, training_batches
-from dtt.data.source import PADDING
+from dtt.data.order import EMPTY_LEDGER, extend_ledger
+from dtt.data.source import PADDING, SOURCE_SHIFT
 from dtt.data.tokenfile import bin_path
 from dtt.errors import DamagedError, InputError
+from dtt.model.decoder import Decoder
+from dtt.model.families import get as get_family
+from dtt.model.init import initialize
 
 SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")
@@ -106,6 +111,109 @@ def test_row_i_of_a_step_is_the_same_wherever_a_run_of_any_shape_begins(
     whole = expected(any_dataset, step)
     for rank, part in enumerate(parts):
         assert rows(part) == whole[rank::size]
+
+
+GROWING = (
+    "train.batch_schedule={type: linear, start: 64, length: 12}",  # 2, 4, 6, 8 sequences
+    "train.context_schedule=[[0, 8], [600 tokens, 16], [50%, 32]]",
+)
+
+
+@pytest.fixture(scope="module")
+def growing(tokens: Path) -> Dataset:
+    """Batches and contexts that grow, over two sources whose weights change on the way."""
+    mixture = f"data.sources=[{{name: a, path: {tokens}}}, {{name: b, path: {tokens}}}]"
+    weights = "[{step: 6, weights: {a: 1, b: 0}}, {step: 11, weights: {a: 0, b: 1}}]"
+    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40)
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 9)])
+def test_growing_batches_are_the_same_for_any_ranks_and_micro_batches(
+    growing: Dataset, size: int, micro_batch: int
+) -> None:
+    ranks = [batches(growing, rank, size, micro_batch) for rank in range(size)]
+    ledger, position = EMPTY_LEDGER, 0
+    for step, parts in enumerate(zip(*ranks, strict=True)):
+        samples = growing.samples_at(position, [2, 4, 6, 8][min(step // 4, 3)])
+        ledger, position = extend_ledger(ledger, samples), position + len(samples)
+        assert all(np.array_equal(part.samples, samples) for part in parts)
+        assert len({len(part.micro_batches) for part in parts}) == 1  # they meet in collectives
+        assert all(part.targets == len(samples) * SEQ_LEN for part in parts)
+        seq_len = 8 if position * SEQ_LEN < 664 else 16 if step < 20 else 32
+        inner = [micro for part in parts for micro in part.micro_batches]
+        assert {micro.tokens.shape[1] for micro in inner} == {seq_len}
+        assert all(micro.tokens.numel() <= micro_batch * SEQ_LEN for micro in inner)
+    assert step == 39
+    assert position == growing.first_sample(40) == growing.mixture.end
+    whole = growing.samples_at(0, position)
+    firsts = [growing.first_sample(step) for step in range(41)]
+    again = EMPTY_LEDGER
+    for first, following in pairwise(firsts):
+        again = extend_ledger(again, whole[first:following])
+    assert again == ledger
+
+
+def test_the_rows_of_a_shorter_context_put_together_are_the_sequences(growing: Dataset) -> None:
+    for step, batch in enumerate(batches(growing, micro_batch=3)):
+        samples = growing.samples_at(growing.first_sample(step), len(batch.samples))
+        ids = growing.read(samples)
+        documents = growing.documents(samples, ids)
+        kept = [part.documents for part in batch.micro_batches if part.documents is not None]
+        for rows, expected in (
+            ([part.tokens for part in batch.micro_batches], ids[:, :-1]),
+            ([part.targets for part in batch.micro_batches], ids[:, 1:]),
+            (kept, documents[:, :-1]),
+        ):
+            assert torch.equal(torch.cat(rows).reshape(-1, SEQ_LEN), torch.from_numpy(expected))
+
+
+def test_weights_change_with_the_step_they_name_however_large_steps_are(growing: Dataset) -> None:
+    for step, batch in enumerate(batches(growing)):
+        sources = set((batch.samples >> np.uint64(SOURCE_SHIFT)).tolist())
+        assert sources == ({0, 1} if step < 5 else {0} if step < 10 else {1})
+
+
+def test_a_run_that_is_exhausted_ends_with_its_last_whole_step(tokens: Path) -> None:
+    once = ["data.on_exhausted=stop", "train.batch_schedule={type: doubling, start: 32, every: 5}"]
+    short = opened(f"data.tokens={tokens}", *once)
+    sizes = [len(batch.samples) for batch in batches(short)]
+    assert sizes == [*[1] * 5, *[2] * 5, *[4] * 5, *[8] * ((len(short.sources[0]) - 35) // 8)]
+
+
+def test_a_growing_run_begins_at_any_step_as_if_it_had_come_there(growing: Dataset) -> None:
+    whole = list(batches(growing))
+    for first in (1, 7, 13, 39):
+        for a, b in zip(batches(growing, first_step=first), whole[first:], strict=True):
+            assert np.array_equal(a.samples, b.samples)
+            assert rows(a) == rows(b)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
+    growing: Dataset, mask_documents: bool
+) -> None:
+    arch = get_family("llama").architecture(
+        ModelConfig(dim=32, n_layers=2, n_heads=2), 512, SEQ_LEN
+    )
+    model = Decoder(arch)
+    initialize(model, seed=0)
+    batch = next(training_batches(growing, Share(0, 1, 2, CPU, mask_documents), 0))
+    (part,) = batch.micro_batches
+    assert part.tokens.shape == (8, 8)
+    with torch.no_grad():
+        loss = model(part.tokens, part.targets, documents_BT=part.documents)
+        alone = [
+            model(
+                part.tokens[i : i + 1],
+                part.targets[i : i + 1],
+                documents_BT=None if part.documents is None else part.documents[i : i + 1],
+            )
+            for i in range(8)
+        ]
+        (whole,) = Share(0, 1, 2, CPU, mask_documents).to_device(growing, batch.samples)
+        longest = model(whole.tokens, whole.targets, documents_BT=whole.documents)
+    torch.testing.assert_close(loss, torch.stack(alone).sum())
+    assert abs(loss - longest) > 1e-3  # there the rows see each other
 
 
 def test_targets_are_the_tokens_that_follow(dataset: Dataset) -> None:

@@ -51,7 +51,7 @@ def settings(name: str) -> list[str]:
         "model.dim=16", "model.n_layers=1", "model.n_heads=2", f"train.steps={STEPS}",
         "train.seq_len=64", "train.global_batch_tokens=1024", "train.micro_batch=8",
         "train.eval_every=20", "train.eval_tokens=2048", "train.sample_tokens=4",
-        "checkpoint.every=5", "checkpoint.keep_last=3", "schedule.warmup_steps=2",
+        "checkpoint.every=5", "checkpoint.keep_last=3", "schedule.warmup=2",
     ]  # fmt: skip
 
 

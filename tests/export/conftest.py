@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from dtt.export.read import Trained
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -24,6 +24,36 @@ VARIANTS = {
     "llama-grouped": ModelConfig(family="llama", dim=32, n_layers=2, n_heads=4, n_kv_heads=2),
     "llama-wide-heads": ModelConfig(
         family="llama", dim=32, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=16
+    ),
+    "llama-scaled": ModelConfig(
+        family="llama",
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        rope_scaling=Llama3RopeScaling(original_max_seq_len=16, factor=4.0),
+    ),
+    "mistral": ModelConfig(family="mistral", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, window=9),
+    "mistral-no-window-tied": ModelConfig(
+        family="mistral", dim=32, n_layers=2, n_heads=4, tie_embeddings=True
+    ),
+    "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
+    "qwen3-tied": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, tie_embeddings=True),
+    "gemma3": ModelConfig(
+        family="gemma3",
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        window=5,
+        window_pattern=3,
+        rope_theta=1e6,
+        rope_scaling=LinearRopeScaling(factor=4.0),
+        query_pre_attn_scalar=12,
+        logit_softcap=3.0,
+    ),
+    "gemma3-untied": ModelConfig(
+        family="gemma3", dim=32, n_layers=2, n_heads=4, window=9, tie_embeddings=False
     ),
 }
 
@@ -51,7 +81,16 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=VARIANTS)
 def trained(request: pytest.FixtureRequest, tokenizer_json: Path) -> Trained:
     """A tiny model of each kind, with weights that are not tiny."""
-    cfg = VARIANTS[request.param]
+    return make(VARIANTS[request.param], tokenizer_json)
+
+
+@pytest.fixture
+def llama(tokenizer_json: Path) -> Trained:
+    """One of them, for what does not depend on the kind."""
+    return make(VARIANTS["llama"], tokenizer_json)
+
+
+def make(cfg: ModelConfig, tokenizer_json: Path) -> Trained:
     arch = families.get(cfg.family).architecture(cfg, 300, 64)
     model = Decoder(arch)
     initialize(model, seed=0)

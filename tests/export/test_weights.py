@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from dtt.config.model import ModelConfig
 from dtt.errors import DamagedError
 from dtt.export.read import Trained
 from dtt.export.weights import from_hf, to_hf
@@ -28,6 +29,11 @@ def hf_model(arch: Architecture) -> Any:
     return model
 
 
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for fp32 rounding: to 1e-5 of the largest number."""
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def ours(trained: Trained, state: dict[str, torch.Tensor] | None = None) -> Decoder:
     model = Decoder(trained.arch)
     model.load_state_dict(state or dict(trained.state))
@@ -40,7 +46,15 @@ def test_their_weights_in_our_decoder_give_their_logits(trained: Trained) -> Non
     arch = families.get(trained.arch.family).from_hf_config(theirs.config.to_dict())
     assert arch == trained.arch
     model = ours(trained, from_hf(theirs.state_dict(), arch))
-    torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=2e-5)
+    equal(model(TOKENS), theirs(TOKENS).logits)
+
+
+def test_weights_of_the_base_class_serve_as_well(trained: Trained) -> None:
+    whole = to_hf(trained.state, trained.arch)
+    base = {n if n == "lm_head.weight" else n.partition(".")[2]: t for n, t in whole.items()}
+    got = from_hf(base, trained.arch)
+    assert got.keys() == trained.state.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in trained.state.items())
 
 
 @torch.no_grad()
@@ -52,7 +66,7 @@ def test_our_weights_in_their_class_give_our_logits(trained: Trained) -> None:
     theirs.tie_weights()
     logits = ours(trained)(TOKENS)
     assert logits.std() > 0.1
-    torch.testing.assert_close(logits, theirs(TOKENS).logits, rtol=1e-4, atol=2e-5)
+    equal(logits, theirs(TOKENS).logits)
 
 
 def test_gradients_are_theirs_too(trained: Trained) -> None:
@@ -62,10 +76,36 @@ def test_gradients_are_theirs_too(trained: Trained) -> None:
     targets[:, -1] = -100
     model(TOKENS, targets).backward()
     (theirs(TOKENS, labels=TOKENS).loss * (targets != -100).sum()).backward()
-    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    expected = from_hf(grads, trained.arch)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=2e-3)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, grad in to_hf(grads, trained.arch).items():
+        expected = theirs.get_parameter(name).grad
+        assert expected is not None
+        equal(grad, expected)
+
+
+@torch.no_grad()
+def test_bf16_weights_give_their_bf16_logits_but_for_rounding(trained: Trained) -> None:
+    theirs = hf_model(trained.arch)
+    model = ours(trained, from_hf(theirs.state_dict(), trained.arch))
+    exact = theirs(TOKENS).logits
+    got, expected = model.bfloat16()(TOKENS), theirs.bfloat16()(TOKENS).logits
+    assert got.dtype == expected.dtype == torch.bfloat16
+    error, allowed = (got - exact).abs().mean(), (expected - exact).abs().mean()
+    assert error <= 1.1 * allowed
+
+
+@torch.no_grad()
+def test_gemmas_embeddings_are_scaled_by_the_root_rounded_to_bf16() -> None:
+    cfg = ModelConfig(family="gemma3", dim=32, n_layers=1)
+    arch = families.get("gemma3").architecture(cfg, 300, 64)
+    theirs = hf_model(arch).bfloat16()
+    model = Decoder(arch)
+    model.load_state_dict(from_hf(theirs.state_dict(), arch))
+    seen: list[torch.Tensor] = []
+    model.bfloat16().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(TOKENS)
+    assert torch.equal(seen[0], theirs.get_input_embeddings()(TOKENS))
+    assert not torch.equal(seen[0], model.embed(TOKENS) * arch.embed_scale)
 
 
 def test_there_and_back_changes_no_bit(trained: Trained) -> None:

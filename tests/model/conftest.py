@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.model import families
 from dtt.model.architecture import Architecture
 
@@ -11,6 +11,20 @@ VARIANTS = {
     "llama": ModelConfig(family="llama", dim=32, n_layers=2, n_heads=4),
     "llama-grouped-tied": ModelConfig(
         family="llama", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, tie_embeddings=True
+    ),
+    "mistral": ModelConfig(family="mistral", dim=32, n_layers=2, n_heads=4, window=7),
+    "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
+    "gemma3": ModelConfig(
+        family="gemma3",
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=1,
+        window=5,
+        window_pattern=2,
+        rope_theta=1e6,
+        rope_scaling=LinearRopeScaling(),
+        logit_softcap=3.0,
     ),
 }
 

@@ -18,9 +18,21 @@ PUBLISHED = {
     "gpt2-355m": 354_823_168,
     "gpt2-774m": 774_030_080,
     "gpt2-1.5b": 1_557_611_200,
-    "llama3-1b": 1_235_814_400,
+    "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 4_300_079_472 - 419_816_304,  # less the image encoder
 }
 SHIPPED = sorted((shipped_configs() / "models").glob("*.yaml"))
 
@@ -56,5 +68,6 @@ def test_flops_are_those_of_the_matrix_products(arch: Architecture) -> None:
         for op, flops in counter.get_flop_counts()["Global"].items()
         if "attention" not in str(op)
     )
-    attention = 12 * arch.n_layers * arch.n_heads * arch.head_dim * seq_len
+    attended = sum(seq_len if window is None else window for window in arch.windows)
+    attention = 12 * arch.n_heads * arch.head_dim * attended
     assert count.flops_per_token(arch, seq_len) == by_matrices // seq_len + attention

@@ -54,7 +54,8 @@ def test_a_token_never_changes_what_comes_before_it(arch: Architecture) -> None:
 def test_parameter_names_are_the_contract(arch: Architecture) -> None:
     contract = re.compile(
         r"(embed|pos_embed|norm|head|layers\.\d+\."
-        r"(attn_norm|mlp_norm|attn\.[qkvo]|mlp\.(gate|up|down)))\.(weight|bias)"
+        r"(attn(_post)?_norm|mlp(_post)?_norm|attn\.([qkvo]|[qk]_norm)|mlp\.(gate|up|down)))"
+        r"\.(weight|bias)"
     )
     for name in Decoder(arch).state_dict():
         assert contract.fullmatch(name), name

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.errors import ConfigError, InputError
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -52,11 +52,25 @@ def test_sequences_longer_than_the_context_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
-        ("llama", "attention_bias", True),
-        ("llama", "hidden_act", "gelu"),
-        ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
         ("gpt2", "activation_function", "relu"),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("llama", "attention_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "rope_parameters", {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}),
+        ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+        ("mistral", "hidden_act", "gelu"),
+        ("mistral", "rope_parameters", {"type": "dynamic", "factor": 8.0}),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "use_sliding_window", True),
+        ("gemma3", "hidden_activation", "silu"),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "use_bidirectional_attention", True),
+        (
+            "gemma3",
+            "rope_parameters",
+            {"sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}},
+        ),
+        ("gemma3", "rope_parameters", {"full_attention": {"rope_type": "longrope"}}),
     ],
 )
 def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: object) -> None:
@@ -65,6 +79,48 @@ def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: ob
     config = facts.to_hf_config(facts.architecture(cfg, 100, 64), 0)
     with pytest.raises(InputError, match="is not supported"):
         facts.from_hf_config(config | {key: value})
+
+
+def test_every_nth_layer_of_gemma3_has_no_window() -> None:
+    cfg = ModelConfig(family="gemma3", n_layers=7, window=8, window_pattern=3)
+    arch = families.get("gemma3").architecture(cfg, 100, 64)
+    assert arch.windows == (8, 8, None, 8, 8, None, 8)
+    config = families.get("gemma3").to_hf_config(arch, 0)
+    del config["layer_types"]
+    older = config | {"sliding_window_pattern": 3}
+    assert families.get("gemma3").from_hf_config(older) == arch
+
+
+def test_layers_with_a_window_have_a_rotary_embedding_of_their_own() -> None:
+    cfg = ModelConfig(
+        family="gemma3",
+        n_layers=2,
+        window_pattern=2,
+        rope_theta=1e6,
+        rope_scaling=LinearRopeScaling(),
+    )
+    arch = families.get("gemma3").architecture(cfg, 100, 64)
+    assert [arch.rope(i) for i in range(2)] == [(1e4, NoRopeScaling()), (1e6, LinearRopeScaling())]
+    mistral = families.get("mistral").architecture(
+        ModelConfig(family="mistral", window=8, rope_theta=1e6), 100, 64
+    )
+    assert mistral.rope(0) == (1e6, NoRopeScaling())
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("gpt2", "rope_theta", 5e5),
+        ("gpt2", "rope_scaling", LinearRopeScaling()),
+        ("llama", "window", 8),
+        ("qwen3", "window", 8),
+        ("mistral", "window_pattern", 2),
+        ("llama", "logit_softcap", 30.0),
+    ],
+)
+def test_a_key_that_a_family_would_ignore_is_refused(family: str, key: str, value: object) -> None:
+    cfg = ModelConfig(family=family, **{key: value})  # type: ignore[arg-type]
+    assert [found for found, _ in cfg.problems()] == [key]
 
 
 def test_architectures_are_values() -> None:

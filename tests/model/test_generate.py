@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dtt.model.architecture import Architecture
 from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate, sample
+from dtt.model.generate import generate, generate_batch, sample
 from dtt.model.init import initialize
 
 PROMPT = [5, 17, 3, 88]
+PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]
+"""Longer and shorter than the windows of the tiny architectures; one leaves room for 4 tokens."""
 
 
 @pytest.fixture
@@ -86,6 +90,52 @@ def test_a_second_prompt_in_one_cache_is_refused(model: Decoder) -> None:
     model(torch.tensor([PROMPT]), cache=cache)
     with pytest.raises(ValueError, match="one token at a time"):
         model(torch.tensor([PROMPT]), cache=cache)
+
+
+def in_a_batch(model: Decoder, seed: int | None, **options: Any) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+    generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in PROMPTS]
+    for row, token in generate_batch(model, PROMPTS, generators=generators, **options):
+        answers[row].append(token)
+    return answers
+
+
+def one_by_one(model: Decoder, seed: int | None, **options: Any) -> list[list[int]]:
+    generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in PROMPTS]
+    return [
+        list(generate(model, prompt, generator=generator, **options))
+        for prompt, generator in zip(PROMPTS, generators, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [(None, {"temperature": 0}), (4, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}), (4, {})],
+)
+def test_prompts_in_a_batch_get_what_each_gets_alone(
+    model: Decoder, seed: int | None, options: dict[str, Any]
+) -> None:
+    answers = in_a_batch(model, seed, max_new_tokens=12, **options)
+    assert answers == one_by_one(model, seed, max_new_tokens=12, **options)
+    assert [len(answer) for answer in answers] == [12, 12, 4, 12]
+
+
+def test_each_prompt_of_a_batch_ends_by_itself(model: Decoder) -> None:
+    whole = in_a_batch(model, None, max_new_tokens=100, temperature=0)
+    assert [len(a) + len(p) for a, p in zip(whole, PROMPTS, strict=True)] == 4 * [24]
+    stop = whole[1][5]
+    stopped = in_a_batch(model, None, max_new_tokens=100, temperature=0, stop_id=stop)
+    expected = [a[: a.index(stop)] if stop in a else a for a in whole]
+    assert stopped == expected
+    assert len(stopped[1]) < len(whole[1])
+
+
+def test_a_prompt_that_fills_the_context_gets_nothing_and_holds_up_nobody(model: Decoder) -> None:
+    full = [1] * model.arch.max_seq_len
+    options = {"max_new_tokens": 3, "temperature": 0}
+    both = generate_batch(model, [full, PROMPT], generators=[None, None], **options)
+    assert list(both) == [(1, token) for token in generate(model, PROMPT, **options)]
+    assert list(generate_batch(model, [], generators=[], **options)) == []
 
 
 def test_sampling_follows_temperature_top_k_and_top_p() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,20 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, weight, targets
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+def plain(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """What the gradients must be those of; with z_loss it is more than the loss."""
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    penalty = z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
+    return F.cross_entropy(logits, targets, reduction="sum") + penalty
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 25, 50, 1000, None])
@@ -30,19 +43,68 @@ def test_value_and_gradients_equal_plain_cross_entropy(chunk: int | None) -> Non
     hidden, weight, targets = problem()
     expected = plain(hidden, weight, targets)
     wanted = torch.autograd.grad(expected / 13, (hidden, weight))
-    loss = linear_cross_entropy(hidden, weight, targets, chunk)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk=chunk)
     got = torch.autograd.grad(loss / 13, (hidden, weight))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_bf16_autocast_is_as_close_to_fp32_as_plain_cross_entropy_is() -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.1])
+@pytest.mark.parametrize("chunk", [7, 16, 1000])
+def test_gradients_with_softcap_and_z_loss_are_those_of_the_definition(
+    softcap: float | None, z_loss: float, chunk: int
+) -> None:
     hidden, weight, targets = problem()
-    exact = torch.autograd.grad(plain(hidden, weight, targets), (hidden, weight))
+    targets[14:30] = -100  # whole chunks of nothing
+    wanted = torch.autograd.grad(
+        plain(hidden, weight, targets, softcap, z_loss) / 13, (hidden, weight)
+    )
+    loss = linear_cross_entropy(
+        hidden, weight, targets, softcap=softcap, z_loss=z_loss, chunk=chunk
+    )
+    got = torch.autograd.grad(loss / 13, (hidden, weight))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    without_penalty = plain(hidden, weight, targets, softcap)
+    torch.testing.assert_close(loss, without_penalty, rtol=1e-5, atol=0)
+
+
+def test_in_float64_gradients_are_exact() -> None:
+    hidden, weight, targets = problem()
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    options: Any = {"softcap": 5.0, "z_loss": 0.1}
+    loss = linear_cross_entropy(hidden, weight, targets, chunk=8, **options)
+    got = torch.autograd.grad(loss, (hidden, weight))
+    wanted = torch.autograd.grad(plain(hidden, weight, targets, **options), (hidden, weight))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_the_slopes_of_the_loss(seed: int) -> None:
+    hidden, weight, targets = problem()
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    loss = partial(linear_cross_entropy, targets_N=targets, softcap=5.0, chunk=8)
+    gradients = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    g = torch.Generator().manual_seed(seed)
+    steps = [1e-6 * torch.randn(t.shape, generator=g, dtype=t.dtype) for t in (hidden, weight)]
+    with torch.no_grad():
+        up = loss(hidden + steps[0], weight + steps[1])
+        down = loss(hidden - steps[0], weight - steps[1])
+    along = sum((g * s).sum() for g, s in zip(gradients, steps, strict=True))
+    torch.testing.assert_close((up - down) / 2, along, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (5.0, 1e-2)])
+def test_bf16_autocast_is_as_close_to_fp32_as_plain_cross_entropy_is(
+    softcap: float | None, z_loss: float
+) -> None:
+    hidden, weight, targets = problem()
+    options: Any = {"softcap": softcap, "z_loss": z_loss}
+    exact = torch.autograd.grad(plain(hidden, weight, targets, **options), (hidden, weight))
 
     def error(fn: Any) -> float:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = fn(hidden, weight, targets)
+            loss = fn(hidden, weight, targets, **options)
         assert loss.dtype == torch.float32
         grads = torch.autograd.grad(loss, (hidden, weight))
         assert all(grad.dtype == torch.float32 for grad in grads)
@@ -50,14 +112,15 @@ def test_bf16_autocast_is_as_close_to_fp32_as_plain_cross_entropy_is() -> None:
             (a - b).norm().item() / b.norm().item() for a, b in zip(grads, exact, strict=True)
         )
 
-    assert error(lambda *a: linear_cross_entropy(*a, chunk=8)) < 1.5 * error(plain) < 0.05
+    assert error(partial(linear_cross_entropy, chunk=8)) < 1.5 * error(plain) < 0.05
 
 
-def test_without_gradients_the_value_is_the_same() -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_without_gradients_the_value_is_the_same(softcap: float | None) -> None:
     hidden, weight, targets = problem()
-    expected = linear_cross_entropy(hidden, weight, targets, 8)
+    expected = linear_cross_entropy(hidden, weight, targets, softcap=softcap, chunk=8)
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, targets, 8)
+        loss = linear_cross_entropy(hidden, weight, targets, softcap=softcap, chunk=8)
     assert not loss.requires_grad
     assert loss.item() == expected.item()
 
@@ -66,9 +129,11 @@ def test_a_frozen_input_gets_no_gradient() -> None:
     hidden, weight, targets = problem()
     wanted = torch.autograd.grad(plain(hidden, weight, targets), hidden)
     frozen = weight.detach()
-    got = torch.autograd.grad(linear_cross_entropy(hidden, frozen, targets, 8), hidden)
+    got = torch.autograd.grad(linear_cross_entropy(hidden, frozen, targets, chunk=8), hidden)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-    got = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, targets, 8), weight)
+    got = torch.autograd.grad(
+        linear_cross_entropy(hidden.detach(), weight, targets, chunk=8), weight
+    )
     assert got[0].shape == weight.shape
 
 
@@ -100,7 +165,7 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_is_ever_larger_than_the_weight_or_a_chunk_of_logits(grad: bool) -> None:
     hidden, weight, targets = problem()
     with LargestTensor() as largest, torch.set_grad_enabled(grad):
-        loss = linear_cross_entropy(hidden, weight, targets, chunk=4)
+        loss = linear_cross_entropy(hidden, weight, targets, softcap=5.0, z_loss=0.1, chunk=4)
         if grad:
             loss.backward()
     assert 0 < largest.elements <= max(V * D, 4 * V) < N * V

@@ -1,20 +1,57 @@
-"""Every parameter has exactly one optimizer, chosen by its role."""
+"""Every parameter has exactly one optimizer and its settings: by its role, or by its name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
-from dtt.optim.groups import build, set_learning_rate
+from dtt.config.load import resolve
+from dtt.config.optim import AdamWConfig, AdamWSettings, GroupConfig, MuonConfig, OptimConfig
+from dtt.errors import ConfigError
+from dtt.optim.groups import build, describe, set_learning_rate
 
-ROLES = {"embed": "embed", "w": "matrix", "norm": "vector", "head": "head"}
+SHAPES = {
+    "embed.weight": (8, 4),
+    "layers.0.attn.q.weight": (4, 4),
+    "layers.0.attn.q_norm.weight": (4,),
+    "layers.0.mlp.up.weight": (12, 4),
+    "layers.1.attn.q.weight": (4, 4),
+    "layers.1.attn.q_norm.weight": (4,),
+    "layers.1.mlp.up.weight": (12, 4),
+    "norm.weight": (4,),
+    "head.weight": (8, 4),
+}
+ROLES = {
+    name: "matrix" if name.startswith("layers") and len(shape) == 2
+    else name.split(".")[0] if len(shape) == 2
+    else "vector"
+    for name, shape in SHAPES.items()
+}  # fmt: skip
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    shapes = {"embed": (8, 4), "w": (4, 4), "norm": (4,), "head": (8, 4)}
-    return {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    return {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+
+
+def made(
+    config: OptimConfig, multipliers: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, Optimizer]:
+    return build(config, parameters(), ROLES, torch.float32, multipliers)
+
+
+def group_of(optimizers: dict[str, Optimizer], name: str) -> tuple[str, dict[str, Any]]:
+    [found] = [
+        (owner, group)
+        for owner, optimizer in optimizers.items()
+        for group in optimizer.param_groups
+        if name in group["names"]
+    ]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -23,24 +60,145 @@ def parameters() -> dict[str, nn.Parameter]:
 def test_each_parameter_is_held_once_and_only_matrices_decay(
     config: OptimConfig, matrix_owner: str
 ) -> None:
-    optimizers = build(config, parameters(), ROLES, torch.float32)
-    groups = [(o, g) for o, optimizer in optimizers.items() for g in optimizer.param_groups]
-    names = sorted(name for _, group in groups for name in group["names"])
-    assert names == sorted(ROLES)
-    decayed = {(o, name) for o, g in groups if g["weight_decay"] for name in g["names"]}
-    assert decayed == {(matrix_owner, "w")}
+    optimizers = made(config)
+    for name, role in ROLES.items():
+        owner, group = group_of(optimizers, name)
+        assert owner == (matrix_owner if role == "matrix" else "adamw")
+        assert (group["weight_decay"] > 0) == (role == "matrix")
+        held = dict(zip(group["names"], group["params"], strict=True))
+        assert held[name].shape == SHAPES[name]
 
 
 def test_a_parameter_without_a_role_is_an_error() -> None:
-    roles = {name: role for name, role in ROLES.items() if name != "norm"}
+    roles = {name: role for name, role in ROLES.items() if name != "norm.weight"}
     with pytest.raises(ValueError, match="norm"):
         build(AdamWConfig(), parameters(), roles, torch.float32)
 
 
-def test_all_groups_follow_one_multiplier() -> None:
-    optimizers = build(
-        MuonConfig(lr=0.2, adamw=AdamWConfig(lr=0.1)), parameters(), ROLES, torch.float32
+def test_each_role_has_its_own_rate_decay_and_betas() -> None:
+    sections = [
+        "optim.lr=0.5", "optim.adamw.lr=0.1", "optim.adamw.betas=[0.8,0.9]",
+        "optim.adamw.embed.lr=0.2", "optim.adamw.embed.weight_decay=0.3",
+        "optim.adamw.head.betas=[0.7,0.99]", "optim.adamw.vector.eps=1e-6",
+    ]  # fmt: skip
+    optimizers = made(resolve(None, sections, env={}).config.optim)
+    assert group_of(optimizers, "layers.0.attn.q.weight")[1]["lr"] == 0.5
+    embed, head, norm = (
+        group_of(optimizers, name)[1] for name in ("embed.weight", "head.weight", "norm.weight")
     )
+    assert [g["lr"] for g in (embed, head, norm)] == [0.2, 0.1, 0.1]
+    assert [g["weight_decay"] for g in (embed, head, norm)] == [0.3, 0, 0]
+    assert [g["betas"] for g in (embed, head, norm)] == [(0.8, 0.9), (0.7, 0.99), (0.8, 0.9)]
+    assert [g["eps"] for g in (embed, head, norm)] == [1e-8, 1e-8, 1e-6]
+
+
+def test_the_first_entry_that_matches_a_name_decides() -> None:
+    entries = (
+        GroupConfig(match="layers.0.attn.*.weight", optimizer="adamw", lr=0.3, betas=(0.5, 0.6)),
+        GroupConfig(match="layers.*.weight", weight_decay=0.7),
+        GroupConfig(match="embed.weight", optimizer="muon"),
+    )
+    optimizers = made(MuonConfig(lr=0.4, groups=entries, adamw=AdamWSettings(weight_decay=0.2)))
+    owner, group = group_of(optimizers, "layers.0.attn.q.weight")
+    assert (owner, group["lr"], group["betas"]) == ("adamw", 0.3, (0.5, 0.6))
+    assert group["weight_decay"] == 0.2  # as AdamW decays matrices
+    assert group_of(optimizers, "layers.0.attn.q_norm.weight")[1]["weight_decay"] == 0
+    owner, group = group_of(optimizers, "layers.1.attn.q.weight")
+    assert (owner, group["lr"], group["weight_decay"]) == ("muon", 0.4, 0.7)
+    assert group_of(optimizers, "layers.1.attn.q_norm.weight")[1]["weight_decay"] == 0.7
+    assert group_of(optimizers, "embed.weight")[0] == "muon"
+
+
+def test_an_optimizer_without_parameters_is_not_made() -> None:
+    everything = GroupConfig(match="*", optimizer="adamw")
+    assert list(made(MuonConfig(groups=(everything,)))) == ["adamw"]
+
+
+@pytest.mark.parametrize("split", [3, (4, 4, 4)])
+def test_split_comes_to_the_rows_of_each_matrix(split: int | tuple[int, ...]) -> None:
+    entry = GroupConfig(match="*.up.weight", split=split)
+    optimizers = made(MuonConfig(groups=(entry,)))
+    assert group_of(optimizers, "layers.0.mlp.up.weight")[1]["split"] == (4, 4, 4)
+    assert group_of(optimizers, "layers.0.attn.q.weight")[1]["split"] is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([GroupConfig(match="*.atn.q.weight")], ["'*.atn.q.weight'", "attn.q.weight"]),
+        ([GroupConfig(match="*"), GroupConfig(match="head*")], ["'head*'", "earlier"]),
+        ([GroupConfig(match="layers.0.*", optimizer="muon")], ["q_norm.weight", "[4]"]),
+        ([GroupConfig(match="*.up.weight", betas=(0.9, 0.9))], ["up.weight is Muon's"]),
+        ([GroupConfig(match="*.up.weight", split=5)], ["12 rows"]),
+        ([GroupConfig(match="*.up.weight", split=(4, 4))], ["12 rows"]),
+        ([GroupConfig(match="embed.weight", split=2)], ["embed.weight is AdamW's"]),
+    ],
+    ids=["no match", "hidden", "muon on a vector", "betas", "parts", "rows", "split of AdamW"],
+)  # fmt: skip
+def test_an_entry_that_does_not_fit_is_refused_and_says_why(
+    entries: list[GroupConfig], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        made(MuonConfig(groups=tuple(entries)))
+    assert all(text in str(error.value) for text in ["optim.groups", *said])
+
+
+def test_muon_in_a_configuration_without_it_is_refused_before_any_start() -> None:
+    entry = 'optim.groups=[{match: "*", optimizer: muon}]'
+    assert resolve(None, [entry], env={}).config.optim.groups[0].optimizer == "muon"
+    with pytest.raises(ConfigError, match=r"optim.type: muon"):
+        resolve(None, ["optim.type=adamw", entry], env={})
+
+
+def test_multipliers_are_factors_of_the_peak_and_leave_the_decay_of_a_step() -> None:
+    name, other = "layers.0.mlp.up.weight", "layers.0.attn.q.weight"
+    factors = {"muon": {name: 0.5}, "adamw": {name: 0.25, "head.weight": 0.25}}
+    muon, adamw = made(MuonConfig(lr=0.2), factors), made(AdamWConfig(lr=0.2), factors)
+    rates = [[group_of(o, n)[1]["peak_lr"] for n in (name, other)] for o in (muon, adamw)]
+    assert rates == [[0.1, 0.2], [0.05, 0.2]]
+    assert group_of(muon, "head.weight")[1]["peak_lr"] == 0.25 * MuonConfig().adamw.lr
+    for optimizers in (muon, adamw):
+        shrunk = [
+            g["lr"] * g["weight_decay"] for n in (name, other) for _, g in [group_of(optimizers, n)]
+        ]
+        assert shrunk == pytest.approx([0.02, 0.02])
+
+
+def test_all_groups_follow_one_multiplier() -> None:
+    optimizers = made(MuonConfig(lr=0.2, adamw=AdamWSettings(lr=0.1)))
     set_learning_rate(optimizers, 0.5)
-    assert [g["lr"] for g in optimizers["muon"].param_groups] == [0.1]
+    assert {g["lr"] for g in optimizers["muon"].param_groups} == {0.1}
     assert {g["lr"] for g in optimizers["adamw"].param_groups} == {0.05}
+
+
+def test_the_table_names_every_group_and_counts_every_parameter() -> None:
+    entry = GroupConfig(match="*.up.weight", lr=0.5)
+    table = describe(made(MuonConfig(groups=(entry,))))
+    assert [line.split()[-7:] for line in table.splitlines()[1:]] == [
+        ["matrix", "muon", "2", "32", "0.002", "0.1", "0.95"],
+        ["*.up.weight", "muon", "2", "96", "0.5", "0.1", "0.95"],
+        ["adamw", "1", "32", "0.002", "0", "0.9,", "0.95"],
+        ["adamw", "3", "12", "0.002", "0", "0.9,", "0.95"],
+        ["adamw", "1", "32", "0.002", "0", "0.9,", "0.95"],
+    ]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_a_step_that_is_skipped_leaves_every_bit_of_both_optimizers() -> None:
+    optimizers = made(MuonConfig(momentum_warmup=3, normuon_beta2=0.9))
+    params = {p for o in optimizers.values() for g in o.param_groups for p in g["params"]}
+
+    def step(gradient: float, found_inf: float) -> list[bytes]:
+        for p in params:
+            p.grad = torch.full_like(p, gradient)
+        for optimizer in optimizers.values():
+            optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+            optimizer.step()
+        held = [
+            v for o in optimizers.values() for state in o.state.values() for v in state.values()
+        ]
+        return [tensor.detach().numpy().tobytes() for tensor in (*params, *held)]
+
+    before = step(1.0, 0.0)
+    assert step(float("nan"), 1.0) == before
+    assert step(1.0, 0.0) != before

@@ -1,65 +1,180 @@
-"""Schedules: shapes, end points, and nothing but progress decides."""
+"""Schedules: shapes, joints, end points, and nothing but progress decides."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtt.config.optim import (
+from dtt.config.load import resolve as resolve_config
+from dtt.config.schedule import (
     ConstantConfig,
     CosineConfig,
+    InverseSqrtConfig,
     LinearConfig,
     ScheduleConfig,
     WsdConfig,
 )
-from dtt.optim.schedule import multiplier
+from dtt.config.source import Leaf
+from dtt.errors import ConfigError
+from dtt.optim.schedule import Schedule, resolve
 
+PER_STEP = 1024
+
+lengths = st.one_of(
+    st.integers(0, 400),
+    st.floats(0, 1),
+    st.integers(0, 100).map("{}%".format),
+    st.integers(0, 400).map("{}k tokens".format),
+)
+floors = st.floats(0.01, 1)
 schedules: st.SearchStrategy[ScheduleConfig] = st.one_of(
-    st.builds(ConstantConfig, warmup_steps=st.integers(0, 50)),
-    st.builds(LinearConfig, warmup_steps=st.integers(0, 50), floor=st.floats(0, 1)),
-    st.builds(CosineConfig, warmup_steps=st.integers(0, 50), floor=st.floats(0, 1)),
+    st.builds(ConstantConfig, warmup=lengths),
+    st.builds(LinearConfig, warmup=lengths, floor=floors),
+    st.builds(CosineConfig, warmup=lengths, floor=floors),
+    st.builds(InverseSqrtConfig, warmup=lengths),
     st.builds(
         WsdConfig,
-        warmup_steps=st.integers(0, 50),
-        floor=st.floats(0, 1),
-        decay=st.floats(0, 1),
-        shape=st.sampled_from(["linear", "1-sqrt"]),
+        warmup=lengths,
+        decay=lengths,
+        floor=floors,
+        shape=st.sampled_from(["1-sqrt", "linear", "cosine", "exponential", "power"]),
+        exponent=st.floats(0.25, 4),
     ),
 )
 
 
-@given(schedules, st.integers(50, 300))
-def test_the_rate_rises_once_then_never_rises_and_stays_within_its_bounds(
-    schedule: ScheduleConfig, steps: int
+def growing(step: int) -> int:
+    """Tokens before a step, of batches that double at step 100."""
+    return PER_STEP * (step + max(0, step - 100))
+
+
+def set_against(config: ScheduleConfig, steps: int) -> Schedule:
+    return resolve(config, steps, lambda step: PER_STEP * step)
+
+
+def largest_fall(schedule: Schedule, config: ScheduleConfig) -> float:
+    """The most a curve can fall from one step to the next, by its steepest place."""
+    assert schedule.decay is not None
+    share = 1 / (schedule.decay.end - schedule.decay.begin)
+    if isinstance(config, InverseSqrtConfig):
+        return 0.5 / max(1, schedule.warmup)  # the slope of sqrt(w / u) at u = w
+    above = 1 - schedule.floor
+    exponent = getattr(config, "exponent", 1.0)
+    return {
+        "linear": above * share,
+        "cosine": above * share * math.pi / 2,
+        "1-sqrt": above * math.sqrt(share),
+        "exponential": 1 - schedule.floor**share,
+        "power": above * (exponent * share if exponent >= 1 else share**exponent),
+    }[schedule.name]
+
+
+@given(schedules, st.integers(1, 400))
+def test_the_rate_rises_then_falls_without_a_jump_to_the_neighbour_of_its_floor(
+    config: ScheduleConfig, steps: int
 ) -> None:
-    rates = [multiplier(schedule, step, steps) for step in range(steps)]
-    floor = getattr(schedule, "floor", 0.0)
-    warm = schedule.warmup_steps
-    assert rates[:warm] == sorted(rates[:warm])
-    assert all(a >= b - 1e-12 for a, b in zip(rates[warm:], rates[warm + 1 :], strict=False))
-    assert all(floor - 1e-12 <= rate <= 1.0 for rate in rates[warm:])
-    assert max(rates) == 1.0
+    schedule = resolve(config, steps, growing)
+    rates = [schedule.multiplier(step) for step in range(steps)]
+    warm = min(schedule.warmup, steps)
+    assert rates[:warm] == pytest.approx([(n + 1) / schedule.warmup for n in range(warm)])
+    if warm < steps:
+        assert rates[max(0, warm - 1)] == 1.0
+    if schedule.decay is None:
+        assert set(rates[schedule.warmup :]) <= {1.0}
+        return
+    begin = schedule.decay.begin
+    assert begin >= warm - 1
+    assert rates[begin] == 1.0
+    fall = largest_fall(schedule, config) + 1e-9
+    assert all(-1e-12 <= a - b <= fall for a, b in pairwise(rates[begin:]))
+    if isinstance(config, InverseSqrtConfig):
+        assert rates[-1] == pytest.approx(math.sqrt(max(1, warm) / steps))
+    else:
+        assert schedule.floor - 1e-12 <= rates[-1] <= schedule.floor + fall
+        assert schedule.multiplier(steps) == pytest.approx(schedule.floor)  # would come next
 
 
-def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
-    schedule = ConstantConfig(warmup_steps=4)
-    assert [multiplier(schedule, step, 10) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+@given(schedules, st.integers(1, 400), st.randoms())
+def test_a_resume_at_any_step_goes_on_as_if_there_had_been_none(
+    config: ScheduleConfig, steps: int, random: Any
+) -> None:
+    whole = [set_against(config, steps).multiplier(step) for step in range(steps)]
+    order = random.sample(range(steps), steps)
+    again = set_against(config, steps)
+    assert {step: again.multiplier(step) for step in order} == dict(enumerate(whole))
 
 
-def test_wsd_is_stable_then_decays_in_its_share_of_the_run() -> None:
-    schedule = WsdConfig(warmup_steps=10, decay=0.25, floor=0.1)
-    assert multiplier(schedule, 74, 100) == multiplier(schedule, 75, 100) == 1.0
-    assert multiplier(schedule, 84, 100) == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(9 / 25)))
-    linear = WsdConfig(decay=0.5, shape="linear")
-    assert multiplier(linear, 75, 100) == pytest.approx(0.5)
+@given(schedules, st.integers(2, 400), st.data())
+def test_a_decay_whose_end_moves_neither_jumps_nor_rises_and_ends_at_its_floor(
+    config: ScheduleConfig, steps: int, data: st.DataObject
+) -> None:
+    schedule = set_against(config, steps)
+    decay = schedule.decay
+    if decay is None:
+        return
+    step = data.draw(st.integers(decay.begin, decay.end - 1))
+    end = data.draw(st.integers(step + 1, 2 * steps))
+    moved = Schedule(**(vars(schedule) | {"decay": decay.ending(step, end)}))
+    assert moved.multiplier(step) == pytest.approx(schedule.multiplier(step), abs=1e-12)
+    rates = [moved.multiplier(n) for n in range(step, end)]
+    assert all(a >= b - 1e-12 for a, b in pairwise(rates))
+    assert moved.decay is not None
+    assert moved.decay.progress(end) == 1.0
+    assert moved.decay.progress(end - 1) < 1.0
 
 
-def test_cosine_is_half_way_in_the_middle() -> None:
-    assert multiplier(CosineConfig(floor=0.1), 50, 100) == pytest.approx(0.55)
+def test_the_first_step_gets_its_share_of_the_warm_up_and_its_last_the_peak() -> None:
+    schedule = set_against(ConstantConfig(warmup=4), 10)
+    assert [schedule.multiplier(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear_goes_straight_to_its_floor() -> None:
-    assert multiplier(LinearConfig(), 25, 100) == pytest.approx(0.75)
+@pytest.mark.parametrize("decay", [25, 0.25, "25%", "25.6k tokens"])
+def test_a_length_is_steps_or_a_share_or_tokens(decay: Any) -> None:
+    schedule = set_against(WsdConfig(warmup=10, decay=decay, floor=0.1), 100)
+    assert schedule.multiplier(74) == schedule.multiplier(75) == 1.0
+    assert schedule.multiplier(84) == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(9 / 25)))
+    assert schedule.describe() == (
+        "warm-up until step 10, decay (1-sqrt) from step 76, 11.8% of the peak in step 100"
+    )
+
+
+def test_lengths_in_tokens_follow_a_batch_that_grows() -> None:
+    schedule = resolve(WsdConfig(warmup="51.2k tokens", decay="51.2k tokens"), 200, growing)
+    assert schedule.warmup == 50
+    assert schedule.decay is not None
+    assert schedule.decay.begin == 175
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "expected"),
+    [
+        (CosineConfig(floor=0.1), 50, 0.55),
+        (LinearConfig(), 25, 0.75),
+        (InverseSqrtConfig(warmup=10), 39, 0.5),
+        (InverseSqrtConfig(), 99, 0.1),
+        (WsdConfig(decay=0.5, shape="linear"), 75, 0.5),
+        (WsdConfig(decay=0.5, shape="cosine"), 75, 0.5),
+        (WsdConfig(decay=0.5, shape="power", exponent=3), 75, 0.125),
+        (WsdConfig(decay=0.5, shape="exponential", floor=0.01), 75, 0.1),
+        (WsdConfig(decay=1.0), 25, 0.5),
+    ],
+)
+def test_each_curve_is_its_formula(config: ScheduleConfig, step: int, expected: float) -> None:
+    assert set_against(config, 100).multiplier(step) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("length", ["5 apples", "120%", 1.5, -3, True, None])
+def test_a_length_of_no_known_form_is_refused_with_the_forms(length: Any) -> None:
+    layer = {("schedule", "warmup"): Leaf(length, "run.yaml:3")}
+    with pytest.raises(ConfigError, match=r"run.yaml:3  schedule.warmup: must be steps \(500\), a"):
+        resolve_config(layer, env={})
+
+
+def test_an_exponential_decay_to_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule.floor: an exponential decay never comes to 0"):
+        resolve_config(None, ["schedule.shape=exponential"], env={})

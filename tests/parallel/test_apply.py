@@ -118,13 +118,13 @@ def test_autocast_multiplies_in_bf16_only_when_asked() -> None:
             assert linear(torch.ones(1, 4)).dtype == dtype
 
 
-def test_evaluation_and_samples_leave_the_training_graph_static(
-    monkeypatch: pytest.MonkeyPatch, tokens: Path
-) -> None:
-    graphs: list[list[object]] = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
+    """The inputs of each graph that is compiled."""
+    found: list[list[object]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
-        graphs.append(inputs)
+        found.append(inputs)
         return graph.forward
 
     real = torch.nn.Module.compile
@@ -132,6 +132,26 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
         torch.nn.Module, "compile", lambda self, **how: real(self, backend=record, **how)
     )
     torch.compiler.reset()
+    return found
+
+
+def test_every_size_of_a_growing_batch_is_compiled(graphs: list[list[object]]) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Twice()])
+    apply(model, start(Ranks(), "cpu"), compile_blocks=True)
+    sizes = [(1, 4), *((rows, 8) for rows in range(1, 10))]  # torch's own limit is 8
+    for rows, seq_len in sizes:
+        model.layers[0](torch.zeros(rows, seq_len, 4))
+    assert len(graphs) == len(sizes)
+
+
+def test_evaluation_and_samples_leave_the_training_graph_static(
+    graphs: list[list[object]], tokens: Path
+) -> None:
     model = make_model()
     module = apply(model, start(Ranks(), "cpu"), compile_blocks=True)
     ids = torch.randint(0, model.arch.vocab_size, (8, 9))

@@ -13,15 +13,21 @@ from dtt.runtime.log import log, setup_logging
 from dtt.runtime.ranks import Ranks
 from dtt.track.console import ConsoleTracker
 setup_logging(Ranks())
-console = ConsoleTracker(steps=2000)
+console = ConsoleTracker()
 console.log({"kind": "eval", "step": 0, "loss": 5.5, "bits_per_byte": 2.25})
 for step, mfu, rate in ((10, None, 12_345.0), (20, 0.4567, 1_234_567.0)):
     console.log({"kind": "train", "step": step, "loss": 4.0 - step / 100, "lr": 3e-4,
                  "grad_norm": 1.25, "tokens": 64 * step, "ledger": "ab"})
     console.log({"kind": "perf", "step": step, "tokens_per_second": rate, "mfu": mfu,
-                 "memory_gb": 1.5, "seconds_per_step": 2.0})
+                 "memory_gb": 1.5, "seconds_per_step": 2.0, "steps": 2000})
 log.info("saved step-000020")
 console.log({"kind": "sample", "step": 20, "text": "def f():\\n    pass"})
+ledger = {"ledger": "ab", "bad_step": 29}
+for step, action in ((28, "rewind"), (29, "skip"), (29, "stop")):
+    console.log({"kind": "guard", "step": step, "why": "non_finite", "action": action, **ledger})
+console.log({"kind": "train", "step": 30, "loss": None, "grad_norm": None, "lr": 3e-4})
+console.log({"kind": "perf", "step": 30, "tokens_per_second": 1e3, "mfu": None, "memory_gb": 1.5,
+             "seconds_per_step": 2.0, "steps": 2000})
 console.close()
 """
 FIRST = (
@@ -36,6 +42,12 @@ SAID = [
     "step 20: sample",
 ]
 
+LEFT_OUT = [
+    "step 28: skipped (near the non-finite step 29)",
+    "step 29: skipped (non-finite)",
+    "step 30/2000  loss n/a  lr 3.00e-04  grad n/a  1.0ktok/s  mfu n/a  mem 1.5GB  eta 1h05m",
+]
+
 
 def test_without_a_terminal_each_report_is_a_plain_line_on_stderr() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
@@ -43,7 +55,7 @@ def test_without_a_terminal_each_report_is_a_plain_line_on_stderr() -> None:
     assert "\r" not in run.stderr
     assert "\x1b" not in run.stderr
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.stderr.splitlines()]
-    expected = [SAID[0], FIRST, SECOND, *SAID[1:], "    def f():", "        pass"]
+    expected = [SAID[0], FIRST, SECOND, *SAID[1:], "    def f():", "        pass", *LEFT_OUT]
     assert lines == expected
 
 

@@ -22,8 +22,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def one_step(meter: Meter, tokens: int) -> None:
-    with meter.step(tokens):
+def one_step(meter: Meter, tokens: int, flops_per_token: int = 1000) -> None:
+    with meter.step(tokens, flops_per_token):
         pass
 
 
@@ -58,14 +58,14 @@ def test_a_longer_name_comes_before_one_it_contains() -> None:
 
 def test_a_cpu_has_no_peak_and_no_share_of_it(clock: SimpleNamespace) -> None:
     assert peak_flops(CPU) is None
-    cpu = Meter(CPU, 1, 1000, "bf16")
+    cpu = Meter(CPU, 1, "bf16")
     one_step(cpu, 64)
     clock.now += 1
     assert cpu.read()["mfu"] is None
 
 
 def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 2, 1000, "bf16")
+    speed = Meter(CPU, 2, "bf16")
     for _ in range(4):
         one_step(speed, 500)
     clock.now += 8
@@ -77,7 +77,7 @@ def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -
 
 
 def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, 1000, "bf16")
+    speed = Meter(CPU, 1, "bf16")
     one_step(speed, 10)
     clock.now += 1000
     speed.restart()
@@ -87,41 +87,45 @@ def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
 
 
 def test_time_of_a_pause_does_not_count(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, 1000, "bf16")
+    speed = Meter(CPU, 1, "bf16")
     one_step(speed, 10)
     clock.now += 1
-    with speed.paused():
+    worked = speed.worked()
+    with speed.paused("evaluate"):
         clock.now += 1000
+    assert speed.worked() == worked
+    assert speed.pauses == {"evaluate": 1000.0}
     assert speed.read()["tokens_per_second"] == 10.0
 
 
 def test_there_is_no_share_of_the_bf16_peak_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
-    assert Meter(CPU, 4, 1000, "fp32").read()["mfu"] is None
+    assert Meter(CPU, 4, "fp32").read()["mfu"] is None
 
 
 def test_the_share_counts_all_devices(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
-    share = Meter(CPU, 4, 1000, "bf16")
-    one_step(share, 2000)
+    share = Meter(CPU, 4, "bf16")
+    one_step(share, 1000)
+    one_step(share, 2000, flops_per_token=500)  # in a shorter context
     clock.now += 1
     assert share.read()["mfu"] == 0.5  # 2e6 FLOP/s of 4e6
 
 
 def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
-    reading = Meter(CPU, 1, 1, "bf16").read()
+    reading = Meter(CPU, 1, "bf16").read()
     resident = psutil.Process().memory_info().rss / 1e9
     assert reading["memory_gb"] == pytest.approx(resident, rel=0.2)
 
 
 def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, 1, "bf16")
+    speed = Meter(CPU, 1, "bf16")
     assert speed.slowdown(100.0, 101.0) == (None, None)
 
     def step(seconds: float) -> None:
-        with speed.step(1):
+        with speed.step(1, 1):
             clock.now += seconds
 
     for seconds in (9.0, 1.0, 1.0, 1.0):  # the median: the first one compiles

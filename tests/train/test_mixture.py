@@ -56,7 +56,7 @@ def mixed(tokens: Path, other: Path) -> list[str]:
         "model.n_heads=2", "train.precision=fp32", "train.steps=40", "train.seq_len=32",
         "train.micro_batch=3", "train.global_batch_tokens=256", "train.eval_every=7",
         "train.log_every=3", "train.sample_tokens=4", "checkpoint.every=5",
-        "schedule.warmup_steps=2",
+        "schedule.warmup=2",
     ]  # fmt: skip
 
 

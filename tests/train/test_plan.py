@@ -34,14 +34,29 @@ def plan(tokens: Path, *arguments: str, size: int = 1, **train: Any) -> Plan:
 
 def test_the_numbers_follow_from_config_data_and_ranks(tokens: Path) -> None:
     made = plan(tokens, size=2)
-    assert (made.tokens_per_step, made.steps) == (256, 10)
+    assert (made.tokens, made.step_size, made.steps) == (2560, "256 tokens", 10)
     assert made.parameters == sum(p.numel() for p in Decoder(made.arch).parameters())
     assert made.arch.vocab_size >= TokensManifest.read(tokens).vocab_size
     assert not made.compile
     world = World(Ranks(0, 2, 0, 2, "torchrun"), torch.device("cpu"), None)
     assert "10 steps of 256 tokens: 0.0M tokens" in made.describe(world)
+    assert "learning rate: decay (1-sqrt) from step 9, 29.3% of the peak in step 10\n" in (
+        made.describe(world)
+    )
     windows = (TokensManifest.read(tokens).counts("train").tokens - 1) // 32
     assert f"{80 / windows:.2f} epochs" in made.describe(world)
+
+
+def test_a_growing_batch_is_told_by_its_first_and_its_last_step(tokens: Path) -> None:
+    growing = (
+        "train.batch_schedule={type: doubling, start: 64, every: 3}",
+        "train.context_schedule=[[0, 16], [50%, 32]]",
+    )
+    made = plan(tokens, *growing)
+    assert made.tokens == 3 * 64 + 3 * 128 + 4 * 256
+    world = World(Ranks(0, 1, 0, 1, "torchrun"), torch.device("cpu"), None)
+    said = "10 steps of 64 to 256 tokens in contexts of 16 to 32: 0.0M tokens"
+    assert said in made.describe(world)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("fp32", "fp32"), ("bf16", "bf16")])
@@ -58,7 +73,7 @@ def test_a_batch_that_does_not_divide_names_the_next_one_that_does(tokens: Path)
         plan(tokens, size=3)
     remedy = re.search(r"train\.global_batch_tokens=(\d+)", str(caught.value))
     assert remedy is not None
-    assert plan(tokens, size=3, global_batch_tokens=int(remedy[1])).tokens_per_step == 9 * 32
+    assert plan(tokens, size=3, global_batch_tokens=int(remedy[1])).step_size == "288 tokens"
 
 
 def test_data_shorter_than_a_sequence_names_a_length_that_fits(tokens: Path) -> None:

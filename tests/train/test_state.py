@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.config.optim import AdamWConfig, GroupConfig, MuonConfig, OptimConfig
 from dtt.data.order import EMPTY_LEDGER
 from dtt.errors import DamagedError
 from dtt.model import families
@@ -29,7 +29,11 @@ from dtt.train.state import (
 )
 
 CPU = torch.device("cpu")
-CONFIGS: list[OptimConfig] = [MuonConfig(), AdamWConfig()]
+CONFIGS: list[OptimConfig] = [
+    MuonConfig(),
+    MuonConfig(momentum_warmup=4, normuon_beta2=0.9),  # all the state there is
+    AdamWConfig(),
+]
 
 
 def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Optimizer]]:
@@ -104,6 +108,28 @@ def test_the_state_of_other_optimizers_or_parameters_is_refused(config: OptimCon
         train(model, optimizers, range(1))
         with pytest.raises(DamagedError, match="on one side only"):
             load_optimizers(make(config)[1], optimizer_tensors(optimizers))
+
+
+def test_other_groups_of_the_same_optimizer_take_up_the_state_that_there_is() -> None:
+    model, optimizers = make(MuonConfig())
+    train(model, optimizers, range(2))
+    state = {key: value.clone() for key, value in optimizer_tensors(optimizers).items()}
+    entries = (GroupConfig(match="layers.*.attn.*.weight", lr=1e-3, split=2),)
+    resumed, regrouped = make(MuonConfig(groups=entries, momentum_warmup=4))
+    load_optimizers(regrouped, state)
+    taken = optimizer_tensors(regrouped)
+    assert all(torch.equal(taken[key], state[key]) for key in state | taken)
+    train(resumed, regrouped, range(2, 3))
+    assert optimizer_tensors(regrouped)["muon/layers.0.attn.q.weight/step"] == 1
+
+
+def test_a_parameter_that_another_optimizer_takes_now_is_refused() -> None:
+    model, optimizers = make(MuonConfig())
+    train(model, optimizers, range(1))
+    entries = (GroupConfig(match="layers.0.attn.q.weight", optimizer="adamw"),)
+    _, regrouped = make(MuonConfig(groups=entries))
+    with pytest.raises(DamagedError, match=r"layers.0.attn.q.weight is on one side only"):
+        load_optimizers(regrouped, optimizer_tensors(optimizers))
 
 
 def test_optimizers_that_have_not_stepped_can_be_saved_and_restored(tmp_path: Path) -> None:

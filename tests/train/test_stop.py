@@ -102,26 +102,27 @@ def test_a_failed_save_outweighs_every_wish(job: JobDir, alone: World) -> None:
     assert requests.agreed(alone, 7, failed=True) is Request.FAILED
 
 
-def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple[int, str]:
+def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple[int, str, int]:
     job = JobDir(folder)
     requests = listening(job)
     if save and world.first:
         job.save.touch()
     if world.rank == signalled:
         os.kill(os.getpid(), signal.SIGTERM)
-    return int(requests.agreed(world, 7)), requests.reason
+    request = requests.agreed(world, 7, end=90 if world.first and save else 0)
+    return int(request), requests.reason, requests.end
 
 
 @pytest.mark.parametrize(
     ("save", "signalled", "expected"),
     [
-        (False, None, [(0, ""), (0, "")]),
-        (True, None, [(1, ""), (1, "")]),
-        (True, 1, [(2, "SIGTERM"), (2, "SIGTERM")]),
-        (False, 0, [(2, "SIGTERM"), (2, "SIGTERM")]),
+        (False, None, [(0, "", 0), (0, "", 0)]),
+        (True, None, [(1, "", 90), (1, "", 90)]),
+        (True, 1, [(2, "SIGTERM", 90), (2, "SIGTERM", 90)]),
+        (False, 0, [(2, "SIGTERM", 0), (2, "SIGTERM", 0)]),
     ],
 )
-def test_the_largest_wish_of_two_ranks_is_everyones(
-    job: JobDir, save: bool, signalled: int | None, expected: list[tuple[int, str]]
+def test_the_largest_wish_of_two_ranks_and_the_end_the_first_wants_are_everyones(
+    job: JobDir, save: bool, signalled: int | None, expected: list[tuple[int, str, int]]
 ) -> None:
     assert on_ranks(2, wish, job.root, save, signalled) == expected

@@ -62,7 +62,7 @@ def long(tokens: Path) -> list[str]:
         "model.dropout=0.1", "train.steps=120", "train.seq_len=32", "train.micro_batch=3",
         "train.global_batch_tokens=256", "train.eval_every=7", "train.log_every=3",
         "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=8",
-        "schedule.warmup_steps=2",
+        "schedule.warmup=2",
     ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ Tensors lie in safetensors files, everything else in JSON: nothing that is loade
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts import CheckpointManifest, FileRecord
 from dtt.errors import DamagedError, DttError, InputError
-from dtt.runtime.files import fsync_folder, retrying, sha256_file, write_atomically
+from dtt.runtime.files import fsync_file, fsync_folder, retrying, sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -107,6 +109,27 @@ def supersede(folder: Path, step: int, attempt: int) -> list[Path]:
         folder_of(folder, newer).rename(moved[-1])
     fsync_folder(folder)
     return moved
+
+
+def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """Put the checkpoint of another job into `folder`, whole or not at all, and verify it there.
+
+    Files are linked where the file system can; either way the other job may then be deleted.
+    """
+    staging = folder / staging_name(checkpoint.step, 0)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for name in (checkpoint.manifest.filename, *(f.path for f in checkpoint.manifest.files)):
+        try:
+            os.link(checkpoint.path / name, staging / name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(checkpoint.path / name, staging / name)
+            fsync_file(staging / name)
+    fsync_folder(staging)
+    final = folder_of(folder, checkpoint.step)
+    staging.rename(final)
+    fsync_folder(folder)
+    return verify(final)
 
 
 def verify(path: Path) -> Checkpoint:

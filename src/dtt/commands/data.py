@@ -235,7 +235,9 @@ def _mix(mix: Mix) -> Iterator[str]:
             shares = ", ".join(f"{name} {share:.2%}" for name, share in phase.shares.items())
             yield f"from step {phase.from_step:,}: {shares}"
     ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} asked for"
-    yield f"{mix.steps:,} steps{ends}, {mix.samples_per_step:,} samples each"
+    first, last = mix.samples_per_step
+    size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    yield f"{mix.steps:,} steps{ends}, {size} samples each"
 
 
 def _number(value: float | None) -> str:

@@ -22,8 +22,10 @@ def run(
     out: Path | None,
     upload: str | None,
     private: bool,
+    ema: bool = False,
 ) -> ExportManifest:
-    """Export the checkpoint of `step` (default: the newest), unless it is exported already.
+    """Export the checkpoint of `step` (default: the newest), unless it is exported already; with
+    `ema` the moving average of its weights.
 
     Replaces an earlier export of the same job. Prints where it lies and how far `transformers` was
     from our logits; `upload` names a Hub repository to send it to, made `private` if it is new.
@@ -38,14 +40,14 @@ def run(
     places = JobDir(job)
     checkpoint = find_checkpoint(places.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
-    origin = hf.Origin(cfg.name, checkpoint.step, identity)
+    origin = hf.Origin(cfg.name, checkpoint.step, identity, ema)
     manifest = hf.already_done(folder, origin, cfg.export.dtype)
     if manifest is not None:
         log.info("export: done before, %s is of this checkpoint", folder)
     else:
         replaced = ", in place of an earlier export" if ExportManifest.exists(folder) else ""
         log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
-        trained = read_checkpoint(cfg, places, checkpoint)
+        trained = read_checkpoint(cfg, places, checkpoint, ema=ema)
         manifest = hf.export(
             trained,
             origin,
@@ -53,11 +55,13 @@ def run(
             dtype=cfg.export.dtype,
             max_shard_size=cfg.export.max_shard_size,
             card=model_card(
-                cfg, trained.arch, DataManifest.read(job), checkpoint.position()["tokens"]
+                cfg, trained.arch, DataManifest.read(job), checkpoint.position()["tokens"], ema=ema
             ),
         )
+    averaged = ", average of the weights" if ema else ""
     print(
-        f"{folder}: step {manifest.step}, {manifest.parameters:,} parameters, {manifest.dtype}; "
+        f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
+        f"{manifest.dtype}; "
         f"transformers' logits differ by at most {manifest.max_logit_difference:.1e}"
     )
     if upload is not None:

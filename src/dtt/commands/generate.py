@@ -1,9 +1,12 @@
-"""`dtt generate`: a trained model continues a prompt."""
+"""`dtt generate`: a trained model continues prompts."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from secrets import randbits
 from typing import TYPE_CHECKING
 
 from dtt.config.load import load_job
@@ -11,68 +14,153 @@ from dtt.errors import ConfigError, InputError
 from dtt.runtime.jobdir import JobDir
 
 if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
     from dtt.export.read import Trained
+    from dtt.model.decoder import Decoder
 
 
 def run(
     source: Path,
-    prompt: str,
+    prompts: Sequence[str],
     *,
+    prompts_file: Path | None = None,
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
     top_p: float,
     seed: int | None,
+    ema: bool = False,
+    batch_size: int = 16,
+    stream: bool | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Print `prompt` (`-`: standard input) and its continuation by a job's newest checkpoint or an
-    exported folder, as it comes. An empty prompt begins a new document."""
-    trained = _load(source)
+    """Print prompts (`-`: standard input) and their continuations by a job's newest checkpoint
+    (with `ema`: the average of its weights) or an exported folder.
+
+    A single one is printed as it comes, several in their order, a batch at a time. An empty prompt
+    begins a new document. Every prompt is continued as if it were alone, also with a seed.
+    """
+    texts = _read_prompts(prompts, prompts_file)
+    if stream and (as_json or len(texts) > 1):
+        raise ConfigError(
+            "only the text of a single prompt can be streamed",
+            why="--json was asked for" if as_json else f"there are {len(texts)} prompts",
+            next="leave out --stream",
+        )
+    trained = _load(source, ema)
 
     import torch
-    from tokenizers.decoders import DecodeStream
 
     from dtt.data.tokenizer import open_tokenizer
-    from dtt.model.decoder import Decoder
-    from dtt.model.generate import generate
+    from dtt.model.generate import generate_batch
 
     tokenizer = open_tokenizer(trained.tokenizer)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    ids = tokenizer.encode(text, add_special_tokens=False).ids or [trained.end_of_document]
+    prompt_ids = [
+        _encode(text, tokenizer, trained, f"prompt {number}" if len(texts) > 1 else "the prompt")
+        for number, text in enumerate(texts, 1)
+    ]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = _model(trained, device)
+
+    def answer(batch: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+        return generate_batch(
+            model,
+            batch,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_id=trained.end_of_document,
+            generators=[
+                torch.Generator(device).manual_seed(randbits(63) if seed is None else seed)
+                for _ in batch
+            ],
+        )
+
+    if len(texts) == 1 and not as_json and stream is not False:
+        sys.stdout.write(texts[0])
+        for piece in _pieces(tokenizer, (token for _, token in answer(prompt_ids))):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return
+    for start in range(0, len(texts), batch_size):
+        batch = prompt_ids[start : start + batch_size]
+        replies: list[list[int]] = [[] for _ in batch]
+        for row, token in answer(batch):
+            replies[row].append(token)
+        for number, (ids, reply) in enumerate(zip(batch, replies, strict=True), start):
+            text = "".join(_pieces(tokenizer, reply))
+            if not as_json:
+                heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
+                print(f"{heading}{texts[number]}{text}", flush=True)
+                continue
+            full = len(reply) == max_new_tokens or len(ids + reply) == trained.arch.max_seq_len
+            record = {
+                "prompt": texts[number],
+                "text": text,
+                "finish_reason": "length" if full else "stop",
+                "prompt_tokens": len(ids),
+                "completion_tokens": len(reply),
+            }
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
+    """Those of the command line, then the lines of the file; without any, an empty one."""
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if file is None:
+        return texts or [""]
+    try:
+        with file.open(encoding="utf-8") as lines:
+            texts += [line.removesuffix("\n") for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"cannot read prompts from {file}", why=str(error), next="give a prompt in each line"
+        ) from None
+    if not texts:
+        raise InputError(f"{file} holds no prompt", next="give a prompt in each line")
+    return texts
+
+
+def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
+    """The ids of a prompt; ConfigError if they leave no room for a continuation."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) >= trained.arch.max_seq_len:
         raise ConfigError(
-            f"the prompt is too long: {len(ids)} tokens",
+            f"{name} is too long: {len(ids)} tokens",
             why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
             next="give a shorter prompt",
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return ids or [trained.end_of_document]
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, in pieces that end with whole characters."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    for token in tokens:
+        yield stream.step(tokenizer, token) or ""
+
+
+def _model(trained: Trained, device: torch.device) -> Decoder:
+    import torch
+
+    from dtt.model.decoder import Decoder
+
     with torch.device("meta"):
         model = Decoder(trained.arch)
     state = {name: tensor.to(device) for name, tensor in trained.state.items()}
     model.load_state_dict(state, assign=True)
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    stream = DecodeStream(skip_special_tokens=True)
-    sys.stdout.write(text)
-    for token in generate(
-        model,
-        ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_id=trained.end_of_document,
-        generator=generator,
-    ):
-        sys.stdout.write(stream.step(tokenizer, token) or "")
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    return model
 
 
-def _load(source: Path) -> Trained:
-    """The model of an exported folder, or of the newest checkpoint of a job."""
+def _load(source: Path, ema: bool) -> Trained:
+    """The model of an exported folder, or of the newest checkpoint of a job; with `ema` that with
+    the average of its weights."""
     places = JobDir(source)
     exported = (source / "config.json").is_file()
     if not exported and not places.config.is_file():
@@ -83,7 +171,13 @@ def _load(source: Path) -> Trained:
         )
     from dtt.export.read import find_checkpoint, read_checkpoint, read_hf_folder
 
+    if exported and ema:
+        raise ConfigError(
+            f"--ema is for jobs, and {source} is an exported folder",
+            why="it holds one set of weights",
+            next="dtt export JOB --ema makes one of the average; name it without --ema",
+        )
     if exported:
         return read_hf_folder(source)
     checkpoint = find_checkpoint(places.checkpoints, None)
-    return read_checkpoint(load_job(source), places, checkpoint)
+    return read_checkpoint(load_job(source), places, checkpoint, ema=ema)

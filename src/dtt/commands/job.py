@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import shlex
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,12 +21,13 @@ from dtt.launch.sweep import SweepManifest
 from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+from dtt.track import jsonl
 
 POLL_SECONDS = 0.1
 
 
-def ls(folder: Path, *, as_json: bool) -> None:
-    """Print the state of every job in a folder, the newest first."""
+def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
+    """Print the state of every job in a folder, the newest first; or branches below parents."""
     statuses = ledger.examine(ledger.find(folder))
     statuses.sort(key=lambda status: status.changed, reverse=True)
     if as_json:
@@ -33,10 +35,35 @@ def ls(folder: Path, *, as_json: bool) -> None:
         return
     for silence in {status.silence for status in statuses if status.silence}:
         log.warning("Slurm gives no answer: %s", silence)
-    rows = [(str(s.job.root), s.state.value, _step(s), _short(s.detail)) for s in statuses]
+    ordered = _tree(statuses) if tree else ((0, status) for status in statuses)
+    rows = [
+        (f"{'  ' * depth}{s.job.root}", s.state.value, _step(s), _short(s.detail))
+        for depth, s in ordered
+    ]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     for row in rows:
         print("  ".join(map(str.ljust, row, [*widths, 0])).rstrip())
+
+
+def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
+    """Each job, after the one it branched off, and how many there are above it."""
+    known = {status.job.root.resolve() for status in statuses}
+    below: dict[Path | None, list[Status]] = {}
+    for status in statuses:
+        parent = _parent(status)
+        below.setdefault(parent if parent in known else None, []).append(status)
+
+    def walk(root: Path | None, depth: int) -> Iterator[tuple[int, Status]]:
+        for status in below.get(root, ()):
+            yield depth, status
+            yield from walk(status.job.root.resolve(), depth + 1)
+
+    return walk(None, 0)
+
+
+def _parent(status: Status) -> Path | None:
+    record = status.job.parent_record()
+    return None if record is None else (status.job.root / record["job"]).resolve()
 
 
 def _short(detail: str, most: int = 100) -> str:
@@ -46,7 +73,15 @@ def _short(detail: str, most: int = 100) -> str:
 def status(path: Path, *, as_json: bool) -> None:
     """Print all that is known of a job."""
     (found,) = ledger.examine([ledger.open_job(path)])
-    print(json.dumps(_facts(found)) if as_json else "\n".join(_report(found)))
+    bad = list(jsonl.read(found.job.metrics, "guard"))
+    if as_json:
+        print(json.dumps(_facts(found) | {"bad_steps": bad}))
+        return
+    print("\n".join(_report(found)))
+    if bad:
+        last, plural = bad[-1], "s" if len(bad) > 1 else ""
+        how = f"the last {last['step']} ({last['why']}, {last['action']})"
+        print(f"guard       {len(bad)} step{plural} changed nothing, {how}")
 
 
 def _facts(status: Status) -> dict[str, Any]:
@@ -61,6 +96,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "steps": own.steps,
         "tokens_per_second": own.tokens_per_second if own.beats else None,
         "seconds_left": status.seconds_left,
+        "parent": status.job.parent_record(),
         "checkpoint": status.job.newest_checkpoint_name(),
         "heartbeat": own.heartbeat,
         "heartbeat_age": own.now - own.heartbeat["time"] if own.heartbeat else None,
@@ -85,6 +121,9 @@ def _report(status: Status) -> Iterator[str]:
         yield f"heartbeat   {age}, {beat['world_size']} processes, the first on {beat['node']}"
     if own.attempt:
         yield f"attempt     {own.attempt}, began {_duration(own.now - own.began)} ago"
+        if (parent := status.job.parent_record()) is not None:
+            where = os.path.normpath(status.job.root / parent["job"])
+            yield f"parent      {where}@{parent['step']}"
         yield f"checkpoint  {status.job.newest_checkpoint_name() or 'none'}"
     if found is not None:
         where = f" on {found.nodes}" if found.nodes else ""

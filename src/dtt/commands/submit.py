@@ -16,6 +16,7 @@ from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf
+from dtt.data.stages import resolve as resolve_stages
 from dtt.errors import ConfigError, DttError
 from dtt.launch import checks, ledger, slurm, submissions
 from dtt.runtime.files import exclusive, write_atomically
@@ -218,11 +219,9 @@ def _progress(request: Request) -> str:
 
 
 def _amount(cfg: RunConfig) -> str:
-    total = cfg.train.steps * cfg.train.global_batch_tokens
-    amount = (
-        f"{cfg.train.steps} steps of {cfg.train.global_batch_tokens} tokens: "
-        f"{total / 1e6:.1f}M tokens"
-    )
+    stages, steps = resolve_stages(cfg.train), cfg.train.steps
+    total = stages.tokens_before(steps)
+    amount = f"{steps} steps of {stages.describe(steps)}: {total / 1e6:.1f}M tokens"
     paths = [source.path for source in cfg.token_sources]
     if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` tells more
         return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"

@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from dtt import __version__
 from dtt.artifacts import fingerprint
+from dtt.commands import branch
+from dtt.commands.begin import begin_with
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
+from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
 from dtt.config.train import TensorBoardConfig, WandbConfig
 from dtt.data import fit
-from dtt.errors import ConfigError, DttError, ExitCode, Preempted
-from dtt.runtime.files import exclusive, write_atomically
+from dtt.errors import ConfigError, DttError, Preempted
+from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 from dtt.runtime.watchdog import Watchdog
 from dtt.secrets import redacted
 from dtt.track import summary
+from dtt.train.attempt import Attempt, attempt, holding
 from dtt.train.stop import Requests
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.dataset import Dataset
     from dtt.data.loader import Share
-    from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
     from dtt.track.base import Tracker
+    from dtt.train.budget import Budget
     from dtt.train.evaluate import Evaluator, Sampler
     from dtt.train.plan import Plan
     from dtt.train.trainer import Trainer
@@ -46,12 +49,20 @@ def run(
     arguments: Sequence[str],
     allow_change: Sequence[str],
     from_step: int | None,
+    branch_of: str | None = None,
 ) -> None:
-    """Train the job that `config` names, or the job directory among `arguments`, to its end."""
+    """Train the job that `config` names, or the job directory among `arguments`, to its end.
+
+    `branch_of` (JOB@STEP): or a child of that job.
+    """
     requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks = Ranks.detect()
     try:
-        resolved, job = find_job(config, arguments, allow_change)
+        begun = None
+        if branch_of is None:
+            resolved, job = find_job(config, arguments, allow_change)
+        else:
+            resolved, job, begun = branch.find(branch_of, config, arguments, allow_change)
     except DttError:
         if config is None and len(arguments) == 1 and (named := JobDir(Path(arguments[0]))).exists:
             with holding(named, ranks), attempt(named, ranks, requests):
@@ -63,21 +74,18 @@ def run(
     try:
         with (
             holding(job, ranks),
-            attempt(job, ranks, requests) as this,
+            attempt(job, ranks, requests, timed=resolved.config.train.timed) as this,
             dist.lost_peers_told(),
         ):
             if ranks.first:
                 check_files(resolved.config)
             world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
+            if begun is not None and world.first:
+                begun.begin(job)
             train(resolved, this, world, from_step)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
-
-
-def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
-    """Nobody else trains this job meanwhile; a predecessor that is just stopping is waited for."""
-    return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
 
 
 def check_files(cfg: RunConfig) -> None:
@@ -131,46 +139,6 @@ def find_job(
     return resolved, job
 
 
-@dataclass
-class Attempt:
-    """One start of a job."""
-
-    job: JobDir
-    requests: Requests
-    number: int
-    """0 on other ranks than the first until they are told: a look of their own may find an old
-    one."""
-
-
-@contextmanager
-def attempt(job: JobDir, ranks: Ranks, requests: Requests) -> Iterator[Attempt]:
-    """Begin an attempt; however it ends, `exit.json` says how."""
-    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
-    code, reason = ExitCode.BUG, ""
-    try:
-        yield this
-        code, reason = ExitCode.DONE, "done"
-    except DttError as error:
-        code, reason = error.exit_code, str(error)
-        raise
-    except OSError as error:
-        code, reason = ExitCode.IO, str(error)
-        raise
-    except KeyboardInterrupt:
-        code, reason = ExitCode.INTERRUPTED, "interrupted"
-        raise
-    except Exception as error:
-        reason = redacted(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
-        if this.number and (ranks.first or not together):
-            try:
-                job.end_attempt(code, reason, ranks.rank, attempt=this.number)
-            except OSError as error:
-                log.warning("exit.json could not be written: %s", error)
-
-
 def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
     from dtt.data.dataset import open_dataset
@@ -184,6 +152,9 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
         job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
     ) as watchdog:
         resume = find_checkpoint(this, dataset, world, from_step)
+        if resume is not None and cfg.train.timed:
+            plan = plan.going_on(branch.own_decay(job, resume))
+            watchdog.steps = plan.steps
         if world.first:
             write_atomically(job.config, explain.show(resolved.config, resolved.layer))
             keep_data(job, dataset)
@@ -193,10 +164,10 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
             return
         if world.first:
             log.info("%s", plan.describe(world))
-            if plan.steps < cfg.train.steps:
+            if dataset.steps < cfg.train.steps:
                 log.warning(
                     "the run ends at step %d, not %d: then the data is exhausted",
-                    plan.steps,
+                    dataset.steps,
                     cfg.train.steps,
                 )
             write_provenance(job)
@@ -286,17 +257,28 @@ def build(
     from dtt.model.decoder import Decoder, roles
     from dtt.model.init import initialize
     from dtt.optim import groups
+    from dtt.optim.ema import Ema
     from dtt.parallel.apply import apply
+    from dtt.train.evaluate import evaluation_due
+    from dtt.train.guard import Guard
     from dtt.train.meter import Meter
     from dtt.train.state import Position
-    from dtt.train.trainer import Trainer, evaluation_due
+    from dtt.train.trainer import Trainer
 
     with world.device:
         model = Decoder(plan.arch)
-    initialize(model, cfg.seed)
+    initialize(model, cfg.seed, plan.scaling.base)
     if resume is None and cfg.init.source is not None:
-        begin_with(cfg.init.source, model, world)
+        begin_with(cfg.init.source, model, dataset.tokenizer, world)
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    optimizers = groups.build(
+        cfg.optim,
+        dict(model.named_parameters()),
+        roles(model),
+        ns_dtype,
+        plan.scaling.learning_rates(cfg.optim, roles(model)),
+    )
+    log.info("what trains what:\n%s", groups.describe(optimizers))
     share = Share(
         world.rank, world.size, cfg.train.micro_batch, world.device, cfg.data.mask_documents
     )
@@ -319,8 +301,10 @@ def build(
         job=this.job,
         model=model,
         module=apply(model, world, plan.compile),
-        optimizers=groups.build(cfg.optim, dict(model.named_parameters()), roles(model), ns_dtype),
+        optimizers=optimizers,
+        ema=Ema(dict(model.named_parameters()), decay) if (decay := cfg.train.ema_decay) else None,
         dataset=dataset,
+        guard=Guard(cfg.guard, world, this.job.root),
         batches_from=partial(training_batches, dataset, share),
         evaluator=evaluator,
         sampler=make_sampler(cfg, dataset),
@@ -332,19 +316,10 @@ def build(
         saver=Saver(
             this.job, this.number, world, cfg.checkpoint, facts, this.requests.stop_asked_here
         ),
-        meter=Meter(world.device, world.size, plan.flops_per_token, plan.precision),
+        meter=Meter(world.device, world.size, plan.precision),
+        budget=make_budget(cfg, dataset, this, resume),
         run_id=run_id,
     )
-
-
-def begin_with(source: str, model: Decoder, world: World) -> None:
-    """Take the weights of another job; the first rank verifies them for all."""
-    from dtt.checkpoint import store
-    from dtt.train.state import take_weights
-
-    found = world.from_first(store.find(source) if world.first else None)
-    assert found is not None
-    log.info("%s", take_weights(model, found.tensors(store.MODEL), str(found.path)))
 
 
 def make_evaluator(
@@ -358,6 +333,29 @@ def make_evaluator(
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
     return Evaluator(parts, share, plan.precision, world)
+
+
+def make_budget(
+    cfg: RunConfig, dataset: Dataset, this: Attempt, resume: Checkpoint | None
+) -> Budget | None:
+    """On the first rank of a run that the clock ends; says when it will."""
+    from dtt.train.budget import Budget
+
+    if this.clock is None:
+        return None
+    assert isinstance(cfg.schedule, WsdConfig), "the configuration was checked"
+    budget = Budget(
+        cfg.train,
+        cfg.schedule,
+        cfg.checkpoint.every,
+        dataset.stages.tokens_before,
+        dataset.steps,
+        this.clock,
+    )
+    log.info("ends before %s, at the latest with step %d", budget.ends(), dataset.steps)
+    if resume is not None and (speed := resume.position().get("speed")):
+        budget.restore(speed)
+    return budget
 
 
 def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
@@ -383,7 +381,7 @@ def make_trackers(
 
     step = None if resume is None else resume.step
     record = JsonlTracker(job.metrics, step, evaluated=evaluated)
-    trackers: list[Tracker] = [record, ConsoleTracker(plan.steps)]
+    trackers: list[Tracker] = [record, ConsoleTracker()]
     for tracker in cfg.track:
         match tracker:
             case WandbConfig():

@@ -32,9 +32,11 @@ else:
                 str | None,
                 Field(
                     default=None,
-                    description="Another job whose weights a new job begins with: `JOB` or "
-                    "`JOB@STEP`, as `jobs/base@5000`. What does not fit in name and shape keeps "
-                    "its random start, and is listed. null: all weights are random.",
+                    description="Weights that a new job begins with. Another job's: `JOB` or "
+                    "`JOB@STEP`, as `jobs/base@5000`; what does not fit in name and shape keeps "
+                    "its random start, and is listed. Released ones: `hf:FOLDER` or `hf:ORG/NAME`, "
+                    "or `hf:ORG/NAME@REVISION`, of the same sizes (if they differ, the error shows "
+                    "the `model` section to use). null: all weights are random.",
                 ),
             )
         },

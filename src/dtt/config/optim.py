@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, as tagged unions: `type` picks one."""
+"""Optimizers, as a tagged union: `type` picks one."""
 
 from __future__ import annotations
 
@@ -9,94 +9,112 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from dtt.config.base import Section
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Of a running mean: the share of the old that is kept."""
+Betas = tuple[Decay, Decay]
 
 
-class AdamWConfig(Section):
+class RoleConfig(Section):
+    """What AdamW does otherwise for the parameters of one role."""
+
+    lr: PositiveFloat | None = None
+    """Peak learning rate; null: that of the section above."""
+    betas: Betas | None = None
+    """Decay of the first and second moment; null: those of the section above."""
+    eps: PositiveFloat | None = None
+    """Added to the root of the second moment; null: that of the section above."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled decay."""
+
+
+class GroupConfig(Section):
+    """What is otherwise for parameters by their name; null: as for their role."""
+
+    match: str
+    """Pattern for whole names of parameters, as `layers.*.attn.?.weight`: `*` is any text, `?` one
+    character, `[kv]` one of these. The first entry that matches a parameter decides."""
+    optimizer: Literal["muon", "adamw"] | None = None
+    """Which optimizer takes them; `muon` needs `optim.type: muon`."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate."""
+    betas: Betas | None = None
+    """Decay of the first and second moment, with AdamW."""
+    eps: PositiveFloat | None = None
+    """Added to the root of the second moment, with AdamW."""
+    weight_decay: NonNegativeFloat | None = None
+    """Decoupled decay."""
+    split: PositiveInt | tuple[PositiveInt, ...] | None = None
+    """Muon takes the rows as so many matrices of one size, or as matrices of these many rows: for
+    projections that are stored as one, such as q, k and v."""
+
+
+class AdamWSettings(Section):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device has it."""
 
     type: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
-    """Peak learning rate of every parameter."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    """Peak learning rate."""
+    betas: Betas = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled decay of matrices; embeddings, the head, norms and biases are not decayed."""
+    """Decoupled decay of hidden matrices; embeddings, the head and vectors have their own."""
+    embed: RoleConfig = RoleConfig()
+    """For embeddings, tied ones included."""
+    head: RoleConfig = RoleConfig()
+    """For the output head."""
+    vector: RoleConfig = RoleConfig()
+    """For norms and biases."""
+
+
+class AdamWConfig(AdamWSettings):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device has it."""
+
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters that are treated otherwise, by name."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Betas are means: in [0, 1)."""
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            yield "betas", f"both must be in [0, 1), got {list(self.betas)}"
+        """There is no Muon here."""
+        if any(entry.optimizer == "muon" or entry.split for entry in self.groups):
+            yield "groups", "optimizer: muon and split need optim.type: muon"
 
 
 class MuonConfig(Section):
-    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for everything else.
-
-    Updates are scaled by 0.2 * sqrt(max(rows, columns)) (Moonlight, arXiv 2502.16982), so that
-    learning rates are of AdamW's size.
-    """
+    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for everything else."""
 
     type: Literal["muon"] = "muon"
     lr: PositiveFloat = 2e-3
     """Peak learning rate of the hidden matrices."""
-    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    scale: Literal["rms", "spectral"] = "rms"
+    """What updates are multiplied by: `rms`: 0.2 * sqrt(max(rows, columns)), so that learning rates
+    are of AdamW's size (Moonlight, arXiv 2502.16982); `spectral`: sqrt(max(1, rows / columns)), as
+    Jordan et al., with rates of about ten times that."""
+    momentum: Decay = 0.95
     """Decay of the gradient average that is orthogonalised."""
+    momentum_start: Decay = 0.85
+    """Momentum of the first step, when it warms up."""
+    momentum_warmup: NonNegativeInt = 0
+    """Steps over which the momentum goes in a line from `momentum_start` to `momentum`; steps that
+    are skipped do not count."""
     nesterov: bool = True
     """Look one step ahead along the momentum."""
+    ns_coefficients: Literal["classic", "polar-express"] = "classic"
+    """How updates are orthogonalised: `classic`: one polynomial in all iterations, singular values
+    end in about [0.7, 1.2]; `polar-express`: the best one for each (arXiv 2505.16932)."""
     ns_steps: PositiveInt = 5
     """Newton-Schulz iterations."""
+    normuon_beta2: Decay | None = None
+    """NorMuon (arXiv 2510.05491): rows of the update are divided by the root of their mean square
+    over the steps, which decays by this, as 0.95; null: they are not."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled decay of the hidden matrices."""
-    adamw: AdamWConfig = AdamWConfig(lr=2e-3)
+    cautious_weight_decay: bool = False
+    """Decay only weights that the update makes smaller, too (arXiv 2510.12402)."""
+    adamw: AdamWSettings = AdamWSettings(lr=2e-3)
     """For embeddings, head, norms and biases."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters that are treated otherwise, by name."""
 
 
 OptimConfig = Annotated[MuonConfig | AdamWConfig, Field(discriminator="type")]
-
-
-class Warmup(Section):
-    """What every schedule shares: a linear start and a floor."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly from 0 to its peak."""
-
-
-class ConstantConfig(Warmup):
-    """The peak rate to the end."""
-
-    type: Literal["constant"] = "constant"
-
-
-class LinearConfig(Warmup):
-    """Straight from the peak to `floor`."""
-
-    type: Literal["linear"] = "linear"
-    floor: Share = 0.0
-    """Share of the peak at the end."""
-
-
-class CosineConfig(Warmup):
-    """Half a cosine from the peak to `floor` (arXiv 1608.03983, without restarts)."""
-
-    type: Literal["cosine"] = "cosine"
-    floor: Share = 0.1
-    """Share of the peak at the end."""
-
-
-class WsdConfig(Warmup):
-    """Warm-up, stable, decay (MiniCPM, arXiv 2404.06395)."""
-
-    type: Literal["wsd"] = "wsd"
-    decay: Share = 0.2
-    """Share of the run that decays, at its end."""
-    shape: Literal["linear", "1-sqrt"] = "1-sqrt"
-    """How it decays: a straight line, or 1 - sqrt(progress) (arXiv 2405.18392)."""
-    floor: Share = 0.0
-    """Share of the peak at the end."""
-
-
-ScheduleConfig = Annotated[
-    ConstantConfig | LinearConfig | CosineConfig | WsdConfig, Field(discriminator="type")
-]

@@ -20,10 +20,13 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.config.export import ExportConfig
+from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
-from dtt.config.optim import MuonConfig, OptimConfig, ScheduleConfig, WsdConfig
+from dtt.config.optim import MuonConfig, OptimConfig
+from dtt.config.scaling import ScalingConfig, StandardConfig
+from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -47,6 +50,8 @@ class RunConfig(Section):
     """What training reads."""
     model: ModelConfig = ModelConfig()
     """Family and sizes."""
+    scaling: ScalingConfig = StandardConfig()
+    """What rates and first weights come to at the model's shape."""
     init: InitConfig = InitConfig()
     """First weights."""
     optim: OptimConfig = MuonConfig()
@@ -55,6 +60,8 @@ class RunConfig(Section):
     """Learning rate over the run."""
     train: TrainConfig = TrainConfig()
     """The run itself."""
+    guard: GuardConfig = GuardConfig()
+    """Steps whose numbers are no use."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     track: tuple[TrackerConfig, ...] = free(())
@@ -70,11 +77,9 @@ class RunConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """What no single section can see."""
         train, model = self.train, self.model
-        if train.global_batch_tokens % train.seq_len:
-            why = (
-                f"{train.global_batch_tokens} is not a multiple of train.seq_len = {train.seq_len}"
-            )
-            yield "train.global_batch_tokens", why
+        if train.timed and self.schedule.type != "wsd":
+            key = "train.budget" if train.budget is not None else "train.finish_by"
+            yield key, f"needs schedule.type=wsd, not {self.schedule.type}: a decay to set in time"
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
             why = f"checkpoint.every ({every}) is no multiple of eval_every ({train.eval_every})"

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dtt.config.base import Section, free
+from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
+from dtt.config.budget import Moment, Stretch
 
 
 class TrainConfig(Section):
     """How long, how large, on what."""
 
     steps: PositiveInt = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; with `budget` or `finish_by` at most so many."""
+    budget: Stretch | None = None
+    """Time in which the run ends annealed, validated and saved: `6h`, `1h 30m`. Counts the time
+    that all attempts run, from the start of their first process, not that between them. The decay of
+    `schedule.type: wsd` begins as late as the measured speed allows."""
+    finish_by: Moment | None = None
+    """The same for a time on the clock: `07:00`, which is the next one after the job was first
+    started, or `2026-11-22 07:00`."""
     seq_len: PositiveInt = 1024
     """Tokens in one training sequence."""
+    context_schedule: Sizes = ()
+    """Shorter contexts at first: from when on (steps, a share of the run, or tokens), and tokens,
+    as `[[0, 256], [20%, 1024]]`. Each divides `seq_len`, the last one. A sequence is then read as
+    several rows, which do not see each other: the tokens and their order stay the same."""
     global_batch_tokens: PositiveInt = 65_536
     """Tokens in one optimizer step, over all devices and accumulation steps."""
+    batch_schedule: BatchSchedule = ConstantBatch()
+    """Smaller batches at first."""
     micro_batch: PositiveInt = free(8)
-    """Sequences one device takes at once; gradients accumulate up to the global batch."""
+    """Sequences of `seq_len` one device takes at once; gradients accumulate up to the global
+    batch."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient, as 1e-4, of logsumexp(logits)^2 per token, which keeps the logits from drifting
+    (PaLM). It acts through the gradients: the loss that is shown stays the cross-entropy."""
+    ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Also keep an exponential moving average of the weights, as 0.999, for evaluation (`ema_loss`),
+    `dtt export --ema` and `dtt generate --ema`. Half of it comes from the last ln 2 / (1 - decay)
+    steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 + t), so that it soon
+    forgets where it began. Costs 4 bytes a parameter; null: none."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """`auto`: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = free("auto")
@@ -45,6 +70,25 @@ class TrainConfig(Section):
     hang_seconds: NonNegativeFloat | None = free(600.0)
     """A run whose step takes longer than this, and longer than 20 recent steps, hangs: the stacks
     of all ranks are written, the rank it is due to is named, and the job ends; 0 or null: never."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether the clock says when the run ends."""
+        return self.budget is not None or self.finish_by is not None
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Batches hold whole sequences, and sequences whole contexts."""
+        full, seq_len = self.global_batch_tokens, self.seq_len
+        if full % seq_len:
+            yield "global_batch_tokens", f"{full} is not a multiple of train.seq_len = {seq_len}"
+        for key, why in batch_problems(self.batch_schedule, full, seq_len):
+            yield f"batch_schedule.{key}", why
+        if self.context_schedule:
+            for why in stage_problems(self.context_schedule, seq_len, "train.seq_len"):
+                yield "context_schedule", why
+        for _, context in self.context_schedule:
+            if seq_len % context:
+                yield "context_schedule", f"{context} does not divide train.seq_len = {seq_len}"
 
 
 class CheckpointConfig(Section):

@@ -19,6 +19,7 @@ from dtt.data.encoder import Encoder
 from dtt.data.mixture import Mixture, Weights
 from dtt.data.source import SOURCE_SHIFT, Opened, Piece, Samples, Source, Vocabulary
 from dtt.data.sources.tokens import open_tokens
+from dtt.data.stages import Stages, resolve
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.files import sha256_file
 
@@ -34,8 +35,8 @@ class Dataset:
     validation: tuple[Source | None, ...]
     """Held-out text of each source; None where there is none."""
     mixture: Mixture
-    sequences: int
-    """Samples in one optimizer step."""
+    stages: Stages
+    """How many of the samples each optimizer step takes, and in what context."""
     tokenizer: Path
     manifest: DataManifest
     """What a job keeps of this."""
@@ -43,11 +44,11 @@ class Dataset:
     @property
     def steps(self) -> int:
         """Whole optimizer steps there are samples for; at most as many as were asked for."""
-        return self.mixture.end // self.sequences
+        return self.stages.step_of(self.mixture.end)
 
     def first_sample(self, step: int) -> int:
         """Position of the first sample of a step; steps count from 0."""
-        return step * self.sequences
+        return self.stages.first_sample(step)
 
     def samples_at(self, first: int, count: int) -> Samples:
         """The samples at positions first … first + count - 1 of the run."""
@@ -140,15 +141,15 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     ConfigError if the parts do not fit each other; InputError, DamagedError as the sources say.
     """
     train, data = cfg.train, cfg.data
+    stages = resolve(train)
     opened = _open_sources(cfg)
     for source in opened:
         fit.check_length(source.train.name, source.train.tokens, len(source.train), train.seq_len)
-    sequences = train.global_batch_tokens // train.seq_len
     mixture = Mixture(
         [len(source.train) for source in opened],
-        [((step - 1) * sequences, weights) for step, weights in _weights(cfg, opened)],
+        [(stages.first_sample(step - 1), weights) for step, weights in _weights(cfg, opened)],
         data.on_exhausted if isinstance(data, TokensDataConfig) else "repeat",
-        train.steps * sequences,
+        stages.first_sample(train.steps),
     )
     vocabularies = [(source.train.name, source.vocabulary) for source in opened]
     fit.check_one_tokenizer([(name, its.tokenizer, its.sha256) for name, its in vocabularies])
@@ -156,7 +157,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         sources=tuple(source.train for source in opened),
         validation=tuple(source.validation for source in opened),
         mixture=mixture,
-        sequences=sequences,
+        stages=stages,
         tokenizer=opened[0].vocabulary.tokenizer,
         manifest=_manifest(cfg, opened),
     )

@@ -16,6 +16,7 @@ from dtt.artifacts import (
     shard_stem,
 )
 from dtt.config.train import TrainConfig
+from dtt.data.stages import resolve
 from dtt.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
@@ -23,8 +24,8 @@ from dtt.runtime.jobdir import JobDir
 BYTES = {"uint16": 2, "int32": 4}
 
 
-def sequences_per_step(train: TrainConfig, processes: int) -> int:
-    """Sequences in one optimizer step; ConfigError if they do not divide over the processes."""
+def check_batches(train: TrainConfig, processes: int) -> None:
+    """ConfigError if a batch of the run does not divide over the processes."""
     sequences = train.global_batch_tokens // train.seq_len
     if sequences % processes:
         enough = -(-sequences // processes) * processes * train.seq_len
@@ -33,7 +34,14 @@ def sequences_per_step(train: TrainConfig, processes: int) -> int:
             why="train.global_batch_tokens / train.seq_len must be a multiple of the processes",
             next=f"train.global_batch_tokens={enough}",
         )
-    return sequences
+    for stage in resolve(train).stages:
+        if stage.sequences % processes:
+            raise ConfigError(
+                f"the batch of step {stage.step + 1}, {stage.sequences} sequences, does not divide "
+                f"over {processes} processes",
+                why=f"train.batch_schedule begins {stage.sequences * train.seq_len} tokens there",
+                next=f"batches that are multiples of {processes * train.seq_len} tokens",
+            )
 
 
 def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from datasets import load_dataset_builder
 from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: its HTTP library's
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -33,6 +34,7 @@ from dtt.runtime.log import progress
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
+MODEL_FILES = ["config.json", "model*.safetensors", "tokenizer.json"]
 
 
 @dataclass(frozen=True)
@@ -142,20 +144,33 @@ def _verified(path: Path, file: RemoteFile) -> str:
 
 def fetch_tokenizer(repo: str, revision: str | None) -> Path:
     """The `tokenizer.json` of a model on the Hub, in the Hub's own cache."""
-    with _told_apart(repo, revision, "model"):
+    with _told_apart(repo, revision, "model"), _cache_told_apart():
         try:
             return Path(hf_hub_download(repo, "tokenizer.json", revision=revision))
-        except OfflineModeIsEnabled:
+        except LocalEntryNotFoundError:
             raise
-        except EntryNotFoundError as error:
-            if isinstance(error, FileNotFoundError):  # neither cached nor reachable
-                if constants.is_offline_mode():
-                    raise OfflineModeIsEnabled from None
-                raise ConnectionError(str(error)) from None
+        except EntryNotFoundError:
             raise InputError(
                 f"{repo} has no tokenizer.json",
                 next="name a model with a fast tokenizer, or a local tokenizer.json",
             ) from None
+
+
+def fetch_model(repo: str, revision: str | None) -> Path:
+    """The folder of a model on the Hub, in the Hub's own cache: what `read_hf_folder` reads."""
+    with _told_apart(repo, revision, "model"), _cache_told_apart():
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES))
+
+
+@contextmanager
+def _cache_told_apart() -> Iterator[None]:
+    """What is neither in the Hub's cache nor to be had is for want of a connection."""
+    try:
+        yield
+    except LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
+            raise OfflineModeIsEnabled from None
+        raise ConnectionError(str(error)) from None
 
 
 @contextmanager

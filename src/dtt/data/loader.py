@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,7 +31,11 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes; everything [micro_batch, seq_len]."""
+    """What one forward pass takes; everything [rows, seq_len].
+
+    At the longest context a row is a sample; at a shorter one each sample gives several, one after
+    the other.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -52,32 +56,43 @@ class Batch:
     """This rank's share."""
 
 
+Batches = Generator[Batch, None, None]
+
+
 @dataclass(frozen=True)
 class Share:
-    """Which rows of every global batch are this rank's, and how they are cut."""
+    """Which samples of every global batch are this rank's, and how they are cut."""
 
     rank: int
     size: int
     micro_batch: int
+    """Samples in a forward pass."""
     device: torch.device
     mask_documents: bool = False
 
-    def to_device(self, source: Readable, samples: Samples) -> list[MicroBatch]:
-        """Read this rank's rows (every size-th) of `samples`, cut into micro-batches."""
+    def to_device(
+        self, source: Readable, samples: Samples, seq_len: int | None = None
+    ) -> list[MicroBatch]:
+        """Read this rank's (every size-th) of `samples`, cut into micro-batches.
+
+        Their rows have `seq_len` tokens, which divides a sample; None: as many as a sample.
+        """
         mine = samples[self.rank :: self.size]
         return [
-            self._micro_batch(source, mine[start : start + self.micro_batch])
+            self._micro_batch(source, mine[start : start + self.micro_batch], seq_len)
             for start in range(0, len(mine), self.micro_batch)
         ]
 
-    def _micro_batch(self, source: Readable, samples: Samples) -> MicroBatch:
+    def _micro_batch(self, source: Readable, samples: Samples, seq_len: int | None) -> MicroBatch:
         ids = source.read(samples)
+        seq_len = seq_len or ids.shape[1] - 1
         documents = None
         if self.mask_documents:
-            documents = self._send(source.documents(samples, ids)[:, :-1])
+            documents = self._send(source.documents(samples, ids)[:, :-1].reshape(-1, seq_len))
         sent = self._send(ids)
         # Padding is no id: the model may take any for it, as nothing comes after.
-        return MicroBatch(sent[:, :-1].clamp(min=0), sent[:, 1:], documents)
+        tokens = sent[:, :-1].reshape(-1, seq_len).clamp(min=0)
+        return MicroBatch(tokens, sent[:, 1:].reshape(-1, seq_len), documents)
 
     def _send(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -86,7 +101,7 @@ class Share:
         return tensor
 
 
-def training_batches(dataset: Dataset, share: Share, first_step: int) -> Iterator[Batch]:
+def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches:
     """Batches of the steps from `first_step` on (steps count from 0) to the end of the run.
 
     Step s takes the samples at positions first_sample(s) … first_sample(s + 1) - 1, whatever the
@@ -97,7 +112,8 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Iterato
         first = dataset.first_sample(step)
         try:
             samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
-            return Batch(samples, dataset.targets(samples), share.to_device(dataset, samples))
+            mine = share.to_device(dataset, samples, dataset.stages.at(step).seq_len)
+            return Batch(samples, dataset.targets(samples), mine)
         except DttError:
             log.error("rank %d cannot read the data of step %d", share.rank, step + 1)
             raise
@@ -111,7 +127,7 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Iterato
 
 def _ahead(
     make: Callable[[int], Batch], steps: Iterable[int], begin: Callable[[], None], depth: int = 2
-) -> Iterator[Batch]:
+) -> Batches:
     """`make(step)` for all steps, in a thread, each begun `depth` calls before its turn."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=begin) as pool:
         ready: deque[Future[Batch]] = deque()

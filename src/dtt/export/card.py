@@ -11,7 +11,9 @@ from dtt.model import count, families
 from dtt.model.architecture import Architecture
 
 
-def model_card(cfg: RunConfig, arch: Architecture, data: DataManifest, tokens: int) -> str:
+def model_card(
+    cfg: RunConfig, arch: Architecture, data: DataManifest, tokens: int, *, ema: bool
+) -> str:
     """Markdown with the Hub's metadata: what the model is, what it saw, how to use it."""
     corpora = [source.corpus for source in data.sources if source.corpus is not None]
     facts = ModelCardData(
@@ -34,6 +36,8 @@ def model_card(cfg: RunConfig, arch: Architecture, data: DataManifest, tokens: i
         "Training": f"{tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
         "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
     }
+    if ema:
+        rows["Weights"] = f"exponential moving average, decay {cfg.train.ema_decay}"
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return str(
         ModelCard(

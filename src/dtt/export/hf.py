@@ -17,6 +17,7 @@ from dtt.artifacts import ExportManifest, FileRecord
 from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import ConfigError, DamagedError
 from dtt.export import verify
+from dtt.export.fold import fold
 from dtt.export.read import Trained
 from dtt.export.weights import to_hf
 from dtt.model import count, families
@@ -34,6 +35,8 @@ class Origin:
     step: int
     checkpoint_sha256: str
     """Of the checkpoint's manifest."""
+    ema: bool = False
+    """Whether it is of the weights' moving average."""
 
 
 def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
@@ -48,7 +51,8 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
             f"{out} holds something else", next="name another folder with --out, or move it away"
         )
     found = ExportManifest.read(out)
-    if (found.checkpoint_sha256, found.dtype) != (origin.checkpoint_sha256, dtype):
+    same = (found.checkpoint_sha256, found.ema, found.dtype)
+    if same != (origin.checkpoint_sha256, origin.ema, dtype):
         if found.job == origin.job:
             return None
         raise ConfigError(
@@ -79,16 +83,19 @@ def export(
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     try:
-        rounded = {name: tensor.to(DTYPES[dtype]) for name, tensor in trained.state.items()}
-        _write_weights(to_hf(rounded, trained.arch), aside, max_shard_size)
-        _write_config(trained, aside, dtype)
+        folded = fold(trained)
+        verify.check_folded(folded, trained)
+        rounded = {name: tensor.to(DTYPES[dtype]) for name, tensor in folded.state.items()}
+        _write_weights(to_hf(rounded, folded.arch), aside, max_shard_size)
+        _write_config(folded, aside, dtype)
         _write_tokenizer(trained, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
-        difference = verify.check(aside, rounded, trained.arch, trained.tokenizer)
+        difference = verify.check(aside, rounded, folded.arch, trained.tokenizer)
         manifest = ExportManifest(
             job=origin.job,
             step=origin.step,
             checkpoint_sha256=origin.checkpoint_sha256,
+            ema=origin.ema,
             dtype=dtype,
             parameters=n_parameters,
             max_logit_difference=difference,

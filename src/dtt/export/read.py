@@ -20,6 +20,8 @@ from dtt.errors import DamagedError, InputError
 from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.model.scaling import scaled
+from dtt.optim.ema import averages
 from dtt.runtime.jobdir import JobDir
 
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
@@ -50,8 +52,13 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
     return found
 
 
-def read_checkpoint(cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint) -> Trained:
-    """The model of a job whose resolved config is `cfg`; nothing outside its directory is read."""
+def read_checkpoint(
+    cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
+) -> Trained:
+    """The model of a job whose resolved config is `cfg`; nothing outside its directory is read.
+
+    With `ema` the weights are their moving average; InputError if the job keeps none.
+    """
     data = DataManifest.read(job.root)
     if checkpoint.manifest.data_key != data.key:
         raise DamagedError(
@@ -60,13 +67,23 @@ def read_checkpoint(cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint) -
             next=f"dtt train {job.root}, which writes it again",
         )
     fit.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
-    family = families.get(cfg.model.family)
     return Trained(
-        family.architecture(cfg.model, data.vocab_size, cfg.train.seq_len),
-        checkpoint.tensors(store.MODEL),
+        scaled(cfg, data.vocab_size).arch,
+        _averages(checkpoint) if ema else checkpoint.tensors(store.MODEL),
         job.tokenizer,
         data.end_of_document,
     )
+
+
+def _averages(checkpoint: store.Checkpoint) -> dict[str, Tensor]:
+    found = averages(checkpoint.tensors(store.STATE))
+    if not found:
+        raise InputError(
+            f"{checkpoint.path} holds no average of the weights",
+            why="the job was trained without train.ema_decay",
+            next="leave --ema out; train.ema_decay=0.999 keeps one in the next job",
+        )
+    return found
 
 
 def read_hf_folder(folder: Path) -> Trained:
@@ -83,9 +100,9 @@ def read_hf_folder(folder: Path) -> Trained:
             f"known: {', '.join(known)}",
             next="name a folder that `dtt export` made, or a model of one of those kinds",
         )
-    files, tokenizer = sorted(folder.glob("*.safetensors")), folder / "tokenizer.json"
+    files, tokenizer = sorted(folder.glob("model*.safetensors")), folder / "tokenizer.json"
     if not files or not tokenizer.is_file():
-        missing = tokenizer.name if files else "*.safetensors"
+        missing = tokenizer.name if files else "model.safetensors"
         raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
     try:
         arch = known[config["model_type"]].from_hf_config(config)

@@ -6,6 +6,7 @@ Shapes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import DamagedError
+from dtt.export.read import Trained
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
@@ -32,27 +34,47 @@ It's 12,345 words — Übergröße, Привет, 你好世界, नमस्त�
 def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokenizer: Path) -> float:
     """Load `folder` with the Auto classes; compare with a Decoder that holds `state`.
 
-    Class, tensor names, tying, token ids of real text, and fp32 logits of random ids and of that
-    text must agree: DamagedError names the first that does not. Returns the largest absolute
-    difference of a logit. Works on the CPU, in memory for two fp32 models.
+    Class, configuration, tensor names, tying, token ids of real text, and fp32 logits of random
+    ids and of that text must agree: DamagedError names the first that does not. Returns the
+    largest absolute difference of a logit. Works on the CPU, in memory for two fp32 models.
     """
     theirs = _load(folder, arch)
     text_ids = _token_ids(folder, tokenizer)[: arch.max_seq_len]
+    ours = _decoder(state, arch)
+    return max(
+        _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what, folder)
+        for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
+    )
+
+
+@torch.inference_mode()
+def check_folded(folded: Trained, trained: Trained) -> None:
+    """DamagedError unless the weights with the multipliers in them give the same fp32 logits."""
+    if folded.arch != trained.arch:
+        ids_1T = _random_ids(trained.arch)[None]
+        before, after = (_decoder(one.state, one.arch)(ids_1T) for one in (trained, folded))
+        _difference(before, after, "the folded weights", None)
+
+
+def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
+    """The model, in fp32."""
     with torch.device("meta"):
-        ours = Decoder(arch)
-    ours.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    ours.eval()
+        model = Decoder(arch)
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    return model.eval()
+
+
+def _random_ids(arch: Architecture) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    length = min(128, arch.max_seq_len)
-    random_T = torch.randint(arch.vocab_size, (length,), generator=generator)
-    worst = 0.0
-    for ids_T, what in ((random_T, "random ids"), (torch.tensor(text_ids), "text")):
-        expected_TV, got_TV = ours(ids_T[None])[0], theirs(ids_T[None]).logits[0]
-        difference = (expected_TV - got_TV).abs().max().item()
-        if not difference <= TOLERANCE * max(1.0, expected_TV.abs().max().item()):
-            raise _refused(folder, f"logits of {what} differ by up to {difference:.3g}")
-        worst = max(worst, difference)
-    return worst
+    return torch.randint(arch.vocab_size, (min(128, arch.max_seq_len),), generator=generator)
+
+
+def _difference(expected: Tensor, got: Tensor, what: str, where: Path | None) -> float:
+    """The largest of a logit; DamagedError when it is more than rounding."""
+    difference = (expected - got).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise _refused(where, f"logits of {what} differ by up to {difference:.3g}")
+    return difference
 
 
 def _load(folder: Path, arch: Architecture) -> Any:
@@ -64,9 +86,14 @@ def _load(folder: Path, arch: Architecture) -> Any:
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         raise _refused(folder, f"transformers reports {wrong}")
-    expected = families.get(arch.family).hf_class
-    if type(model).__name__ != expected:
-        raise _refused(folder, f"transformers builds a {type(model).__name__}, not a {expected}")
+    family = families.get(arch.family)
+    if type(model).__name__ != family.hf_class:
+        raise _refused(
+            folder, f"transformers builds a {type(model).__name__}, not a {family.hf_class}"
+        )
+    # 128 tokens would not show a window of 4096, nor how far the rotary embedding reaches.
+    if replace(family.from_hf_config(model.config.to_dict()), dropout=arch.dropout) != arch:
+        raise _refused(folder, "transformers reads another architecture in config.json")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied != arch.tie_embeddings:
         raise _refused(folder, f"the head is {'tied' if tied else 'not tied'} to the embedding")
@@ -84,7 +111,7 @@ def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
     return expected
 
 
-def _refused(folder: Path, why: str) -> DamagedError:
+def _refused(folder: Path | None, why: str) -> DamagedError:
     return DamagedError(
         "the export is not the model that was trained; nothing was published",
         where=folder,

@@ -11,6 +11,7 @@ from dtt.errors import DamagedError
 from dtt.model import families
 from dtt.model.architecture import Architecture
 
+HEAD = "lm_head.weight"
 # Buffers that older transformers saved with the weights; they hold nothing that was trained.
 NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -27,9 +28,15 @@ def to_hf(state: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
 
 
 def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
-    """Tensors of the family's transformers class → state of a Decoder."""
+    """Tensors of the family's transformers class → state of a Decoder.
+
+    Those of its base class, without a head, serve as well: the released GPT-2 is one.
+    """
     rules = list(families.get(arch.family).weight_rules(arch))
-    tied = {"lm_head.weight"} if arch.tie_embeddings else set()
+    base = f"{rules[0].theirs.split('.')[0]}."
+    if not any(name.startswith(base) for name in tensors):
+        tensors = {n if n == HEAD else f"{base}{n}": t for n, t in tensors.items()}
+    tied = {HEAD} if arch.tie_embeddings else set()
     given = [name for name in tensors if not name.endswith(NOT_WEIGHTS) and name not in tied]
     _compare((rule.theirs for rule in rules), given, "the Hugging Face folder")
     state: dict[str, Tensor] = {}

@@ -145,7 +145,7 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
     if command == "pipeline":  # which starts them itself
         key, nodes = "pipeline.train_processes", 1
         each = cfg.pipeline.train_processes or gpus or 1
-    yield from caught(lambda: fit.sequences_per_step(cfg.train, nodes * each))
+    yield from caught(lambda: fit.check_batches(cfg.train, nodes * each))
     if gpus and each > gpus:
         yield ConfigError(
             f"{each} processes on a node do not share {gpus} GPUs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import ModelConfig, NoRopeScaling, RopeScaling
 from dtt.errors import ConfigError
 
 
@@ -22,16 +22,44 @@ class Architecture:
     n_kv_heads: int
     head_dim: int
     ffn_dim: int
-    norm: Literal["layernorm", "rmsnorm"]
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
+    """`rmsnorm_plus_one` keeps its weight as the distance from one, as Gemma does."""
     norm_eps: float
+    qk_norm: bool
+    """Whether each head's queries and keys are normed, before they are rotated."""
+    sandwich_norm: bool
+    """Whether what attention and MLP give is normed too, before it is added."""
     position: Literal["learned", "rope"]
     rope_theta: float
-    mlp: Literal["gelu", "swiglu"]
+    rope_scaling: RopeScaling
+    rope_local_theta: float | None
+    """Base in layers with a window, which then have no scaling; None: as the other layers."""
+    windows: tuple[int | None, ...]
+    """For each layer, how many tokens one may attend to, itself included; None: all before it."""
+    mlp: Literal["gelu", "swiglu", "geglu"]
     bias: bool
     """Whether linear layers (the head excepted) have one."""
     tie_embeddings: bool
+    embed_scale: float
+    """Multiplies the token embeddings."""
+    attn_scale: float
+    """Multiplies the products of queries and keys."""
+    residual_scale: float
+    """Multiplies what attention and MLP add to the residual stream."""
+    logit_scale: float
+    """Multiplies the final hidden states, before the head."""
+    logit_softcap: float | None
+    """c of c * tanh(logits / c)."""
     init_std: float
     dropout: float
+
+    def rope(self, layer: int) -> tuple[float, RopeScaling] | None:
+        """Base and scaling of the rotary embedding in a layer; None with learned positions."""
+        if self.position == "learned":
+            return None
+        if self.windows[layer] is not None and self.rope_local_theta is not None:
+            return self.rope_local_theta, NoRopeScaling()
+        return self.rope_theta, self.rope_scaling
 
 
 def round_up(number: int, multiple: int) -> int:

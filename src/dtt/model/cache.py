@@ -1,9 +1,12 @@
 """Keys and values of the tokens seen so far, in memory allocated once. For use without gradients.
 
-Shapes: B sequences, H key/value heads, T new tokens, S tokens seen, K head_dim.
+Shapes: B sequences, T new tokens, S room for tokens, G key/value heads, K head_dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -11,30 +14,12 @@ from torch import Tensor
 from dtt.model.architecture import Architecture
 
 
-class LayerCache:
-    """The cache of one layer."""
-
-    def __init__(self, keys_BHSK: Tensor, values_BHSK: Tensor) -> None:
-        """Take the memory for keys and values, [B, H, capacity, K] each."""
-        self._keys, self._values = keys_BHSK, values_BHSK
-        self.length = 0
-
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Add T tokens; return the keys and values of all tokens so far, [B, H, S, K] each.
-
-        Either the cache is empty, or T is 1: the causal mask of other cases is not built.
-        """
-        start, end = self.length, self.length + k_BHTK.shape[2]
-        if start > 0 and end - start > 1:
-            raise ValueError("a cache takes the whole prompt first, then one token at a time")
-        self._keys[:, :, start:end] = k_BHTK
-        self._values[:, :, start:end] = v_BHTK
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-
 class KVCache:
-    """The caches of all layers, for up to `capacity` tokens of `batch` sequences."""
+    """Of all layers, for up to `capacity` tokens of each of `batch` sequences.
+
+    Sequences may have different lengths: the token at position p is at place p. All of them stay
+    there, also in layers with a window, which do not look at the older ones.
+    """
 
     def __init__(
         self,
@@ -46,11 +31,48 @@ class KVCache:
     ) -> None:
         """Allocate 2 * n_layers * batch * n_kv_heads * capacity * head_dim numbers."""
         shape = (2, arch.n_layers, batch, arch.n_kv_heads, capacity, arch.head_dim)
-        keys, values = torch.zeros(shape, device=device, dtype=dtype)
-        self.layers = [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
-        self.capacity = capacity
+        self.memory = torch.zeros(shape, device=device, dtype=dtype)
+        """Keys and values, [2, n_layers, B, G, S, K]."""
+        self.lengths = [0] * batch
+        """Tokens seen so far, of each sequence."""
 
     @property
-    def length(self) -> int:
-        """Tokens seen so far."""
-        return self.layers[0].length
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.memory.device
+
+    def positions(self, count: int) -> Tensor:
+        """[B, count]: where the next tokens of each sequence stand."""
+        ahead = torch.arange(count, device=self.device)
+        return torch.tensor(self.lengths, device=self.device)[:, None] + ahead
+
+    def row(self, index: int) -> KVCache:
+        """One sequence: a cache in the same memory, with a length of its own."""
+        one = copy(self)
+        one.memory = self.memory[:, :, index : index + 1]
+        one.lengths = [self.lengths[index]]
+        return one
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all sequences but these."""
+        self.memory = self.memory[:, :, rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def write(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Put T tokens behind those seen; return the memory of that layer, [B, G, S, K] each.
+
+        Sequences of different lengths get one token at a time. `advance` follows the last layer.
+        """
+        k_BGSK, v_BGSK = self.memory[:, layer]
+        if len(set(self.lengths)) == 1:
+            places = slice(self.lengths[0], self.lengths[0] + k_BGTK.shape[2])
+            k_BGSK[:, :, places], v_BGSK[:, :, places] = k_BGTK, v_BGTK
+        else:
+            rows = range(len(self.lengths))
+            k_BGSK[rows, :, self.lengths] = k_BGTK.squeeze(2)
+            v_BGSK[rows, :, self.lengths] = v_BGTK.squeeze(2)
+        return k_BGSK, v_BGSK
+
+    def advance(self, count: int) -> None:
+        """So many tokens of each sequence have been written in every layer."""
+        self.lengths = [length + count for length in self.lengths]

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
+from dtt.model.attend import attends
 from dtt.model.cache import KVCache
-from dtt.model.layers import Block, make_norm
+from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.loss import linear_cross_entropy
-from dtt.model.masks import document_mask, document_positions
+from dtt.model.masks import document_positions
+from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
 
 Role = Literal["matrix", "embed", "head", "vector"]
@@ -26,8 +28,9 @@ class Decoder(nn.Module):
     """Token ids to logits, or to a loss.
 
     The names of the modules are a contract: `embed`, `pos_embed` (learned positions only),
-    `layers.N.{attn_norm, attn.{q,k,v,o}, mlp_norm, mlp.{gate,up,down}}`, `norm`, `head` (None when
-    tied: the embedding serves). There are no buffers.
+    `layers.N.{attn_norm, attn.{q,k,v,o,q_norm,k_norm}, attn_post_norm, mlp_norm,
+    mlp.{gate,up,down}, mlp_post_norm}`, `norm`, `head` (None when tied: the embedding serves).
+    There are no buffers.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -39,7 +42,8 @@ class Decoder(nn.Module):
             Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" else None
         )
         self.layers = nn.ModuleList(Block(arch) for _ in range(arch.n_layers))
-        self.norm = make_norm(arch)
+        self.ropes = [arch.rope(i) for i in range(arch.n_layers)]
+        self.norm = make_norm(arch, arch.dim)
         self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
 
     def forward(
@@ -48,37 +52,55 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         cache: KVCache | None = None,
         documents_BT: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """Logits [B, T, V]; with targets, the fp32 *sum* over tokens of the cross-entropy in nats.
 
-        Targets of -100 are ignored. With a cache, the tokens follow those it holds, it grows, and
-        only the last token's logits [B, 1, V] are computed. With documents, which number that of
-        each token, tokens attend within their own, and positions begin anew at its start; not
-        together with a cache.
+        Targets of -100 are ignored; `z_loss` adds to the gradients alone, as in `model/loss.py`.
+        With a cache, the tokens follow those it holds, it grows, and only the last token's logits
+        [B, 1, V] are computed. With documents, which number that of each token, tokens attend
+        within their own, and positions begin anew at its start; not together with a cache.
         """
-        mask_B1TT = None
-        if documents_BT is None:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
+        if documents_BT is not None:
+            positions_BT = document_positions(documents_BT)
+        elif cache is not None:
+            positions_BT = cache.positions(tokens_BT.shape[1])
         else:
-            mask_B1TT = document_mask(documents_BT)
-            positions = document_positions(documents_BT)
-        x_BTD = self.embed(tokens_BT)
-        angles = None
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        x_BTD = _scaled(self.embed(tokens_BT), self.arch.embed_scale)
         if self.pos_embed is not None:
-            x_BTD = x_BTD + self.pos_embed(positions)
-        else:
-            by_head = positions if documents_BT is None else positions[:, None]
-            angles = rotations(by_head, self.arch.head_dim, self.arch.rope_theta)
+            x_BTD = x_BTD + self.pos_embed(positions_BT)
         x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
+        angles = {
+            rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
+            for rope in set(self.ropes)
+        }
+        attend = attends(self.arch, tokens_BT, documents_BT, cache)
         for i, layer in enumerate(self.layers):
-            layer_cache = cache.layers[i] if cache is not None else None
-            x_BTD = layer(x_BTD, angles, layer_cache, mask_B1TT)
+            x_BTD = layer(x_BTD, angles[self.ropes[i]], attend[i])
+        if cache is not None:
+            cache.advance(tokens_BT.shape[1])
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
+        x_BTD = _scaled(x_BTD, self.arch.logit_scale)
         head_VD = self.embed.weight if self.head is None else self.head.weight
         if targets_BT is None:
-            return F.linear(x_BTD, head_VD)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), head_VD, targets_BT.flatten())
+            return _softcapped(F.linear(x_BTD, head_VD), self.arch.logit_softcap)
+        return linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            head_VD,
+            targets_BT.flatten(),
+            softcap=self.arch.logit_softcap,
+            z_loss=z_loss,
+        )
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """`x` times a number that is rounded to the dtype of `x` first, as transformers does."""
+    return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+
+
+def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def roles(model: nn.Module) -> dict[str, Role]:

@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
 
 
-@torch.inference_mode()
 def generate(
     model: Decoder,
-    prompt_ids: list[int],
+    prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -26,29 +25,79 @@ def generate(
     stop_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt of at least one token.
+    """Yield the tokens that follow a prompt: `generate_batch` for one."""
+    for _, token in generate_batch(
+        model,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_id=stop_id,
+        generators=[generator],
+    ):
+        yield token
 
-    Ends after `max_new_tokens`, before `stop_id` (which is not yielded), or when prompt and output
-    fill the model's context (`max_seq_len`). Temperature 0 takes the likeliest token; else the
-    choice is among the `top_k` likeliest that make up the first `top_p` of the probability.
-    `generator` must live on the model's device. The model is in evaluation mode meanwhile.
+
+@torch.inference_mode()
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop_id: int | None = None,
+    generators: Sequence[torch.Generator | None],
+) -> Iterator[tuple[int, int]]:
+    """Yield (number of the prompt, token) for prompts of at least one token, as they come.
+
+    Each prompt is continued as if it were alone: until it has `max_new_tokens`, until `stop_id`
+    (which is not yielded), or until it fills the model's context (`max_seq_len`). Temperature 0
+    takes the likeliest token; else the choice is among the `top_k` likeliest that make up the first
+    `top_p` of the probability, drawn with the prompt's own generator, which must live on the
+    model's device. The model is in evaluation mode meanwhile.
+
+    Prompts are read one by one, so that none needs padding; then all get a token at a time.
     """
-    room = model.arch.max_seq_len - len(prompt_ids)
+    context = model.arch.max_seq_len
+    left = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    going = [i for i in range(len(prompts)) if left[i] > 0]
+    capacity = max((len(prompts[i]) + left[i] for i in going), default=0)
     weight = model.embed.weight
-    cache = KVCache(model.arch, 1, model.arch.max_seq_len, weight.device, weight.dtype)
+    cache = KVCache(model.arch, len(going), capacity, weight.device, weight.dtype)
     was_training = model.training
     model.eval()
     try:
-        tokens_1T = torch.tensor([prompt_ids], device=weight.device)
-        for _ in range(min(max_new_tokens, room)):
-            logits_V = model(tokens_1T, cache=cache)[0, -1].float()
-            token = sample(logits_V, temperature, top_k, top_p, generator)
-            if token == stop_id:
-                return
-            yield token
-            tokens_1T = torch.tensor([[token]], device=weight.device)
+        logits = [_read(model, cache, row, prompts[i]) for row, i in enumerate(going)]
+        while going:
+            rows, tokens = [], []
+            for row, i in enumerate(going):
+                token = sample(logits[row].float(), temperature, top_k, top_p, generators[i])
+                if token == stop_id:
+                    continue
+                yield i, token
+                left[i] -= 1
+                if left[i] > 0:
+                    rows.append(row)
+                    tokens.append(token)
+            if len(rows) < len(going):
+                going = [going[row] for row in rows]
+                cache.keep(rows)
+            if going:
+                tokens_B1 = torch.tensor(tokens, device=weight.device)[:, None]
+                logits = list(model(tokens_B1, cache=cache)[:, -1])
     finally:
         model.train(was_training)
+
+
+def _read(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
+    """Put a prompt into its row of the cache; logits [V] of what follows."""
+    own = cache.row(row)
+    logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=own)[0, -1]
+    cache.lengths[row] = own.lengths[0]
+    return logits
 
 
 def sample(
@@ -58,14 +107,14 @@ def sample(
     top_p: float,
     generator: torch.Generator | None,
 ) -> int:
-    """Draw one token id; see `generate` for the options."""
+    """Draw one token id; see `generate_batch` for the options."""
     if temperature == 0:
         return int(logits_V.argmax())
-    ordered_V, ids_V = (logits_V / temperature).sort(descending=True)
-    if top_k is not None:
-        ordered_V = ordered_V[:top_k]
-    probabilities = ordered_V.softmax(dim=-1)
-    if top_p < 1.0:
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before > top_p, 0.0)
-    return int(ids_V[torch.multinomial(probabilities, 1, generator=generator)])
+    logits_V = logits_V / temperature
+    if top_k is None and top_p == 1.0:  # sorting the vocabulary takes longer than drawing from it
+        return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
+    ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    probabilities = probabilities.masked_fill(before > top_p, 0.0)
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,26 +1,22 @@
-"""Norms, MLPs and the block that joins them with attention.
+"""MLPs, and the block that joins them with attention and norms.
 
 Shapes: B sequences, T tokens, D dim, F ffn_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
+from dtt.model.attend import Attend
 from dtt.model.attention import Attention, Rotations
-from dtt.model.cache import LayerCache
 from dtt.model.linear import Linear
-
-
-def make_norm(arch: Architecture) -> nn.Module:
-    """The norm over the D axis that the architecture names."""
-    match arch.norm:
-        case "layernorm":
-            return nn.LayerNorm(arch.dim, eps=arch.norm_eps)
-        case "rmsnorm":
-            return nn.RMSNorm(arch.dim, eps=arch.norm_eps)
+from dtt.model.norm import make_norm
 
 
 def make_mlp(arch: Architecture) -> nn.Module:
@@ -29,7 +25,9 @@ def make_mlp(arch: Architecture) -> nn.Module:
         case "gelu":
             return GeluMLP(arch)
         case "swiglu":
-            return SwiGluMLP(arch)
+            return GatedMLP(arch, F.silu)
+        case "geglu":
+            return GatedMLP(arch, partial(F.gelu, approximate="tanh"))
 
 
 class GeluMLP(nn.Module):
@@ -47,43 +45,53 @@ class GeluMLP(nn.Module):
         return out_BTD
 
 
-class SwiGluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020): SwiGLU, GeGLU."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, activation: Callable[[Tensor], Tensor]) -> None:
         """D → F twice, F → D."""
         super().__init__()
+        self.activation = activation
         self.gate = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
         self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
         self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] → [B, T, D]."""
-        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        out_BTD: Tensor = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x))."""
+    """x + attn(norm(x)), then x + mlp(norm(x)); with sandwich norms, what is added is normed too.
+
+    What is added is multiplied by `residual_scale`.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         """One layer of the decoder."""
         super().__init__()
-        self.attn_norm = make_norm(arch)
+        self.attn_norm = make_norm(arch, arch.dim)
         self.attn = Attention(arch)
-        self.mlp_norm = make_norm(arch)
+        self.attn_post_norm = make_norm(arch, arch.dim) if arch.sandwich_norm else nn.Identity()
+        self.mlp_norm = make_norm(arch, arch.dim)
         self.mlp = make_mlp(arch)
+        self.mlp_post_norm = make_norm(arch, arch.dim) if arch.sandwich_norm else nn.Identity()
         self.dropout = arch.dropout
+        self.scale = arch.residual_scale
 
     def forward(
         self,
         x_BTD: Tensor,
         rotations: Rotations | None,
-        cache: LayerCache | None = None,
-        mask_B1TT: Tensor | None = None,
+        attend: Attend,
     ) -> Tensor:
         """[B, T, D] → [B, T, D]; the rest as `Attention` takes it."""
-        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, cache, mask_B1TT)
-        x_BTD = x_BTD + F.dropout(attn_BTD, self.dropout, self.training)
-        mlp_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + F.dropout(mlp_BTD, self.dropout, self.training)
+        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attend)
+        x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
+        return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD))))
+
+    def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
+        """The residual stream with what a sub-layer gives."""
+        dropped_BTD = F.dropout(update_BTD, self.dropout, self.training)
+        return torch.add(x_BTD, dropped_BTD, alpha=self.scale)

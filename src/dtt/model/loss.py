@@ -1,6 +1,9 @@
 """The head's projection and its cross-entropy in one, without ever holding [N, V] logits.
 
 Shapes: N tokens, D dim, V vocabulary, C tokens of one chunk.
+
+torch has its own since 2.13; dtt supports older ones. It knows neither soft-cap nor z-loss, nor
+autocast, and is several times slower on a CPU (benchmarks/loss.py).
 """
 
 from __future__ import annotations
@@ -18,14 +21,25 @@ adding each chunk's part to the weight's gradient is the dearer, the smaller the
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
 ) -> Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T, target), in nats, as an fp32 scalar.
 
-    Equal to `F.cross_entropy(..., ignore_index=-100, reduction="sum")`. `chunk` tokens are worked
-    on at a time; when gradients are wanted they are computed along the way, so that the logits are
-    computed once and never kept. Under autocast the products are taken in its dtype; the loss and
-    the sum of the weight's gradient are fp32.
+    Equal to `F.cross_entropy(..., ignore_index=-100, reduction="sum")`. With `softcap`, logits x
+    become softcap * tanh(x / softcap) before it (Gemma 2, arXiv 2408.00118, section 2). With
+    `z_loss`, gradients are those of the sum plus z_loss * logsumexp(logits)^2 of every token that
+    is not ignored (PaLM, arXiv 2204.02311, section 5); the value stays the cross-entropy, so that
+    runs with and without compare.
+
+    `chunk` tokens are worked on at a time; when gradients are wanted they are computed along the
+    way, so that the logits are computed once and never kept. Under autocast the products are taken
+    in its dtype; the loss and the sum of the weight's gradient are fp32 (fp64 for fp64 inputs).
     """
     device = hidden_ND.device.type
     chunk = chunk or max(1, CHUNK_ELEMENTS[device] // weight_VD.shape[0])
@@ -33,20 +47,51 @@ def linear_cross_entropy(
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
             apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-            return apply(hidden_ND, weight_VD, targets_N, chunk, dtype)
+            return apply(hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk, dtype)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
-        loss = hidden_ND.new_zeros((), dtype=torch.float32)
+        loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
-            loss += _chunk_loss(hidden_ND[rows], weight_VD, targets_N[rows])[0]
+            loss += _chunk_loss(hidden_ND[rows], weight_VD, targets_N[rows], softcap)[0]
         return loss
 
 
-def _chunk_loss(h_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of some tokens, and the fp32 log-probabilities [C, V]."""
-    logp_CV = torch.log_softmax(h_CD @ weight_VD.T, dim=-1, dtype=torch.float32)
-    picked_C = logp_CV.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
-    return -picked_C.masked_fill(targets_C == IGNORED, 0.0).sum(), logp_CV
+def _sum_dtype(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def _chunk_loss(
+    h_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of some tokens, their log-probabilities [C, V], and the logsumexp of their logits
+    [C, 1]; each in fp32 or wider."""
+    logits_CV = h_CD @ weight_VD.T
+    if softcap is not None:
+        wide_CV = logits_CV.to(_sum_dtype(h_CD))
+        logits_CV = wide_CV.div_(softcap).tanh_().mul_(softcap)
+    logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(h_CD))
+    column_C1 = targets_C.clamp(min=0)[:, None]
+    picked_C1 = logp_CV.gather(1, column_C1)
+    lse_C1 = logits_CV.gather(1, column_C1) - picked_C1
+    return -picked_C1[:, 0].masked_fill(targets_C == IGNORED, 0.0).sum(), logp_CV, lse_C1
+
+
+def _grad_logits(
+    logp_CV: Tensor, lse_C1: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
+    """Gradient of the loss with respect to the logits before the cap; takes the memory of `logp`.
+
+    Ignored tokens get one, too: it is not used.
+    """
+    slope_CV = None
+    if softcap is not None:  # of the cap: 1 - tanh^2, from the capped logits logp + lse
+        slope_CV = logp_CV.add(lse_C1).div_(softcap).square_().neg_().add_(1.0)
+    grad_CV = logp_CV.exp_()  # softmax * (1 + 2 z lse) - one_hot(target), in place
+    if z_loss:
+        grad_CV.mul_(1.0 + 2.0 * z_loss * lse_C1)
+    one = grad_CV.new_full((), -1.0).expand(len(targets_C), 1)
+    grad_CV.scatter_add_(1, targets_C.clamp(min=0)[:, None], one)
+    return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -56,24 +101,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
         chunk: int,
         dtype: torch.dtype | None,
     ) -> Tensor:
         """The loss, with both gradients computed while each chunk's logits are there."""
         hidden, weight = hidden_ND.to(dtype), weight_VD.to(dtype)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        sum_dtype = _sum_dtype(hidden)
+        loss = hidden.new_zeros((), dtype=sum_dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
             targets_C = targets_N[rows]
             ignored_C1 = (targets_C == IGNORED)[:, None]
-            part, logp_CV = _chunk_loss(hidden[rows], weight, targets_C)
+            part, logp_CV, lse_C1 = _chunk_loss(hidden[rows], weight, targets_C, softcap)
             loss += part
-            grad_logits = logp_CV.exp_()  # softmax - one_hot(target), in place
-            one = grad_logits.new_full((), -1.0).expand(len(targets_C), 1)
-            grad_logits.scatter_add_(1, targets_C.clamp(min=0)[:, None], one)
+            grad_logits = _grad_logits(logp_CV, lse_C1, targets_C, softcap, z_loss)
             grad_logits = grad_logits.to(hidden.dtype)
             # Ignored rows are zeroed in the narrow [C, D] factors, not in the wide gradient.
             if grad_hidden is not None:
@@ -92,4 +138,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_loss).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None, None)

@@ -5,11 +5,17 @@ Shapes: T tokens, H heads, K head_dim. The pair that rotates together is (x[i], 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, NoRopeScaling, RopeScaling
 
-def rotations(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+
+def rotations(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine in fp32 of the angle of each pair at each position: [T] → [T, K/2].
 
     Axes before T stay: positions that differ between sequences are [B, 1, T], for all their heads.
@@ -18,9 +24,22 @@ def rotations(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, T
     initialisation, sharding and checkpoints have to know about, to save a thousandth of a step.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    frequencies = 1.0 / theta**exponents
+    frequencies = _scale(1.0 / theta**exponents, scaling)
     angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians per token of each pair, [K/2], for a longer context."""
+    match scaling:
+        case NoRopeScaling():
+            return frequencies
+        case LinearRopeScaling():
+            return frequencies / scaling.factor
+        case Llama3RopeScaling(low_freq_factor=low, high_freq_factor=high):
+            turns = frequencies * scaling.original_max_seq_len / (2 * math.pi)
+            fast = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - fast) * frequencies / scaling.factor + fast * frequencies
 
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

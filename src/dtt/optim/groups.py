@@ -1,18 +1,38 @@
-"""Which optimizer takes which parameter, by its role."""
+"""Which optimizer takes which parameter, at what rate: by its role, or by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import assert_never
+import difflib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.config.optim import GroupConfig, MuonConfig, OptimConfig, RoleConfig
+from dtt.errors import ConfigError
 from dtt.optim.muon import Muon
 
-DECAYED = frozenset({"matrix"})
+T = TypeVar("T")
+
+
+class Settings(NamedTuple):
+    """How a parameter is treated; those that agree in all are a group."""
+
+    optimizer: str
+    label: str
+    """The role, and the pattern that changed something for it."""
+    lr: float
+    """At the peak of the schedule."""
+    weight_decay: float
+    betas: tuple[float, float] | None = None
+    """AdamW's, as `eps`."""
+    eps: float | None = None
+    split: tuple[int, ...] | None = None
+    """Muon's: rows of each matrix in the parameter."""
 
 
 def build(
@@ -20,64 +40,146 @@ def build(
     parameters: Mapping[str, nn.Parameter],
     roles: Mapping[str, str],
     ns_dtype: torch.dtype,
+    multipliers: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, Optimizer]:
     """The optimizers by name (`muon`, `adamw`); together they hold each parameter exactly once.
 
     `roles` must name every parameter: matrix | embed | head | vector. Under Muon the matrices are
-    Muon's, the rest AdamW's. Only matrices are decayed. Groups carry their parameters' `names`.
+    Muon's, the rest AdamW's, unless `config.groups` says otherwise by name. `multipliers` are
+    factors of learning rates, by optimizer and name, 1 if absent; weight decay is divided by them,
+    so that a step decays by as much. Groups carry their parameters' `names`, their `label` and
+    `peak_lr`. ConfigError where an entry of `config.groups` does not fit.
     """
     unassigned = parameters.keys() - roles.keys()
     if unassigned:
         raise ValueError(f"parameters without a role: {sorted(unassigned)}")
-    match config:
-        case AdamWConfig():
-            return {"adamw": _adamw(config, parameters, roles)}
-        case MuonConfig():
-            matrices = {n: p for n, p in parameters.items() if roles[n] == "matrix"}
-            rest = {n: p for n, p in parameters.items() if roles[n] != "matrix"}
-            muon = Muon(
-                [_group(matrices, config.weight_decay)],
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                ns_steps=config.ns_steps,
-                weight_decay=config.weight_decay,
-                ns_dtype=ns_dtype,
+    chosen = _choose(config.groups, list(parameters))
+    members: dict[Settings, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        settings = _settings(config, name, parameter, roles[name], chosen.get(name))
+        factor = (multipliers or {}).get(settings.optimizer, {}).get(name, 1.0)
+        lr, weight_decay = factor * settings.lr, settings.weight_decay / factor
+        members[settings._replace(lr=lr, weight_decay=weight_decay)].append(name)
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
+    for settings, names in members.items():
+        given = {key: value for key, value in settings._asdict().items() if value is not None}
+        group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": settings.lr}
+        groups[given.pop("optimizer")].append(given | group)
+    optimizers: dict[str, Optimizer] = {}
+    if groups["muon"]:
+        assert isinstance(config, MuonConfig)
+        optimizers["muon"] = Muon(groups["muon"], config, ns_dtype)
+    if groups["adamw"]:
+        optimizers["adamw"] = AdamW(groups["adamw"], fused=True)
+    return optimizers
+
+
+def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, GroupConfig]:
+    """The entry that decides for each name, where one does; ConfigError if one never does."""
+    chosen: dict[str, GroupConfig] = {}
+    for entry in entries:
+        matching = [name for name in names if fnmatchcase(name, entry.match)]
+        free = [name for name in matching if name not in chosen]
+        if not matching:
+            close = difflib.get_close_matches(entry.match, names, n=3, cutoff=0.0)
+            raise ConfigError(
+                f"no parameter has a name that matches {entry.match!r}",
+                where="optim.groups",
+                next=f"the closest are {', '.join(close)}",
             )
-            return {"muon": _remember_peak(muon), "adamw": _adamw(config.adamw, rest, roles)}
-        case _:
-            assert_never(config)
+        if not free:
+            raise ConfigError(
+                f"the entry for {entry.match!r} decides nothing",
+                where="optim.groups",
+                why="earlier entries match all that it does",
+                next="put it before them",
+            )
+        chosen |= dict.fromkeys(free, entry)
+    return chosen
 
 
-def _adamw(
-    config: AdamWConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
-) -> Optimizer:
-    decayed = {n: p for n, p in parameters.items() if roles[n] in DECAYED}
-    others = {n: p for n, p in parameters.items() if roles[n] not in DECAYED}
-    groups = [_group(decayed, config.weight_decay), _group(others, 0.0)]
-    return _remember_peak(
-        AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+def _settings(
+    config: OptimConfig, name: str, parameter: nn.Parameter, role: str, entry: GroupConfig | None
+) -> Settings:
+    """What the configuration comes to for one parameter."""
+    label = role if entry is None else f"{role}: {entry.match}"
+    entry = entry or GroupConfig(match=name)
+    if isinstance(config, MuonConfig):
+        if (entry.optimizer or ("muon" if role == "matrix" else "adamw")) == "muon":
+            return _muon(config, label, name, parameter, entry)
+        adamw = config.adamw
+    else:
+        adamw = config
+    if entry.split is not None:
+        raise _misfit(entry, f"{name} is AdamW's: split is Muon's")
+    own = RoleConfig(weight_decay=adamw.weight_decay)
+    own = {"embed": adamw.embed, "head": adamw.head, "vector": adamw.vector}.get(role, own)
+    return Settings(
+        "adamw",
+        label,
+        lr=_first(entry.lr, own.lr, adamw.lr),
+        weight_decay=_first(entry.weight_decay, own.weight_decay),
+        betas=_first(entry.betas, own.betas, adamw.betas),
+        eps=_first(entry.eps, own.eps, adamw.eps),
     )
 
 
-def _group(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> dict[str, object]:
-    return {
-        "params": list(parameters.values()),
-        "names": list(parameters),
-        "weight_decay": weight_decay,
-    }
+def _muon(
+    config: MuonConfig, label: str, name: str, parameter: nn.Parameter, entry: GroupConfig
+) -> Settings:
+    shape = list(parameter.shape)
+    if len(shape) not in (2, 3):
+        raise _misfit(entry, f"Muon is for matrices: {name} has the shape {shape}")
+    if entry.betas is not None or entry.eps is not None:
+        raise _misfit(entry, f"{name} is Muon's: betas and eps are AdamW's")
+    split, rows = entry.split, shape[-2]
+    if isinstance(split, int):
+        split = (rows // split,) * split
+    if split is not None and sum(split) != rows:
+        raise _misfit(entry, f"{name} has {rows} rows, which is not what split says")
+    return Settings(
+        "muon",
+        label,
+        lr=_first(entry.lr, config.lr),
+        weight_decay=_first(entry.weight_decay, config.weight_decay),
+        split=split,
+    )
 
 
-def _remember_peak(optimizer: Optimizer) -> Optimizer:
-    for group in optimizer.param_groups:
-        group["peak_lr"] = group["lr"]
-    return optimizer
+def _misfit(entry: GroupConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"the entry for {entry.match!r} does not fit all that it matches",
+        where="optim.groups",
+        why=why,
+        next="narrow the pattern; the names are those in model.safetensors",
+    )
+
+
+def _first(*values: T | None) -> T:
+    """The first that is given; the last always is."""
+    return next(value for value in values if value is not None)
+
+
+def describe(optimizers: Mapping[str, Optimizer]) -> str:
+    """A table, indented: a row for each group, with the number of its tensors and parameters."""
+    rows = [("group", "optimizer", "tensors", "parameters", "peak lr", "decay", "betas")]
+    for name, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            betas = group["betas"] if name == "adamw" else (group["momentum"],)
+            rows.append(
+                (
+                    group["label"],
+                    name,
+                    str(len(group["params"])),
+                    f"{sum(p.numel() for p in group['params']):,}",
+                    f"{group['peak_lr']:.4g}",
+                    f"{group['weight_decay']:.4g}",
+                    ", ".join(f"{beta:.4g}" for beta in betas),
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    row_format = "".join(f"  {{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(row_format.format(*row) for row in rows)
 
 
 def set_learning_rate(optimizers: Mapping[str, Optimizer], multiplier: float) -> None:

@@ -1,62 +1,73 @@
 """Muon: momentum whose update is orthogonalised (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon)."""
+kellerjordan.github.io/posts/muon), with what has been added to it since."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# The quintic of Jordan et al.: steep at zero, so singular values land near 1 rather than on it.
-A, B, C = 3.4445, -4.7750, 2.0315
+from dtt.config.optim import MuonConfig
+from dtt.optim.newton_schulz import orthogonalize, quintics
 
-BATCH_ELEMENTS = 2**27
-"""Numbers orthogonalised at once, which bounds the memory of a step: 512 MB a copy in fp32."""
+BATCH_ELEMENTS = 2**26
+"""Numbers updated at once, which bounds the memory of a step: 256 MB a copy in fp32."""
+
+EPS = 1e-10
+"""Keeps divisions by the norm of a zero row finite."""
 
 
-def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """The nearest semi-orthogonal matrix of each of `matrices` [N, R, C], about: U V^T of U S V^T.
+class Matrix(NamedTuple):
+    """One matrix [R, C] of a parameter, and its state: views."""
 
-    Newton-Schulz iterations in `dtype`; singular values end in about [0.7, 1.2]. Returns `dtype`.
-    """
-    tall = matrices.size(-2) > matrices.size(-1)
-    x = (matrices.mT if tall else matrices).to(dtype)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x.mT if tall else x
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    row_moment: Tensor | None
+    """[R, 1], with NorMuon."""
+    step: Tensor | None
+    """That of the whole parameter, when momentum warms up."""
 
 
 class Muon(torch.optim.Optimizer):
-    """For two-dimensional hidden weights [out, in]; matrices of one shape are updated in one batch.
+    """For hidden weights [out, in], and stacks [E, out, in] of them.
 
-    Each step: m = momentum * m + (1 - momentum) * g; u = orthogonalize(g + momentum * (m - g)),
-    or of m without Nesterov; w = (1 - lr * weight_decay) * w - lr * 0.2 * sqrt(max(out, in)) * u,
-    which gives the step the root mean square of AdamW's (arXiv 2502.16982, section 2.2).
+    Each step, for each matrix, those of one shape in one batch:
+
+        m = momentum * m + (1 - momentum) * g
+        u = orthogonalize(g + momentum * (m - g)), or of m without Nesterov
+        w = w - lr * (scale * u + weight_decay * w)
+
+    `scale` is 0.2 * sqrt(max(out, in)), which gives the step the root mean square of AdamW's
+    (arXiv 2502.16982, section 2.2), or sqrt(max(1, out / in)), as Jordan et al. have it. Cautious
+    decay (arXiv 2510.12402) spares weights that the step makes larger. NorMuon (arXiv 2510.05491)
+    divides each row of u by the root of its mean square over the steps, and keeps the norm of u.
+    The rows of a group with `split` are cut into matrices of so many each.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-        ns_steps: int,
-        weight_decay: float,
-        ns_dtype: torch.dtype,
-    ) -> None:
+    found_inf: Tensor | None = None
+    """0-dim; 1.0: the step changes nothing, bit for bit, whatever the gradients are. As with
+    torch's fused optimizers, it is set before `step`, and the host never looks at it."""
+
+    def __init__(self, params: Iterable[Any], config: MuonConfig, ns_dtype: torch.dtype) -> None:
         """`params` are parameters or groups; `ns_dtype` is what Newton-Schulz computes in."""
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self._momentum, self._nesterov = momentum, nesterov
-        self._ns_steps, self._ns_dtype = ns_steps, ns_dtype
+        defaults = {
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+            "split": None,
+        }
+        super().__init__(params, defaults)
+        self._config, self._ns_dtype = config, ns_dtype
+        self._polynomials = quintics(config.ns_coefficients, config.ns_steps)
         for group in self.param_groups:
             for p in group["params"]:
-                if p.ndim != 2:
+                if p.ndim not in (2, 3):
                     raise ValueError(f"Muon is for matrices, got a parameter of shape {p.shape}")
 
     @torch.no_grad()
@@ -64,35 +75,95 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape[p.shape].append(p)
-            for shape, params in by_shape.items():
+            params = [p for p in group["params"] if p.grad is not None]
+            by_shape: dict[torch.Size, list[Matrix]] = defaultdict(list)
+            for p in params:
+                for matrix in self._matrices(p, group["split"]):
+                    by_shape[matrix.weight.shape].append(matrix)
+            for shape, matrices in by_shape.items():
                 at_once = max(1, BATCH_ELEMENTS // shape.numel())
-                for start in range(0, len(params), at_once):
-                    self._update(
-                        params[start : start + at_once], group["lr"], group["weight_decay"]
-                    )
+                for start in range(0, len(matrices), at_once):
+                    self._update(matrices[start : start + at_once], group)
+            if params and self._config.momentum_warmup:
+                counts = [self.state[p]["step"] for p in params]
+                done = torch.stack(counts)
+                self._write(counts, done, done + 1)
 
-    def _update(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Step parameters of one shape."""
-        update = orthogonalize(self._averaged(params), self._ns_steps, self._ns_dtype)
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-        scale = 0.2 * max(params[0].shape) ** 0.5
-        updates = list(update.to(params[0].dtype).unbind())
-        torch._foreach_add_(params, updates, alpha=-lr * scale)
+    def _matrices(self, p: Tensor, split: Sequence[int] | None) -> list[Matrix]:
+        """The matrices of a parameter; makes the state that it lacks."""
+        assert p.grad is not None
+        config, state = self._config, self.state[p]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        if config.normuon_beta2 is not None and "row_moment" not in state:
+            state["row_moment"] = torch.zeros_like(p[..., :1])
+        if config.momentum_warmup and "step" not in state:
+            state["step"] = torch.zeros((), device=p.device)
+        row_moment, step = state.get("row_moment"), state.get("step")
+        cut = [pieces(tensor, split) for tensor in (p, p.grad, state["momentum"])]
+        rows = repeat(None) if row_moment is None else pieces(row_moment, split)
+        return [Matrix(w, g, m, r, step) for w, g, m, r in zip(*cut, rows, strict=False)]
 
-    def _averaged(self, params: list[Tensor]) -> Tensor:
-        """Advance the momenta of `params`; returns what is to be orthogonalised, stacked."""
-        gradients = [p.grad for p in params if p.grad is not None]
-        momenta = []
-        for p in params:
-            state = self.state[p]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(p)
-            momenta.append(state["momentum"])
-        torch._foreach_lerp_(momenta, gradients, 1 - self._momentum)
-        if self._nesterov:
-            return torch.stack(gradients).lerp_(torch.stack(momenta), self._momentum)
-        return torch.stack(momenta)
+    def _update(self, matrices: Sequence[Matrix], group: Mapping[str, Any]) -> None:
+        """Step matrices of one shape."""
+        averaged = self._averaged(matrices, group["momentum"])
+        update = orthogonalize(averaged, self._polynomials, self._ns_dtype)
+        weights = [matrix.weight for matrix in matrices]
+        old = torch.stack(weights)
+        update = update.to(old.dtype)
+        if self._config.normuon_beta2 is not None:
+            update = self._normalized(matrices, update, self._config.normuon_beta2)
+        decayed = old
+        if self._config.cautious_weight_decay:
+            decayed = torch.where(update * old >= 0, old, 0.0)
+        lr = group["lr"]
+        new = torch.add(old, decayed, alpha=-lr * group["weight_decay"])
+        self._write(weights, old, new.add_(update, alpha=-lr * self._scale(*old.shape[1:])))
+
+    def _averaged(self, matrices: Sequence[Matrix], momentum: float) -> Tensor:
+        """Advance the momenta; returns what is to be orthogonalised [N, R, C]."""
+        decay = self._warmed_up(matrices, momentum)
+        gradients = torch.stack([matrix.gradient for matrix in matrices])
+        momenta = [matrix.momentum for matrix in matrices]
+        old = torch.stack(momenta)
+        new = torch.lerp(old, gradients, 1 - decay)
+        self._write(momenta, old, new)
+        return gradients.lerp_(new, decay) if self._config.nesterov else new
+
+    def _warmed_up(self, matrices: Sequence[Matrix], momentum: float) -> float | Tensor:
+        """The momentum of this step; [N, 1, 1] if it depends on the steps that each has done."""
+        start, steps = self._config.momentum_start, self._config.momentum_warmup
+        if steps == 0:
+            return momentum
+        done = torch.stack([matrix.step for matrix in matrices if matrix.step is not None])
+        return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
+
+    def _normalized(self, matrices: Sequence[Matrix], update: Tensor, beta2: float) -> Tensor:
+        """NorMuon: `update` [N, R, C] with rows of about one norm, and with the norm it had."""
+        moments = [matrix.row_moment for matrix in matrices if matrix.row_moment is not None]
+        old = torch.stack(moments)
+        new = old.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
+        self._write(moments, old, new)
+        divided = update / (new.sqrt() + EPS)
+        norm, divided_norm = (u.norm(dim=(-2, -1), keepdim=True) for u in (update, divided))
+        normalized: Tensor = divided * (norm / (divided_norm + EPS))
+        return normalized
+
+    def _scale(self, rows: int, columns: int) -> float:
+        match self._config.scale:
+            case "rms":
+                return 0.2 * math.sqrt(max(rows, columns))
+            case "spectral":
+                return math.sqrt(max(1.0, rows / columns))
+
+    def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
+        """Put the slices of `new` into `targets`, or those of `old` if this step is skipped."""
+        if self.found_inf is not None:
+            new = torch.where(self.found_inf == 1, old, new)
+        torch._foreach_copy_(targets, list(new.unbind()))
+
+
+def pieces(tensor: Tensor, split: Sequence[int] | None) -> list[Tensor]:
+    """Views of the matrices in `tensor` [R, C] or [E, R, C], R cut into parts as `split` says."""
+    parts = [tensor] if split is None else torch.split(tensor, list(split), dim=-2)
+    return [m for part in parts for m in (part.unbind() if part.ndim == 3 else [part])]

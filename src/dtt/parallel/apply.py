@@ -11,15 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtt.runtime.dist import World
 
+SHAPES = 128
+"""That are compiled: more than schedules of batches and contexts come to."""
+
 
 def apply(model: nn.Module, world: World, compile_blocks: bool) -> nn.Module:
     """Returns the module to call in training; `model` keeps the parameters and their names.
 
     Blocks (`model.layers`) are compiled one by one: they share one compilation, which is much
     quicker than the whole model's and hardly slower to run. Shapes stay static: a last, smaller
-    batch of an evaluation is compiled on its own, rather than making the training graph dynamic.
+    batch of an evaluation, or another size of `train.batch_schedule` and `train.context_schedule`,
+    is compiled on its own, rather than making the training graph dynamic.
     """
     if compile_blocks:
+        # After so many shapes (by itself 8) torch runs the others uncompiled.
+        torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
         for block in model.get_submodule("layers").children():
             block.compile(dynamic=False)
     if world.size == 1:

@@ -51,11 +51,15 @@ class World:
 
     def agree(self, value: int) -> int:
         """The largest `value` of any rank, on every rank; a host-side exchange."""
+        return self.agree_all(value)[0]
+
+    def agree_all(self, *values: int) -> list[int]:
+        """The same for several values at once, each for itself."""
         if self.control is None:
-            return value
-        tensor = torch.tensor(value)
+            return list(values)
+        tensor = torch.tensor(values)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
-        return int(tensor.item())
+        return list(map(int, tensor.tolist()))
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` (on this rank's device) over all ranks, in place; returns it."""

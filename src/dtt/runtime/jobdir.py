@@ -47,6 +47,11 @@ class JobDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def parent(self) -> Path:
+        """Of a branch: the job it began from, the step, and the sha256 of the checkpoint."""
+        return self.root / "parent.json"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer.json of what the job trains on."""
         return self.root / "tokenizer.json"
@@ -104,6 +109,17 @@ class JobDir:
     def attempt_dir(self, number: int) -> Path:
         """Folder of one attempt."""
         return self.root / "attempts" / str(number)
+
+    def parent_record(self) -> dict[str, Any] | None:
+        """Where a branch begins; None for a job of its own."""
+        record: dict[str, Any] | None = (
+            json.loads(self.parent.read_bytes()) if self.parent.exists() else None
+        )
+        return record
+
+    def clock(self, number: int) -> Path:
+        """How long an attempt has run so far."""
+        return self.attempt_dir(number) / "clock.json"
 
     def exit_record(self, number: int) -> dict[str, Any] | None:
         """How an attempt ended; None while it runs, or when nobody was left to write it."""
@@ -182,10 +198,10 @@ class JobDir:
         write_atomically(self.lead, f"{lead_seconds(step, save)}\n")
 
     def diverged_after(self) -> int | None:
-        """The last step before the latest divergence; None when there was none."""
+        """The last step before the latest divergence, whose own is the last on record, or None."""
         records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
         steps = [r["step"] for r in records if r and r["code"] == ExitCode.DIVERGED]
-        return max((step for step in steps if step is not None), default=None)
+        return max((step - 1 for step in steps if step is not None), default=None)
 
     def write_environment(self) -> None:
         """Write `env.json`: versions, the code's git state, and allow-listed variables."""

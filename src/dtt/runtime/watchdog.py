@@ -85,7 +85,9 @@ class Watchdog:
 
         NFS may hide a new file for a minute.
         """
-        self._job, self._ranks, self._steps, self._attempt = job, ranks, steps, attempt
+        self._job, self._ranks, self._attempt = job, ranks, attempt
+        self.steps = steps
+        """Of the whole run, as far as is known."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before a run that hangs is ended: what is on its way to the disk may get there."""
         self._floor, self._interval, self._patience = hang_seconds, interval, patience
@@ -180,7 +182,7 @@ class Watchdog:
             "attempt": self._attempt,
             "phase": self._phase,
             "step": self._step,
-            "steps": self._steps,
+            "steps": self.steps,
             "seconds_per_step": self._typical(),
             "world_size": self._ranks.size,
             "node": socket.gethostname(),

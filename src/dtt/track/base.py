@@ -1,12 +1,16 @@
 """What a tracker is: something that is told every record and closed once.
 
 A record is a dict with `kind` and `step`:
-    train   loss (nats per target token), lr, grad_norm, tokens, ledger
+    train   loss (nats per target token), lr, grad_norm, tokens, ledger; skipped (true) if the step
+            changed nothing, its loss and grad_norm then null where they are no finite numbers
+    guard   why a step was skipped: why (non_finite | spike), bad_step (itself, or the one it is
+            near), action (stop | skip | rewind), ledger
     eval    loss, bits_per_byte (null where the bytes are not known), losses of each source if
-            there are several, by name
+            there are several, by name; ema_loss if weights are averaged
     data    epochs of each source, by name
     sample  text
-    perf    tokens_per_second, seconds_per_step, mfu, memory_gb
+    perf    steps (of the run, as far as is known), tokens_per_second, seconds_per_step, mfu,
+            memory_gb
     save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
             next_step_slowdown, slowdown (of the next step and of all meanwhile, as a share)
 Only `perf` and `save` records differ between two runs of one config.
@@ -38,6 +42,9 @@ class Tracker(Protocol):
 
     def flush(self) -> None:
         """Make what was logged so far as durable as this place can."""
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: training went back there, and it will come again."""
 
     def close(self) -> None:
         """Flush and let go."""

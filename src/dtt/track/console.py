@@ -11,9 +11,8 @@ from dtt.track.base import Record
 class ConsoleTracker:
     """Shows progress on stderr at each `perf` record, validation and samples as they come."""
 
-    def __init__(self, steps: int) -> None:
-        """`steps` is the length of the run."""
-        self._steps = steps
+    def __init__(self) -> None:
+        """Nothing is shown yet."""
         self._train: Record = {}
         self._live = sys.stderr.isatty()
 
@@ -22,6 +21,8 @@ class ConsoleTracker:
         match record["kind"]:
             case "train":
                 self._train = record
+            case "guard" if record["action"] != "stop":  # else an error is to say so
+                log.warning("step %d: skipped (%s)", record["step"], _reason(record))
             case "perf":
                 self._progress(self._line(record))
             case "eval":
@@ -32,6 +33,9 @@ class ConsoleTracker:
     def flush(self) -> None:
         """Nothing is held back."""
 
+    def rewind(self, step: int) -> None:
+        """What was shown was shown."""
+
     def close(self) -> None:
         """Leave the last line standing."""
         if self._live:
@@ -40,10 +44,11 @@ class ConsoleTracker:
     def _line(self, perf: Record) -> str:
         train = self._train
         mfu = "n/a" if perf["mfu"] is None else f"{100 * perf['mfu']:.1f}%"
-        left = perf["seconds_per_step"] * (self._steps - train["step"])
+        left = perf["seconds_per_step"] * (perf["steps"] - train["step"])
+        loss, norm = _number(train["loss"], 4), _number(train["grad_norm"], 2)
         return (
-            f"step {train['step']}/{self._steps}  loss {train['loss']:.4f}  lr {train['lr']:.2e}  "
-            f"grad {train['grad_norm']:.2f}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
+            f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
+            f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
             f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}"
         )
 
@@ -55,13 +60,28 @@ class ConsoleTracker:
             log.info("%s", line)
 
 
+def _reason(guard: Record) -> str:
+    """As `spike`, or `near the spike of step 40`."""
+    why = guard["why"].replace("_", "-")
+    near = guard["bad_step"] != guard["step"]
+    return f"near the {why} step {guard['bad_step']}" if near else why
+
+
+def _number(value: float | None, digits: int) -> str:
+    """`n/a` for what was no finite number."""
+    return "n/a" if value is None else f"{value:.{digits}f}"
+
+
 def _found(evaluation: Record) -> str:
     """The overall loss, and those of the sources where there are several."""
     found = f"{evaluation['loss']:.4f}"
     if evaluation["bits_per_byte"] is not None:
         found += f", {evaluation['bits_per_byte']:.4f} bits per byte"
     losses = ", ".join(f"{k} {loss:.4f}" for k, loss in evaluation.get("losses", {}).items())
-    return f"{found} ({losses})" if losses else found
+    found = f"{found} ({losses})" if losses else found
+    if "ema_loss" in evaluation:
+        found += f"; with averaged weights {evaluation['ema_loss']:.4f}"
+    return found
 
 
 def _indented(text: str) -> str:

@@ -25,16 +25,20 @@ class JsonlTracker:
         Those are the ones after `resume_step` (None: all), and the evaluation and the sample of
         that very step if it is not `evaluated` yet.
         """
+        self._path = path
+        self._pending = b""
+        self._lock = threading.Lock()  # a checkpoint's thread flushes while training logs
+        self._begin(resume_step, evaluated)
+
+    def _begin(self, resume_step: int | None, evaluated: bool) -> None:
         kept = []
         if resume_step is not None:
-            for record in read(path):
+            for record in read(self._path):
                 again = record["step"] == resume_step and record["kind"] in ("eval", "sample")
                 if record["step"] <= resume_step and (evaluated or not again):
                     kept.append(record)
-        write_atomically(path, "".join(_line(record) for record in kept))
-        self._file = path.open("ab", buffering=0)
-        self._pending = b""
-        self._lock = threading.Lock()  # a checkpoint's thread flushes while training logs
+        write_atomically(self._path, "".join(_line(record) for record in kept))
+        self._file = self._path.open("ab", buffering=0)
 
     def log(self, record: Record) -> None:
         """Append one line."""
@@ -52,6 +56,11 @@ class JsonlTracker:
         with self._lock:
             self._write()
         os.fsync(self._file.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`; call when no checkpoint is on its way."""
+        self.close()
+        self._begin(step, evaluated=True)
 
     def close(self) -> None:
         """Flush and close."""

@@ -12,6 +12,7 @@ from dtt.errors import EnvironmentUnfit
 from dtt.runtime.files import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_IN_LEGEND = 12
@@ -32,19 +33,71 @@ def figure(
     curves: Sequence[Curve], x_label: str, y_label: str, *, log_x: bool, log_y: bool
 ) -> Figure:
     """Draw curves over one pair of axes; EnvironmentUnfit without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise EnvironmentUnfit(
-            "plots need matplotlib", why="it is not installed", next="pip install 'dtt[plot]'"
-        ) from None
-    drawing = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    drawing = empty(8, 5, dpi=150)
     axes = drawing.add_subplot(
         xlabel=x_label,
         ylabel=y_label,
         xscale="log" if log_x else "linear",
         yscale="log" if log_y else "linear",
     )
+    _draw(axes, curves)
+    return drawing
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A pair of axes of several; all x are numbers above zero."""
+
+    title: str
+    curves: Sequence[Curve]
+
+
+def grid(
+    rows: Sequence[Sequence[Panel]],
+    x_label: str,
+    y_label: str,
+    *,
+    log_y: bool,
+    panel_width: float = 2.4,
+) -> Figure:
+    """Draw panels side by side, x logarithmic; those of a column have one scale. As `figure`."""
+    columns = len(rows[0])
+    drawing = empty(panel_width * columns + 1.0, 2.6 * len(rows) + 0.5, dpi=80)
+    all_axes = drawing.subplots(len(rows), columns, sharex=True, sharey="col", squeeze=False)
+    for axes_of_row, row in zip(all_axes, rows, strict=True):
+        for axes, panel in zip(axes_of_row, row, strict=True):
+            axes.set(title=_plain(panel.title), xscale="log", yscale="log" if log_y else "linear")
+            _draw(axes, panel.curves)
+            x = sorted({x for x in panel.curves[0].x if isinstance(x, int | float)})
+            axes.set_xticks(x, [f"{value:.3g}" for value in x], rotation=45, fontsize="small")
+            axes.minorticks_off()
+    if log_y:
+        for axes in all_axes[0]:
+            low, high = axes.get_ylim()  # what hardly varies must look so: a decade at least
+            wider = max(1.0, (10.0 * low / high) ** 0.5)
+            axes.set_ylim(low / wider, high * wider)
+    drawing.supxlabel(x_label)
+    drawing.supylabel(y_label)
+    return drawing
+
+
+def require() -> None:
+    """EnvironmentUnfit without matplotlib: to be told before the numbers are made."""
+    empty(1, 1, dpi=80)
+
+
+def empty(width: float, height: float, dpi: int) -> Figure:
+    """A figure with nothing in it, sizes in inches; EnvironmentUnfit without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise EnvironmentUnfit(
+            "plots need matplotlib", why="it is not installed", next="pip install 'dtt[plot]'"
+        ) from None
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
     words = not all(isinstance(x, int | float) for curve in curves for x in curve.x)
     for number, curve in enumerate(curves):
         # A label that begins with `_` stays out of the legend.
@@ -58,7 +111,6 @@ def figure(
         more = len(curves) - MOST_IN_LEGEND
         axes.legend(fontsize="small", title=f"and {more} more" if more > 0 else None)
     axes.grid(alpha=0.3)
-    return drawing
 
 
 def _plain(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from dtt.errors import EnvironmentUnfit
@@ -20,8 +21,8 @@ class TensorBoardTracker:
                 "track asks for tensorboard, which is not installed",
                 next="pip install 'dtt[tensorboard]'",
             ) from None
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, record: Record) -> None:
         """Write one record."""
@@ -34,6 +35,11 @@ class TensorBoardTracker:
     def flush(self) -> None:
         """Write out what is buffered."""
         self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Hide the events after `step`."""
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
 
     def close(self) -> None:
         """Flush and close."""

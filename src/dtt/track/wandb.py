@@ -61,6 +61,9 @@ class WandbTracker:
     def flush(self) -> None:
         """Nothing is held back."""
 
+    def rewind(self, step: int) -> None:
+        """Nothing sent can be taken back; what comes again is drawn over it."""
+
     def close(self) -> None:
         """Finish the run."""
         self._guarded(lambda: self._run.finish())  # noqa: PLW0108  _run may be None

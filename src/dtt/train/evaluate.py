@@ -19,9 +19,11 @@ from dtt.data.tokenizer import open_tokenizer
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
 from dtt.model.loss import IGNORED
+from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
 from dtt.runtime.dist import World
 from dtt.track.base import Record
+from dtt.train.state import Position
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,33 @@ class Evaluator:
     precision: str
     world: World
 
-    @torch.no_grad()
-    def record(self, model: Decoder, step: int, stop: Callable[[], bool]) -> Record | None:
+    def record(
+        self, model: Decoder, step: int, stop: Callable[[], bool], ema: Ema | None = None
+    ) -> Record | None:
         """The `eval` record: mean loss in nats per token, and in bits per byte of text.
 
-        With several sources, `losses` has that of each. None as soon as `stop()`, which is asked on
-        every rank between batches, is true.
+        With several sources, `losses` has that of each; with an average of the weights, `ema_loss`
+        is the loss with that. None as soon as `stop()`, which is asked on every rank between
+        batches, is true.
         """
+        losses = self._losses(model, stop)
+        if losses is None:
+            return None
+        record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
+        if len(losses) > 1:
+            names = [part.source.name for part in self.parts]
+            record["losses"] = dict(zip(names, losses, strict=True))
+        if ema is not None:
+            with ema.swapped():
+                averaged = self._losses(model, stop)
+            if averaged is None:
+                return None
+            record["ema_loss"] = self._overall(averaged)["loss"]
+        return record
+
+    @torch.no_grad()
+    def _losses(self, model: Decoder, stop: Callable[[], bool]) -> list[float] | None:
+        """Mean loss of each source; None once `stop()`."""
         model.eval()
         totals = torch.zeros(len(self.parts), 2, device=self.world.device, dtype=torch.float64)
         for total, part in zip(totals, self.parts, strict=True):
@@ -74,12 +96,7 @@ class Evaluator:
                 for micro_batch in self.share.to_device(part.source, samples):
                     total += self._loss(model, micro_batch)
         model.train()
-        losses = [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
-        record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
-        if len(losses) > 1:
-            names = [part.source.name for part in self.parts]
-            record["losses"] = dict(zip(names, losses, strict=True))
-        return record
+        return [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
 
     def _chunks(self, count: int) -> Iterator[Samples]:
         """The first `count` samples, a micro-batch for each rank at a time."""
@@ -132,3 +149,14 @@ class Sampler:
             ids = list(tokens)
         text = self._config.sample_prompt + self._tokenizer.decode(ids)
         return {"kind": "sample", "step": step, "text": text}
+
+
+def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
+    """Whether a run of `steps` should have a validation loss at this position, and has none."""
+    wanted = every(train.eval_every, position.step) or position.step in (0, steps)
+    return wanted and position.evaluated != position.step
+
+
+def every(interval: int, step: int) -> bool:
+    """Whether something that happens each `interval` steps (0: never) happens after `step`."""
+    return interval > 0 and step % interval == 0

@@ -51,26 +51,30 @@ def peak_by_name(name: str) -> float | None:
 class Meter:
     """Clocks training steps; evaluation, samples and saves are taken out with `paused`."""
 
-    def __init__(
-        self, device: torch.device, world_size: int, flops_per_token: int, precision: str
-    ) -> None:
-        """`flops_per_token` as `dtt.model.count` has it; only bf16 has an MFU, against its peak."""
+    def __init__(self, device: torch.device, world_size: int, precision: str) -> None:
+        """Only bf16 has an MFU, against its peak."""
         self._device = device
         self._peak = peak_flops(device) if precision == "bf16" else None
         self._devices = world_size
-        self._flops_per_token = flops_per_token
         self._start = time.perf_counter()
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._flops = 0
         self._spans: deque[Span] = deque(maxlen=RECENT)
+        self._paused = 0.0
+        self.pauses: dict[str, float] = {}
+        """What each kind of pause last took, in seconds."""
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        """One step of so many tokens, over all devices, happens inside."""
+    def step(self, tokens: int, flops_per_token: int) -> Iterator[None]:
+        """One step of so many tokens, over all devices, happens inside.
+
+        `flops_per_token` as `dtt.model.count` has it.
+        """
         began, start = time.perf_counter(), self._mark()
         yield
         self._spans.append((began, start, self._mark()))
         self._steps += 1
         self._tokens += tokens
+        self._flops += tokens * flops_per_token
 
     def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
         """By what share steps took longer than the median one before `begin`.
@@ -108,7 +112,7 @@ class Meter:
         rate = self._tokens / seconds
         mfu = None
         if self._peak is not None:
-            mfu = round(rate * self._flops_per_token / (self._peak * self._devices), 4)
+            mfu = round(self._flops / (seconds * self._peak * self._devices), 4)
         reading = {
             "tokens_per_second": round(rate, 1),
             "seconds_per_step": round(seconds / max(self._steps, 1), 6),
@@ -119,16 +123,22 @@ class Meter:
         return reading
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, what: str) -> Iterator[None]:
         """What happens inside takes no time."""
         start = time.perf_counter()
         yield
-        self._start += time.perf_counter() - start
+        self.pauses[what] = time.perf_counter() - start
+        self._start += self.pauses[what]
+        self._paused += self.pauses[what]
+
+    def worked(self) -> float:
+        """Seconds on a clock that stands still in pauses."""
+        return time.perf_counter() - self._paused
 
     def restart(self) -> None:
         """Forget the time since the last reading."""
         self._start = time.perf_counter()
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._flops = 0
 
     def _memory(self) -> int:
         """Peak bytes allocated on the device; on a CPU, resident bytes of the process."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dtt.config.run import RunConfig
 from dtt.data import fit
 from dtt.data.dataset import Dataset
 from dtt.errors import ConfigError
-from dtt.model import count, families
-from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
+from dtt.model import attend, count
+from dtt.model.architecture import Architecture
+from dtt.model.scaling import Scaling, scaled
+from dtt.optim import schedule
+from dtt.optim.schedule import Decay, Schedule
 from dtt.runtime.dist import World, native_bf16
 
 
@@ -17,55 +22,86 @@ from dtt.runtime.dist import World, native_bf16
 class Plan:
     """The numbers every part of training needs."""
 
-    arch: Architecture
+    scaling: Scaling
+    """The architecture, and what rates and initial weights come to at its shape."""
     parameters: int
-    flops_per_token: int
     precision: str
     """fp32 or bf16."""
     compile: bool
-    tokens_per_step: int
-    """Places for them; a few hold padding where documents are packed."""
+    attention: str
+    """Which kernel it is left to, in words."""
+    tokens: int
+    """Of the run, places for them; a few hold padding where documents are packed."""
+    step_size: str
+    """In words: of the first step, and of the last where that differs."""
     steps: int
     """Until the end of the run, or until the data is exhausted."""
+    schedule: Schedule
+    """Learning rate of each step."""
     data: str
     """A line for each source."""
 
+    @property
+    def arch(self) -> Architecture:
+        """The model."""
+        return self.scaling.arch
+
+    def ending(self, step: int, end: int) -> Plan:
+        """The same run, if after `step` its decay is to end with step `end`."""
+        return replace(self, steps=end, schedule=self.schedule.ending(step, end))
+
+    def going_on(self, decay: Mapping[str, Any] | None) -> Plan:
+        """The plan of an earlier attempt that had begun this decay, as its checkpoint keeps it."""
+        if decay is None:
+            return self
+        known = Decay(**decay)
+        return replace(self, steps=known.end, schedule=replace(self.schedule, decay=known))
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Of forward and backward, in this context."""
+        return count.flops_per_token(self.arch, seq_len)
+
     def describe(self, world: World) -> str:
         """A few lines for the start of the log."""
-        tokens = self.steps * self.tokens_per_step
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
             f"{world.size} x {world.device.type}{', compiled' if self.compile else ''}\n"
-            f"  {self.steps} steps of {self.tokens_per_step} tokens: {tokens / 1e6:.1f}M tokens, "
-            f"{tokens / self.parameters:.1f} per parameter\n{self.data}"
+            f"  {self.steps} steps of {self.step_size}: {self.tokens / 1e6:.1f}M tokens, "
+            f"{self.tokens / self.parameters:.1f} per parameter\n"
+            f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"
         )
 
 
 def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     """Resolve what depends on data and devices; ConfigError when they do not fit the config."""
-    train = cfg.train
-    fit.sequences_per_step(train, world.size)
+    train, stages = cfg.train, dataset.stages
+    fit.check_batches(train, world.size)
     if dataset.steps == 0:
         raise ConfigError(
             "the data is exhausted before the end of the first step",
-            why=f"{dataset.mixture.end} sequences, a step takes {dataset.sequences}",
+            why=f"{dataset.mixture.end} sequences, the first step takes {dataset.first_sample(1)}",
             next="data.on_exhausted=repeat, a smaller train.global_batch_tokens, or more text",
         )
-    arch = families.get(cfg.model.family).architecture(
-        cfg.model,
-        fit_vocabulary(cfg.model, dataset.manifest.vocab_size),
-        fit_context(cfg.model, train.seq_len),
-    )
+    scaling = scaled(cfg, dataset.manifest.vocab_size)
+    arch = scaling.arch
     precision = train.precision
     if precision == "auto":
         precision = "bf16" if native_bf16(world.device) else "fp32"
     return Plan(
-        arch=arch,
+        scaling=scaling,
         parameters=count.parameters(arch),
-        flops_per_token=count.flops_per_token(arch, train.seq_len),
         precision=precision,
         compile=world.device.type == "cuda" if train.compile is None else train.compile,
-        tokens_per_step=train.global_batch_tokens,
+        attention=attend.describe(arch, world.device, train.seq_len, cfg.data.mask_documents),
+        tokens=stages.tokens_before(dataset.steps),
+        step_size=stages.describe(dataset.steps),
         steps=dataset.steps,
+        schedule=_schedule(cfg, dataset),
         data=dataset.describe(),
     )
+
+
+def _schedule(cfg: RunConfig, dataset: Dataset) -> Schedule:
+    """Against the steps of the run; where the clock ends it, the decay is for a `Budget` to set."""
+    resolved = schedule.resolve(cfg.schedule, dataset.steps, dataset.stages.tokens_before)
+    return replace(resolved, decay=None) if cfg.train.timed else resolved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +11,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtt.data.order import EMPTY_LEDGER
-from dtt.errors import ConfigError, DamagedError
+from dtt.errors import DamagedError
+from dtt.optim import ema
 
-RNG = "rng"
+RNG, GUARD = "rng", "guard"
+"""What the state holds besides that of optimizers."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose loss or gradient was no use."""
+
+    step: int
+    why: str
+    """non_finite | spike"""
+    what: str
+    """As `loss is nan`."""
+    ledger: str
+    """Of the data up to this step, in hex: names its batch."""
 
 
 @dataclass
@@ -34,6 +49,10 @@ class Position:
     """Step of the last evaluation that came to its end."""
     eval_loss: float | None = None
     """What it found."""
+    skipped: list[int] = field(default_factory=list)
+    """Bad steps that were skipped lately."""
+    avoided: dict[int, BadStep] = field(default_factory=dict)
+    """Steps that are passed over, since the run went back: each with the bad step it is near."""
 
     def to_json(self) -> dict[str, Any]:
         """As kept in a checkpoint."""
@@ -45,6 +64,8 @@ class Position:
             "previous_ledger": self.previous_ledger.hex(),
             "evaluated": self.evaluated,
             "eval_loss": self.eval_loss,
+            "skipped": self.skipped,
+            "avoided": {str(step): asdict(bad) for step, bad in self.avoided.items()},
         }
 
     @classmethod
@@ -58,36 +79,9 @@ class Position:
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
             evaluated=record["evaluated"],
             eval_loss=record["eval_loss"],
+            skipped=record.get("skipped", []),
+            avoided={int(s): BadStep(**bad) for s, bad in record.get("avoided", {}).items()},
         )
-
-
-@torch.no_grad()
-def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> str:
-    """Copy what fits in name and shape into `model`; returns a report of what did and what not.
-
-    ConfigError when nothing does.
-    """
-    parameters = dict(model.named_parameters())
-    fitting = {n for n, p in parameters.items() if n in tensors and tensors[n].shape == p.shape}
-    for name in fitting:
-        parameters[name].copy_(tensors[name])
-    rest = [
-        f"  {name}: {_shape(parameters.get(name))} here, {_shape(tensors.get(name))} there"
-        for name in sorted((parameters.keys() | tensors.keys()) - fitting)
-    ]
-    if not fitting:
-        raise ConfigError(
-            f"nothing in {source} fits this model",
-            why="\n".join(rest).strip(),
-            next="look at init.from",
-        )
-    count = sum(parameters[name].numel() for name in fitting)
-    taken = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"
-    return "\n".join([f"weights from {source}: {taken}", *rest])
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else str(list(tensor.shape))
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
@@ -103,14 +97,16 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Put the state back; DamagedError when it is that of other optimizers or parameters.
 
-    Tensors that belong to no optimizer (`rng/…`) are left alone.
+    Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are left alone.
     """
     by_parameter: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, value in tensors.items():
         owner, name, key = path.split("/")
-        if owner != RNG:
+        if owner not in (RNG, GUARD, ema.OWNER):
             by_parameter.setdefault((owner, name), {})[key] = value
     if not by_parameter:  # saved before the first step: optimizers make their state in it
+        for optimizer in optimizers.values():
+            optimizer.state.clear()
         return
     expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
     if by_parameter.keys() != expected:

@@ -40,6 +40,7 @@ class Requests:
     def __init__(self) -> None:
         """Signals are heard from here on."""
         self.reason = ""
+        self.end = 0
         self._job: JobDir | None = None
         self._looked = 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -54,10 +55,15 @@ class Requests:
         """Look at the trigger files of `job`, too: `control/stop` and `control/save`."""
         self._job = job
 
-    def agreed(self, world: World, step: int, failed: bool = False) -> Request:
-        """What all ranks do now, after `step`; `failed`: this rank's last save went wrong."""
+    def agreed(self, world: World, step: int, failed: bool = False, end: int = 0) -> Request:
+        """What all ranks do now, after `step`; `failed`: this rank's last save went wrong.
+
+        `end`, the step that the first rank now wants to end the run with (0: no change; other ranks
+        say 0), becomes every rank's `end` in the same exchange.
+        """
         wish = Request.FAILED if failed else self._wish(world)
-        agreed = Request(world.agree(wish))
+        most, self.end = world.agree_all(wish, end)
+        agreed = Request(most)
         if agreed is Request.STOP:  # whoever knows why tells all
             self.reason = world.from_rank(
                 self.reason, world.agree(world.rank if self.reason else 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +17,12 @@ from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
-from dtt.config.train import TrainConfig
 from dtt.data.dataset import Dataset
-from dtt.data.loader import Batch
+from dtt.data.loader import Batch, Batches
 from dtt.data.order import extend_ledger
 from dtt.errors import DamagedError
 from dtt.model.decoder import Decoder
-from dtt.optim import schedule
+from dtt.optim.ema import Ema
 from dtt.optim.groups import set_learning_rate
 from dtt.parallel.apply import autocast, gradient_sync
 from dtt.runtime.dist import World
@@ -28,11 +30,13 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.watchdog import Watchdog
 from dtt.track.base import Record, Tracker
-from dtt.train.evaluate import Evaluator, Sampler
-from dtt.train.guard import require_finite
+from dtt.train.budget import Budget
+from dtt.train.evaluate import Evaluator, Sampler, evaluation_due, every
+from dtt.train.guard import Guard, Rewind
 from dtt.train.meter import Meter
 from dtt.train.plan import Plan
 from dtt.train.state import (
+    BadStep,
     Position,
     load_optimizers,
     optimizer_tensors,
@@ -56,8 +60,10 @@ class Trainer:
     module: nn.Module
     """What is called in training: `model`, or `model` wrapped."""
     optimizers: Mapping[str, Optimizer]
+    ema: Ema | None
+    guard: Guard
     dataset: Dataset
-    batches_from: Callable[[int], Iterator[Batch]]
+    batches_from: Callable[[int], Batches]
     evaluator: Evaluator | None
     sampler: Sampler | None
     trackers: Sequence[Tracker]
@@ -68,10 +74,12 @@ class Trainer:
     meter: Meter
     run_id: str
     """What trackers know the run by; kept in its checkpoints."""
+    budget: Budget | None = None
+    """On the first rank of a run that the clock ends."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
-    _unread: list[tuple[Record, Tensor, Tensor]] = field(default_factory=list)
-    """Steps whose loss and gradient norm are still on the device."""
+    _unread: list[tuple[Record, Tensor]] = field(default_factory=list)
+    """Steps of which what the guard has seen is still on the device."""
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     _save_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
@@ -80,40 +88,84 @@ class Trainer:
         self.restore(resume)
         if resume is None or self.evaluation_due():
             self.look()
+        if resume is None and self.guard.rewinds:
+            self.save()
         with self.watchdog.phase("step"):
-            self.train()
-            if self.saved_step != self.position.step:
-                self.save()
+            while not self.train():
+                pass
             with self.watchdog.phase("save"):
                 self.saver.wait()
         self.log_saves()
         self.requests.forget(self.world)
         return self.position.step == self.plan.steps and not self.evaluation_due()
 
-    def train(self) -> None:
+    def train(self) -> bool:
+        """Go through the steps and save; False if the run went back instead, and is to go on."""
+        try:
+            with closing(self.batches_from(self.position.step)) as batches:
+                self.go_through(batches)
+            if self.saved_step != self.position.step:
+                self.save()
+        except Rewind as rewind:
+            self.rewind(rewind.bad)
+            return False
+        return True
+
+    def go_through(self, batches: Iterator[Batch]) -> None:
         """The loop: step, then whatever is due after it."""
-        cfg, steps = self.cfg, self.plan.steps
-        batches = self.batches_from(self.position.step)
+        cfg = self.cfg
         self.meter.restart()
-        while self.position.step < steps:
-            request = self.requests.agreed(self.world, self.position.step, self.saver.failed)
+        while self.position.step < self.plan.steps:
+            step = self.position.step
+            request = self.requests.agreed(self.world, step, self.saver.failed, self.end_wanted())
             if request is Request.FAILED:
                 self.saver.wait()  # raises, on every rank
             if request is Request.STOP:
                 break
-            if request is Request.SAVE and self.saved_step != self.position.step:
+            if request is Request.SAVE and self.saved_step != step:
                 self.save()
-            multiplier = schedule.multiplier(cfg.schedule, self.position.step, steps)
+            if self.requests.end:
+                self.decay_until(self.requests.end)
+            stage, tokens = self.dataset.stages.at(step), self.dataset.stages.batch_tokens(step)
+            multiplier = stage.lr_factor * self.plan.schedule.multiplier(step)
             set_learning_rate(self.optimizers, multiplier)
-            with self.meter.step(self.plan.tokens_per_step):
+            with self.meter.step(tokens, self.plan.flops_per_token(stage.seq_len)):
                 self.step(next(batches), multiplier)
             step = self.position.step
             self.watchdog.step(step)
-            if every(cfg.train.log_every, step) or step == steps:
+            if every(cfg.train.log_every, step) or step == self.plan.steps:
                 self.log_progress()
             self.look()
             if every(cfg.checkpoint.every, step):
                 self.save()
+
+    def end_wanted(self) -> int:
+        """The step that the run should now end with by the clock; 0: as planned."""
+        if self.budget is None:
+            return 0
+        step, now = self.position.step, time.time()
+        self.budget.measure(step, now, self.meter.worked(), self.meter.pauses)
+        return self.budget.end(step, now, self.plan.schedule.decay)
+
+    def decay_until(self, end: int) -> None:
+        """Begin the decay here, or move the end of the one that has begun."""
+        step, begun = self.position.step, self.plan.schedule.decay is not None
+        self.plan = self.plan.ending(step, end)
+        if not begun:
+            log.info("the decay begins after step %d, to end with step %d", step, end)
+            if self.saved_step != step:
+                self.save()  # where other decays can branch off; tells what a save takes, too
+
+    def timed_decay(self) -> dict[str, Any] | None:
+        """What a resume must know of a decay that the clock began."""
+        decay = self.plan.schedule.decay
+        return asdict(decay) if decay is not None and self.cfg.train.timed else None
+
+    def expected_steps(self) -> int:
+        """The step that the run will end with, as far as is known."""
+        if self.budget is None or self.plan.schedule.decay is not None:
+            return self.plan.steps
+        return self.budget.latest(self.position.step, time.time())
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Take up the state of a checkpoint, or the seeds of a fresh start."""
@@ -123,6 +175,9 @@ class Trainer:
         self.model.load_state_dict(resume.tensors(store.MODEL))
         state = resume.tensors(store.STATE)
         load_optimizers(self.optimizers, state)
+        if self.ema is not None:
+            self.ema.restore(state)
+        self.guard.load(state)
         restore_rng(state, self.world.rank, self.cfg.seed + resume.step, self.world.device)
         self.position = Position.from_json(resume.position())
         self.dataset.restore(resume.position()["sources"])
@@ -130,22 +185,42 @@ class Trainer:
         self.check_order()
         log.info("resumed from %s", resume.path)
 
+    def rewind(self, bad: BadStep) -> None:
+        """Take up the newest checkpoint again, and keep away from a bad step from there on."""
+        self._unread.clear()
+        with self.watchdog.phase("save"):
+            self.saver.wait()
+            newest = store.newest(self.job.checkpoints) if self.world.first else None
+            found = self.world.from_first(newest)
+            assert found is not None, "one was saved before the first step"
+            avoided = self.guard.avoid(bad, found.step, self.position)
+            for tracker in self.trackers:
+                tracker.rewind(found.step)
+            self.restore(found)
+        self.position.avoided = avoided
+        log.warning("%s at step %d: back to step %d", bad.what, bad.step, found.step)
+
     def check_order(self) -> None:
         """DamagedError unless the order of the data still gives what the last step trained on."""
         position = self.position
         if position.step == 0:
             return
         first = self.dataset.first_sample(position.step - 1)
-        samples = self.dataset.samples_at(first, position.samples - first)
+        following = self.dataset.first_sample(position.step)
+        samples = self.dataset.samples_at(first, following - first)
         if extend_ledger(position.previous_ledger, samples) != position.ledger:
             raise DamagedError(
                 "the data is not in the order that this job was trained in",
                 why=f"step {position.step} would now see other samples",
-                next="use the token files, seed and batch size the job was started with",
+                next="use the token files, the seed and the batches (train.steps, too, if these "
+                "are given as shares of it) the job was started with",
             )
 
     def step(self, batch: Batch, multiplier: float) -> None:
-        """One optimizer step. Nothing here waits for the device."""
+        """One optimizer step, unless it is to be avoided. Nothing here waits for the device."""
+        if self.position.step + 1 in self.position.avoided:
+            self.advance(batch, multiplier, self.guard.pass_over())
+            return
         # DDP averages gradients over ranks; the loss is a mean over the whole global batch.
         # A packed sequence may hold a single token, and so no target.
         scale = self.world.size / max(1, batch.targets)
@@ -157,50 +232,60 @@ class Trainer:
                         micro_batch.tokens,
                         micro_batch.targets,
                         documents_BT=micro_batch.documents,
+                        z_loss=self.cfg.train.z_loss,
                     )
                 part.backward()
             loss += part.detach()
         limit = self.cfg.train.clip_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        judgement = self.guard.judge(loss, norm)
         for optimizer in self.optimizers.values():
+            optimizer.found_inf = judgement.bad  # type: ignore[attr-defined]  # torch's own name
             optimizer.step()
             optimizer.zero_grad()
-        self.advance(batch)
-        record = {
-            "kind": "train",
-            "step": self.position.step,
-            "lr": multiplier * self.cfg.optim.lr,
-            "tokens": self.position.tokens,
-            "ledger": self.position.ledger.hex(),
-        }
-        self._unread.append((record, loss, norm))
+        if self.ema is not None:
+            self.ema.update(judgement.bad)
+        self.advance(batch, multiplier, judgement.seen)
 
-    def advance(self, batch: Batch) -> None:
-        """Move the position past `batch`."""
+    def advance(self, batch: Batch, multiplier: float, seen: Tensor) -> None:
+        """Move the position past `batch`; `seen` [3] is what the guard told of it."""
         position = self.position
         position.step += 1
         position.samples += len(batch.samples)
         position.tokens += batch.targets
         position.previous_ledger = position.ledger
         position.ledger = extend_ledger(position.ledger, batch.samples)
+        record = {
+            "kind": "train",
+            "step": position.step,
+            "lr": multiplier * self.cfg.optim.lr,
+            "tokens": position.tokens,
+            "ledger": position.ledger.hex(),
+            **self.dataset.stages.record(position.step - 1),
+        }
+        self._unread.append((record, seen))
 
     def read_losses(self) -> None:
-        """Fetch the losses since the last call (the one wait for the device) and hand them on."""
+        """Fetch the losses since the last call (the one wait for the device) and hand them on.
+
+        Diverged, or Rewind, on every rank, if a bad step among them asks for it.
+        """
         if not self._unread:
             return
-        losses = self.world.sum_(torch.stack([loss for _, loss, _ in self._unread]))
-        norms = torch.stack([norm for _, _, norm in self._unread])
-        values = torch.stack([losses / self.world.size, norms], dim=1).tolist()
-        for (record, _, _), (loss, norm) in zip(self._unread, values, strict=True):
-            self.emit(require_finite(record | {"loss": loss, "grad_norm": norm}))
-        self._unread.clear()
+        unread, self._unread = self._unread, []
+        values = torch.stack([seen for _, seen in unread]).tolist()
+        for (record, _), seen in zip(unread, values, strict=True):
+            for told in self.guard.review(record, seen, self.position):
+                self.emit(told)
 
     def log_progress(self) -> None:
         """The console line, with the speed since the last one."""
         self.read_losses()
         reading = self.meter.read()
         self._step_seconds.append(reading["seconds_per_step"] or 0.0)
-        self.emit({"kind": "perf", "step": self.position.step, **reading})
+        self.watchdog.steps = self.expected_steps()
+        record = {"step": self.position.step, "steps": self.watchdog.steps}
+        self.emit({"kind": "perf", **record, **reading})
         epochs = self.dataset.epochs(self.position.samples)
         self.emit({"kind": "data", "step": self.position.step, "epochs": epochs})
         self.log_saves()
@@ -228,8 +313,10 @@ class Trainer:
         """Validation loss, on all ranks together."""
         assert self.evaluator is not None
         self.read_losses()
-        with self.watchdog.phase("evaluate"), self.meter.paused():
-            record = self.evaluator.record(self.model, self.position.step, self.stop_wanted)
+        with self.watchdog.phase("evaluate"), self.meter.paused("evaluate"):
+            record = self.evaluator.record(
+                self.model, self.position.step, self.stop_wanted, self.ema
+            )
         if record is not None:
             self.position.evaluated, self.position.eval_loss = record["step"], record["loss"]
             self.emit(record)
@@ -244,7 +331,7 @@ class Trainer:
         if self.sampler is not None:
             self.read_losses()
             if self.world.first:
-                with self.watchdog.phase("sample"), self.meter.paused():
+                with self.watchdog.phase("sample"), self.meter.paused("sample"):
                     self.emit(self.sampler.record(self.model, self.position.step))
 
     def emit(self, record: Record) -> None:
@@ -256,16 +343,23 @@ class Trainer:
         """Begin a checkpoint, all ranks together; it is written while training goes on."""
         self.read_losses()
         step = self.position.step
-        with self.watchdog.phase("save"), self.meter.paused():
+        with self.watchdog.phase("save"), self.meter.paused("save"):
             self.check_ranks()
             shared = {
                 store.MODEL: self.model.state_dict(),
-                store.STATE: optimizer_tensors(self.optimizers),
+                store.STATE: optimizer_tensors(self.optimizers)
+                | self.guard.tensors()
+                | ({} if self.ema is None else self.ema.tensors()),
             }
             own = rng_tensors(self.world.rank, self.world.device)
             # As of one step earlier, so that a resume can see the last step's samples again.
             sources = self.dataset.state(self.dataset.first_sample(max(0, step - 1)))
-            position = self.position.to_json() | {"run_id": self.run_id, "sources": sources}
+            position = self.position.to_json() | {
+                "run_id": self.run_id,
+                "sources": sources,
+                "decay": self.timed_decay(),
+                "speed": self.budget and self.budget.state(),
+            }
             self.saver.begin(step, shared, own, position, self.flush)
         self.saved_step = step
 
@@ -296,15 +390,6 @@ class Trainer:
                 save.blocked_seconds + save.write_seconds + save.verify_seconds
             )
         if saves and self.world.first:
+            if self.budget is not None:
+                self.budget.took(whole_save=max(self._save_seconds))
             self.job.write_lead(max(self._step_seconds, default=0.0), max(self._save_seconds))
-
-
-def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
-    """Whether a run of `steps` should have a validation loss at this position, and has none."""
-    wanted = every(train.eval_every, position.step) or position.step in (0, steps)
-    return wanted and position.evaluated != position.step
-
-
-def every(interval: int, step: int) -> bool:
-    """Whether something that happens each `interval` steps (0: never) happens after `step`."""
-    return interval > 0 and step % interval == 0

@@ -53,7 +53,8 @@ class Mix:
     steps: int
     """That there are samples for."""
     steps_asked: int
-    samples_per_step: int
+    samples_per_step: list[int]
+    """Of the first step, and of the last."""
     samples: int
     tokens: int
     bytes_per_token: float | None
@@ -90,7 +91,7 @@ def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
                     counts[number] * _targets(source, cfg, packed=packing != "concat")
                 ),
                 epochs=counts[number] / len(source),
-                exhausted_at_step=exhausted and -(-exhausted // dataset.sequences),
+                exhausted_at_step=exhausted and dataset.stages.step_of(exhausted - 1) + 1,
             )
         )
     tokens = sum(source.run_tokens for source in sources)
@@ -99,7 +100,9 @@ def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
     return Mix(
         steps=dataset.steps,
         steps_asked=cfg.train.steps,
-        samples_per_step=dataset.sequences,
+        samples_per_step=[
+            dataset.stages.at(step).sequences for step in (0, max(0, dataset.steps - 1))
+        ],
         samples=samples,
         tokens=tokens,
         bytes_per_token=sum(s.run_tokens * b for s, b in zip(sources, text, strict=True)) / tokens
@@ -127,5 +130,5 @@ def _phases(dataset: Dataset) -> list[PhaseShares]:
     for phase in dataset.mixture.phases:
         total = sum(phase.weights)
         shares = {n: float(w / total) for n, w in zip(names, phase.weights, strict=True)}
-        phases.append(PhaseShares(phase.first // dataset.sequences + 1, shares))
+        phases.append(PhaseShares(dataset.stages.step_of(phase.first) + 1, shares))
     return phases

@@ -4,10 +4,13 @@ May touch: config. Never torch."""
 from __future__ import annotations
 
 from dtt.model.families.base import Family
+from dtt.model.families.gemma3 import GEMMA3
 from dtt.model.families.gpt2 import GPT2
 from dtt.model.families.llama import LLAMA
+from dtt.model.families.mistral import MISTRAL
+from dtt.model.families.qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA)
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA3)
 
 
 def get(name: str) -> Family:

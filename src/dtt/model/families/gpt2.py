@@ -5,15 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
 from dtt.model.families.base import Family, WeightRule, refuse_unless, same_name
+
+AXES: Mapping[str, Any] = {
+    "family": "gpt2",
+    "norm": "layernorm",
+    "qk_norm": False,
+    "sandwich_norm": False,
+    "position": "learned",
+    "rope_theta": ModelConfig().rope_theta,
+    "rope_scaling": NoRopeScaling(),
+    "rope_local_theta": None,
+    "mlp": "gelu",
+    "bias": True,
+    "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
     """Resolve the config; the MLP is four times as wide as the model."""
     return Architecture(
-        family="gpt2",
+        **AXES,
         vocab_size=fit_vocabulary(cfg, tokenizer_size),
         max_seq_len=fit_context(cfg, seq_len),
         dim=cfg.dim,
@@ -22,12 +39,9 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         n_kv_heads=cfg.n_heads,
         head_dim=cfg.resolved_head_dim,
         ffn_dim=cfg.ffn_dim or 4 * cfg.dim,
-        norm="layernorm",
         norm_eps=cfg.norm_eps,
-        position="learned",
-        rope_theta=cfg.rope_theta,
-        mlp="gelu",
-        bias=True,
+        windows=(None,) * cfg.n_layers,
+        attn_scale=cfg.resolved_head_dim**-0.5,
         tie_embeddings=cfg.tie_embeddings is not False,
         init_std=cfg.init_std,
         dropout=cfg.dropout,
@@ -65,7 +79,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     refuse_unless(config, "add_cross_attention", False)
     dim, n_heads = config["n_embd"], config["n_head"]
     return Architecture(
-        family="gpt2",
+        **AXES,
         vocab_size=config["vocab_size"],
         max_seq_len=config["n_positions"],
         dim=dim,
@@ -74,12 +88,9 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         n_kv_heads=n_heads,
         head_dim=dim // n_heads,
         ffn_dim=config.get("n_inner") or 4 * dim,
-        norm="layernorm",
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        position="learned",
-        rope_theta=ModelConfig().rope_theta,
-        mlp="gelu",
-        bias=True,
+        windows=(None,) * config["n_layer"],
+        attn_scale=(dim // n_heads) ** -0.5,
         tie_embeddings=config.get("tie_word_embeddings", True),
         init_std=config.get("initializer_range", 0.02),
         dropout=config.get("resid_pdrop", 0.1),

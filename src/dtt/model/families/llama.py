@@ -1,19 +1,38 @@
-"""Llama up to 3.0 (Touvron et al., 2023; Dubey et al., 2024): RoPE, RMSNorm, SwiGLU, GQA."""
+"""Llama 2, 3 and 3.1 (Touvron et al., 2023; Dubey et al., 2024): RoPE, RMSNorm, SwiGLU, GQA.
+
+Families that descend from it take its facts from here and name what differs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary, round_up
+from dtt.model.families import rope
 from dtt.model.families.base import Family, refuse_unless, same_name
+
+AXES: Mapping[str, Any] = {
+    "family": "llama",
+    "norm": "rmsnorm",
+    "qk_norm": False,
+    "sandwich_norm": False,
+    "position": "rope",
+    "rope_local_theta": None,
+    "mlp": "swiglu",
+    "bias": False,
+    "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
     """Resolve the config; the MLP is 8/3 times as wide as the model, in multiples of 64."""
     return Architecture(
-        family="llama",
+        **AXES,
         vocab_size=fit_vocabulary(cfg, tokenizer_size),
         max_seq_len=fit_context(cfg, seq_len),
         dim=cfg.dim,
@@ -22,20 +41,20 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         n_kv_heads=cfg.n_kv_heads or cfg.n_heads,
         head_dim=cfg.resolved_head_dim,
         ffn_dim=cfg.ffn_dim or round_up(8 * cfg.dim // 3, 64),
-        norm="rmsnorm",
         norm_eps=cfg.norm_eps,
-        position="rope",
         rope_theta=cfg.rope_theta,
-        mlp="swiglu",
-        bias=False,
+        rope_scaling=cfg.rope_scaling,
+        windows=(None,) * cfg.n_layers,
         tie_embeddings=cfg.tie_embeddings is True,
+        attn_scale=cfg.resolved_head_dim**-0.5,
         init_std=cfg.init_std,
         dropout=cfg.dropout,
     )
 
 
 def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM; the base of RoPE stands where old and new readers look."""
+    """config.json of a LlamaForCausalLM; RoPE stands where old and new readers look."""
+    scaling = rope.to_hf(arch.rope_scaling)
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -50,10 +69,9 @@ def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": arch.norm_eps,
         "rope_theta": arch.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": arch.rope_theta},
-        "attention_bias": False,
+        "rope_scaling": None if arch.rope_scaling == NoRopeScaling() else scaling,
+        "rope_parameters": scaling | {"rope_theta": arch.rope_theta},
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "initializer_range": arch.init_std,
         "tie_word_embeddings": arch.tie_embeddings,
         "bos_token_id": end_of_document,
@@ -62,36 +80,53 @@ def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a LlamaForCausalLM without RoPE scaling."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """From the config.json of a LlamaForCausalLM."""
     refuse_unless(config, "hidden_act", "silu")
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "mlp_bias", False)
-    refuse_unless({"model_type": "llama", **rope}, "rope_type", "default")
+    turning = config.get("rope_parameters") or config.get("rope_scaling") or {}
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or dim // n_heads
     return Architecture(
-        family="llama",
+        **AXES,
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"],
         dim=dim,
         n_layers=config["num_hidden_layers"],
         n_heads=n_heads,
         n_kv_heads=config.get("num_key_value_heads") or n_heads,
-        head_dim=config.get("head_dim") or dim // n_heads,
+        head_dim=head_dim,
         ffn_dim=config["intermediate_size"],
-        norm="rmsnorm",
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        position="rope",
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10_000.0),
-        mlp="swiglu",
-        bias=False,
+        rope_theta=turning.get("rope_theta") or config.get("rope_theta", 10_000.0),
+        rope_scaling=rope.from_hf(turning, config["model_type"]),
+        windows=(None,) * config["num_hidden_layers"],
         tie_embeddings=config.get("tie_word_embeddings", False),
+        attn_scale=head_dim**-0.5,
         init_std=config.get("initializer_range", 0.02),
         dropout=0.0,
     )
 
 
-_LAYER = "model.layers.{i}"
+LAYER = "model.layers.{i}"
+WEIGHTS = (
+    *same_name("model.embed_tokens", "embed", "weight"),
+    *same_name(f"{LAYER}.input_layernorm", "layers.{i}.attn_norm", "weight"),
+    *same_name(f"{LAYER}.self_attn.q_proj", "layers.{i}.attn.q", "weight"),
+    *same_name(f"{LAYER}.self_attn.k_proj", "layers.{i}.attn.k", "weight"),
+    *same_name(f"{LAYER}.self_attn.v_proj", "layers.{i}.attn.v", "weight"),
+    *same_name(f"{LAYER}.self_attn.o_proj", "layers.{i}.attn.o", "weight"),
+    *same_name(f"{LAYER}.mlp.gate_proj", "layers.{i}.mlp.gate", "weight"),
+    *same_name(f"{LAYER}.mlp.up_proj", "layers.{i}.mlp.up", "weight"),
+    *same_name(f"{LAYER}.mlp.down_proj", "layers.{i}.mlp.down", "weight"),
+    *same_name("model.norm", "norm", "weight"),
+    *same_name("lm_head", "head", "weight"),
+)
+MLP_NORM = same_name(f"{LAYER}.post_attention_layernorm", "layers.{i}.mlp_norm", "weight")
+QK_NORM = (
+    *same_name(f"{LAYER}.self_attn.q_norm", "layers.{i}.attn.q_norm", "weight"),
+    *same_name(f"{LAYER}.self_attn.k_norm", "layers.{i}.attn.k_norm", "weight"),
+)
 
 LLAMA = Family(
     name="llama",
@@ -100,18 +135,5 @@ LLAMA = Family(
     architecture=architecture,
     to_hf_config=to_hf_config,
     from_hf_config=from_hf_config,
-    weights=(
-        *same_name("model.embed_tokens", "embed", "weight"),
-        *same_name(f"{_LAYER}.input_layernorm", "layers.{i}.attn_norm", "weight"),
-        *same_name(f"{_LAYER}.self_attn.q_proj", "layers.{i}.attn.q", "weight"),
-        *same_name(f"{_LAYER}.self_attn.k_proj", "layers.{i}.attn.k", "weight"),
-        *same_name(f"{_LAYER}.self_attn.v_proj", "layers.{i}.attn.v", "weight"),
-        *same_name(f"{_LAYER}.self_attn.o_proj", "layers.{i}.attn.o", "weight"),
-        *same_name(f"{_LAYER}.post_attention_layernorm", "layers.{i}.mlp_norm", "weight"),
-        *same_name(f"{_LAYER}.mlp.gate_proj", "layers.{i}.mlp.gate", "weight"),
-        *same_name(f"{_LAYER}.mlp.up_proj", "layers.{i}.mlp.up", "weight"),
-        *same_name(f"{_LAYER}.mlp.down_proj", "layers.{i}.mlp.down", "weight"),
-        *same_name("model.norm", "norm", "weight"),
-        *same_name("lm_head", "head", "weight"),
-    ),
+    weights=(*WEIGHTS, *MLP_NORM),
 )

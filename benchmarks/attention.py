@@ -1,0 +1,117 @@
+"""Attention on a CPU: dtt's tiles beside SDPA with a dense boolean mask, forward and backward.
+
+    python benchmarks/attention.py [--lengths 1024 4096 16384]
+
+One sequence, 2 query heads sharing one key/value head of 64, fp32, one thread. Each figure is from
+a process of its own: the shortest of the runs that fit into half a second, in CPU time, which a busy
+machine stretches less, and how much more memory it took than before. Results and gradients are compared first, at 1000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtt.model.attend import Attend, Causal, Tiled
+
+SCALE = 0.125
+WINDOW = 512
+KINDS = ("causal", "window", "documents", "documents, window")
+
+
+def documents_of(length: int) -> Tensor:
+    """[1, T] numbers of documents, of 500 tokens on average."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.rand(1, length, generator=generator) < 1 / 500).cumsum(1)
+
+
+def ours(kind: str, length: int) -> Attend:
+    """What the decoder takes."""
+    if kind == "causal":
+        return Causal(SCALE)
+    documents = documents_of(length) if "documents" in kind else None
+    return Tiled(SCALE, documents, WINDOW if "window" in kind else None)
+
+
+def dense(kind: str, length: int) -> Attend:
+    """SDPA with a [T, T] mask, made when it is called, as it would be for each batch."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(length, length, dtype=torch.bool).tril_()
+        if "window" in kind:
+            seen = seen.triu_(1 - WINDOW)
+        if "documents" in kind:
+            documents = documents_of(length)
+            seen &= documents[0, :, None] == documents[0, None]
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=SCALE, enable_gqa=True)
+
+    return attend
+
+
+def inputs(length: int) -> list[Tensor]:
+    """Queries, keys and values as projections give them."""
+    torch.manual_seed(0)
+    return [torch.randn(1, length, n, 64).transpose(1, 2).requires_grad_() for n in (2, 1, 1)]
+
+
+def gradients(attend: Attend, length: int) -> list[Tensor]:
+    """The result and the gradients of its sum."""
+    q_k_v = inputs(length)
+    out = attend(*q_k_v)
+    return [out, *torch.autograd.grad(out.sum(), q_k_v)]
+
+
+def memory(field: str) -> float:
+    """A line of /proc/self/status, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def measure(make: Callable[[str, int], Attend], kind: str, length: int) -> tuple[float, float]:
+    """Seconds and MB."""
+    gradients(make(kind, 64), 64)
+    attend, before = make(kind, length), memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
+    times: list[float] = []
+    while sum(times) < 0.5:
+        start = time.process_time()
+        gradients(attend, length)
+        times.append(time.process_time() - start)
+    return min(times), memory("VmHWM") - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for kind in KINDS:
+        torch.testing.assert_close(
+            gradients(ours(kind, 1000), 1000), gradients(dense(kind, 1000), 1000)
+        )
+    print(f"{'':<28}{'dense mask':>20}{'dtt':>20}{'time':>9}{'memory':>9}")
+    fork = multiprocessing.get_context("fork")
+    for kind in KINDS:
+        for length in args.lengths:
+            figures = []
+            for make in (dense, ours):
+                with fork.Pool(1) as pool:
+                    figures.append(pool.apply(measure, (make, kind, length)))
+            (theirs, their_mb), (seconds, mb) = figures
+            print(
+                f"{kind:<20}{length:>8}{1e3 * theirs:>9.0f} ms{their_mb:>5.0f} MB"
+                f"{1e3 * seconds:>9.0f} ms{mb:>5.0f} MB"
+                f"{theirs / seconds:>8.1f}x{their_mb / mb:>8.1f}x",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Whether a run with a budget ends in time, annealed, validated and saved, though it is killed.
+
+    python benchmarks/budget.py [--seconds 300] [--kills 2] [--seed 0] [--data DIR]
+
+A small Llama on the novels in `$DTT_SHARED/data` (`../shared` by default), with `train.budget`. At
+random moments it gets SIGKILL, and the same command is started again. The time that counts is that
+of its processes, from their start to their end, as this script sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.optim.schedule import Decay
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+SHARED = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
+DTT = [sys.executable, "-m", "dtt.main"]
+
+
+def settings(tokens: Path, seconds: int) -> list[str]:
+    """Arguments of the run."""
+    return [
+        "train", f"data.tokens={tokens}", "name=budget", f"train.budget={seconds}s",
+        "train.steps=1_000_000", "schedule.warmup=20", "schedule.decay=20%", "model.dim=96",
+        "model.n_layers=3", "model.n_heads=3", "train.seq_len=256", "train.micro_batch=8",
+        "train.global_batch_tokens=2048", "train.eval_every=100", "train.eval_tokens=32768",
+        "train.sample_tokens=16", "checkpoint.every=50",
+    ]  # fmt: skip
+
+
+def make_tokens(folder: Path, data: Path) -> Path:
+    """The first file of the novels, with a tokenizer of its own."""
+    first = sorted(data.glob("train-*.parquet"))[0]
+    for command in ("download", "tokenize"):
+        arguments = [command, "-d", str(first), "tokenizer.vocab_size=2048"]
+        tail = ["tokenize.out=tokens"] if command == "tokenize" else []
+        subprocess.run([*DTT, *arguments, *tail], cwd=folder, check=True, capture_output=True)
+    return folder / "tokens"
+
+
+def attempt(command: list[str], folder: Path, patience: float | None) -> tuple[float, int]:
+    """Start it; kill it after so many seconds. How long it ran, and its exit code."""
+    began = time.monotonic()
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(command, cwd=folder, stderr=log, stdout=log)
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return time.monotonic() - began, process.returncode
+
+
+def report(job: JobDir, took: float, seconds: int) -> None:
+    """How it ended."""
+    newest = store.newest(job.checkpoints)
+    assert newest is not None
+    position = newest.position()
+    decay = Decay(**position["decay"])
+    peak = load_job(job.root).optim.lr
+    rates = [record["lr"] / peak for record in jsonl.read(job.metrics, "train")]
+    evals = list(jsonl.read(job.metrics, "eval"))
+    trunk = [record["loss"] for record in evals if record["step"] <= decay.begin]
+    print(f"ended             {took:.1f} s of {seconds} s: {seconds - took:+.1f} s left")
+    print(f"steps             {newest.step}, planned {decay.end}; decay from {decay.begin + 1}")
+    print(f"last rates        {', '.join(f'{rate:.4f}' for rate in rates[-3:])} of the peak")
+    print(f"last validation   {evals[-1]['loss']:.4f} nats at step {evals[-1]['step']}")
+    print(f"before the decay  {trunk[-1]:.4f} nats")
+    print(f"last checkpoint   step {newest.step}, verified")
+
+
+def main() -> None:
+    """Run, kill, go on, report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, default=SHARED / "novels")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="dtt-budget-") as name:
+        folder = Path(name)
+        command = [*DTT, *settings(make_tokens(folder, options.data), options.seconds)]
+        # Somewhere in each of so many equal parts of the time: also in the decay, if it hits that.
+        part = options.seconds / (options.kills + 1)
+        spans: list[float] = []
+        for number in range(options.kills):
+            until = part * (number + rng.uniform(0.3, 1.3))
+            took, code = attempt(command, folder, max(1.0, until - sum(spans)))
+            spans.append(took)
+            print(f"attempt {number + 1}: {took:.1f} s, exit code {code}", flush=True)
+        took, code = attempt(command, folder, None)
+        spans.append(took)
+        print(f"attempt {len(spans)}: {took:.1f} s, exit code {code}")
+        if code != 0:
+            sys.exit((folder / "log").read_text())
+        report(JobDir(folder / "jobs/budget"), sum(spans), options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Tokens per second of generation on a CPU: dtt beside transformers, with the same weights.
+
+    python benchmarks/generation.py [--new 128] [--rounds 3]
+
+Random models of 8 layers, 512 wide, with a vocabulary of 32,000 (52M parameters), fp32, one thread,
+greedy. Prompts of random ids; those of a batch have different lengths. The tokens must be equal.
+Rounds alternate between the two; the fastest of each counts. Seconds are of CPU time, which a busy
+machine stretches less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+
+from dtt.config.model import ModelConfig
+from dtt.export.weights import from_hf
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.generate import generate_batch
+
+SHAPE = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1408}
+MODELS = {
+    "llama": ModelConfig.model_validate({"family": "llama", **SHAPE}),
+    "mistral, window of 64": ModelConfig.model_validate(
+        {"family": "mistral", "window": 64, **SHAPE}
+    ),
+}
+PROMPTS = {"one prompt of 64": [64], "one prompt of 512": [512], "8 prompts": range(16, 144, 16)}
+
+
+def both(cfg: ModelConfig) -> tuple[Decoder, Any]:
+    """A model and its double."""
+    family = families.get(cfg.family)
+    arch = family.architecture(cfg, 32000, 1024)
+    config = transformers.AutoConfig.for_model(**family.to_hf_config(arch, 0))
+    torch.manual_seed(0)
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    theirs = make(config).eval()
+    ours = Decoder(arch).eval()
+    ours.load_state_dict(from_hf(theirs.state_dict(), arch))
+    return ours, theirs
+
+
+def of_dtt(model: Decoder, prompts: list[list[int]], new: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    for row, token in generate_batch(
+        model, prompts, max_new_tokens=new, temperature=0, generators=[None] * len(prompts)
+    ):
+        answers[row].append(token)
+    return answers
+
+
+def of_transformers(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Padded on the left, as its documentation says."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    answers: list[list[int]] = out[:, longest:].tolist()
+    return answers
+
+
+def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    start = time.process_time()
+    answers = run()
+    return sum(map(len, answers)) / (time.process_time() - start), answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'tokens/s':<44}{'transformers':>14}{'dtt':>10}{'ratio':>8}")
+    for name, cfg in MODELS.items():
+        ours, theirs = both(cfg)
+        for what, lengths in PROMPTS.items():
+            generator = torch.Generator().manual_seed(1)
+            prompts = [torch.randint(1, 32000, (n,), generator=generator).tolist() for n in lengths]
+            best = [0.0, 0.0]
+            for _ in range(args.rounds):
+                their_speed, expected = timed(partial(of_transformers, theirs, prompts, args.new))
+                speed, answers = timed(partial(of_dtt, ours, prompts, args.new))
+                assert answers == expected, "the tokens differ"
+                best = [max(best[0], their_speed), max(best[1], speed)]
+            print(
+                f"{name + ', ' + what:<44}{best[0]:>14.1f}{best[1]:>10.1f}"
+                f"{best[1] / best[0]:>7.2f}x",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""Whether the guard leaves good steps alone, and does with bad ones what it was told.
+
+    python benchmarks/guards.py [RUNS] [--text FILE.parquet]
+
+RUNS clean runs on novels, each with another model, optimizer, rate and batch, under
+`guard.spike=skip`: any step that is skipped is a mistake. On their gradient norms other rules are
+tried, too: OLMo's (more than 6 deviations above the mean of 128 steps) and that of ZClip (arXiv
+2504.02507: 2.5 deviations above an exponential mean; it clips where dtt would skip).
+
+Then RUNS runs with one spoilt batch, half of them on two ranks: a loss that is NaN, a gradient that
+is infinite or 1,000 times too large, on one rank or on all. Right is: `stop` names step and batch
+and saves nothing after it; after `skip` and `rewind` weights, optimizer and average are bit for bit
+those of a run in whose order these batches are missing; all ranks end alike.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import argparse
+import hashlib
+import itertools
+import math
+import multiprocessing
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # optimizers import it on first use
+from torch import Tensor, nn
+
+from dtt.checkpoint import store
+from dtt.commands.train import build as wire
+from dtt.config.guard import GuardConfig
+from dtt.config.load import resolve
+from dtt.data.dataset import open_dataset
+from dtt.data.loader import Batches
+from dtt.errors import Diverged
+from dtt.runtime.dist import World, start, stop
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
+from dtt.runtime.watchdog import Watchdog
+from dtt.track import jsonl
+from dtt.train.attempt import Attempt
+from dtt.train.plan import make_plan
+from dtt.train.state import optimizer_tensors
+from dtt.train.stop import Requests
+from dtt.train.trainer import Trainer
+
+NOVELS = Path(__file__).parents[2] / "shared/data/novels/val-00000-of-00001.parquet"
+CLEAN_STEPS, STEPS, AROUND = 250, 64, 3
+KINDS = {"nan": "loss NaN", "inf": "gradient infinite", "spike": "gradient x 1,000"}
+ALONE = World(Ranks(), torch.device("cpu"), None)
+FORK = multiprocessing.get_context("fork")
+POLICIES = ("stop", "skip", "rewind")
+SIZES = [  # and the tokens
+    "train.seq_len=64", "train.eval_every=0", "train.eval_tokens=64", "train.sample_tokens=0",
+    "train.hang_seconds=0", "train.log_every=10", "train.precision=fp32",
+]  # fmt: skip
+
+
+def build(world: World, settings: Sequence[str]) -> Trainer:
+    """A run, made as `dtt train` makes it."""
+    cfg = resolve(None, [*SIZES, *settings]).config
+    job = JobDir(cfg.job_dir)
+    number = world.from_first(job.begin_attempt() if world.first else 0)
+    dataset = open_dataset(cfg)
+    plan = make_plan(cfg, dataset, world)
+    watchdog = Watchdog(job, world.ranks, plan.steps, attempt=number)
+    attempt = Attempt(job, Requests(), number)
+    return wire(cfg, plan, attempt, world, dataset, watchdog, None)
+
+
+def run(trainer: Trainer) -> str:
+    """To the end; the message if it diverged."""
+    try:
+        trainer.run(None)
+    except Diverged as diverged:
+        return str(diverged)
+    finally:
+        trainer.saver.close()
+        for tracker in trainer.trackers:
+            tracker.close()
+    return ""
+
+
+def model_settings(rng: random.Random) -> list[str]:
+    """Any model, optimizer, rate and batch that somebody might try."""
+    family = rng.choice(["gpt2", "llama", "qwen3", "mistral"])
+    dim, optimizer = rng.choice([32, 48]), rng.choice(["adamw", "muon"])
+    low, high = (3e-4, 1e-2) if optimizer == "adamw" else (1e-3, 3e-2)
+    return [
+        f"seed={rng.randrange(1000)}", f"model.family={family}", f"model.dim={dim}",
+        f"model.n_layers={rng.choice([1, 2])}", "model.n_heads=2", f"optim.type={optimizer}",
+        f"optim.lr={math.exp(rng.uniform(math.log(low), math.log(high))):.6f}",
+        f"train.clip_norm={rng.choice(['1.0', 'null'])}",
+        f"train.global_batch_tokens={rng.choice([256, 512])}", "train.micro_batch=16",
+    ]  # fmt: skip
+
+
+# ---- good steps ----------------------------------------------------------------------------------
+
+
+def clean(number: int) -> list[float]:
+    """The gradient norms of a clean run; NaN where a step was skipped."""
+    rng = random.Random(number)
+    schedule = rng.choice(["wsd", "cosine", "linear", "constant"])
+    settings = [
+        f"name=clean{number}", f"train.steps={CLEAN_STEPS}", f"schedule.type={schedule}",
+        f"schedule.warmup={rng.choice([0, 20, 100])}", "checkpoint.every=100000",
+        f"model.dropout={rng.choice(['0.0', '0.1'])}", "guard.non_finite=skip", "guard.spike=skip",
+    ]  # fmt: skip
+    trainer = build(ALONE, [*model_settings(rng), *settings])
+    error = run(trainer)
+    assert not error, error
+    train = jsonl.read(trainer.job.metrics, "train")
+    return [math.nan if "skipped" in r else r["grad_norm"] for r in train]
+
+
+def ours(norms: Sequence[float]) -> list[float]:
+    """How far each judged norm was on the way to a spike (1: it is one), by dtt's rule."""
+    config, logs, far = GuardConfig(), [math.log(norm) for norm in norms if norm > 0], []
+    for step in range(config.spike_window, len(logs)):
+        window = logs[step - config.spike_window : step]
+        margin = max(config.spike_sigmas * statistics.stdev(window), math.log(2))
+        far.append((logs[step] - statistics.fmean(window)) / margin)
+    return far
+
+
+def olmo(norms: Sequence[float]) -> list[float]:
+    """The same by the rule of OLMo's SkipStepOptimizer, on gradient norms."""
+    far = []
+    for step in range(64, len(norms)):
+        window = norms[max(0, step - 127) : step]
+        far.append((norms[step] - statistics.fmean(window)) / (6 * statistics.stdev(window)))
+    return far
+
+
+def zclip(norms: Sequence[float]) -> list[float]:
+    """The same by that of ZClip."""
+    first = norms[:25]
+    mean, variance, far = statistics.fmean(first), statistics.pvariance(first), []
+    for norm in norms[25:]:
+        z = (norm - mean) / (math.sqrt(variance) + 1e-6)
+        far.append(z / 2.5)
+        used = norm if z <= 2.5 else mean + 2.5**2 / z * math.sqrt(variance)
+        mean = 0.97 * mean + 0.03 * used
+        variance = 0.97 * variance + 0.03 * (used - mean) ** 2
+    return far
+
+
+RULES = {
+    "dtt, ln of the norm, 6 deviations": ours,
+    "OLMo, 6 deviations": olmo,
+    "ZClip, 2.5 deviations": zclip,
+}
+
+
+def report_clean(runs: Sequence[Sequence[float]]) -> None:
+    """What each rule would have done."""
+    skipped = sum(math.isnan(norm) for norms in runs for norm in norms)
+    print(f"{len(runs)} clean runs of {CLEAN_STEPS} steps: {skipped} steps skipped")
+    print(f"{'rule':<36}{'steps judged':>14}{'flagged':>10}{'runs':>7}{'closest':>10}")
+    for name, rule in RULES.items():
+        far = [rule(norms) for norms in runs]
+        flat = list(itertools.chain.from_iterable(far))
+        flagged, hit = sum(x > 1 for x in flat), sum(max(some) > 1 for some in far)
+        print(f"{name:<36}{len(flat):>14,}{flagged:>10,}{hit:>7}{max(flat):>10.2f}")
+    print("closest: the largest norm, on the way from the usual one (0) to what is flagged (1)")
+
+
+# ---- bad ones ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One spoilt batch."""
+
+    number: int
+    kind: str
+    policy: str
+    step: int
+    rank: int | None
+    """The only rank that is hit; None: all."""
+    settings: tuple[str, ...]
+
+    @property
+    def left_out(self) -> range:
+        """The steps whose batches count for nothing."""
+        around = AROUND if self.policy == "rewind" else 0
+        return range(self.step - around, self.step + around + 1)
+
+
+def cases(count: int, ranks: int) -> list[Case]:
+    """All combinations of kind and policy, one after the other, everything else at random."""
+    made = []
+    mixed = itertools.cycle(itertools.product(KINDS, POLICIES))
+    for number, (kind, policy) in zip(range(count), mixed, strict=False):
+        rng = random.Random(1000 * ranks + number)
+        step = rng.randrange(40, STEPS - AROUND)
+        rank = rng.choice([None, *range(ranks)]) if ranks > 1 else None
+        settings = (
+            *model_settings(rng), f"train.steps={STEPS}", "schedule.type=constant",
+            "checkpoint.every=16", "checkpoint.keep_last=9", "train.ema_decay=0.99",
+            f"guard.non_finite={policy}", f"guard.spike={policy}", "guard.spike_window=32",
+            f"guard.rewind_around={AROUND}",
+        )  # fmt: skip
+        made.append(Case(number, kind, policy, step, rank, settings))
+    return made
+
+
+def poison(trainer: Trainer, case: Case) -> None:
+    """Spoil what the model returns in training at that step, or the gradient that comes back."""
+
+    def spoil(module: nn.Module, _: Any, loss: Tensor) -> Tensor | None:
+        hit = case.rank in (None, trainer.world.rank)
+        if trainer.position.step + 1 != case.step or not module.training or not hit:
+            return None
+        if case.kind == "nan":
+            return loss * math.nan
+        factor = math.inf if case.kind == "inf" else 1000.0
+        loss = loss * 1.0
+        loss.register_hook(lambda gradient: factor * gradient)  # type: ignore[no-untyped-call]
+        return loss
+
+    trainer.model.register_forward_hook(spoil)
+
+
+def without(trainer: Trainer, steps: range) -> None:
+    """Take the batches of these steps out of the order."""
+    every = trainer.batches_from
+    trainer.plan = replace(trainer.plan, steps=trainer.plan.steps - len(steps))
+
+    def batches(first: int) -> Batches:
+        with closing(every(first)) as all_batches:
+            numbered = enumerate(all_batches, first + 1)
+            yield from (batch for number, batch in numbered if number not in steps)
+
+    trainer.batches_from = batches
+
+
+def state(trainer: Trainer) -> str:
+    """A hash of weights, optimizer state and average."""
+    assert trainer.ema is not None
+    tensors = dict(trainer.model.state_dict()) | optimizer_tensors(trainer.optimizers)
+    digest = hashlib.sha256()
+    for name, tensor in sorted((tensors | trainer.ema.tensors()).items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+Judged = tuple[str, str, str, str]
+"""Kind, policy, what is wrong with how it ended (empty: nothing), and a hash of its state."""
+
+
+def judged(world: World, case: Case) -> Judged:
+    """One case, as one rank sees it."""
+    name = f"{world.size}-{case.number}"
+    trainer = build(world, [*case.settings, f"name={name}"])
+    poison(trainer, case)
+    error = run(trainer)
+    wrong = []
+    guard = list(jsonl.read(trainer.job.metrics, "guard"))
+    why = "spike" if case.kind == "spike" else "non_finite"
+    expected = [(step, why, case.step, case.policy) for step in case.left_out]
+    if [(r["step"], r["why"], r["bad_step"], r["action"]) for r in guard] != expected:
+        wrong.append(f"records: {guard}")
+    if case.policy == "stop":
+        ledger = next(r["ledger"] for r in guard)
+        if f"at step {case.step}\n" not in error or ledger not in error:
+            wrong.append(f"says {error!r}")
+        if store.steps(trainer.job.checkpoints) != list(range(16, case.step, 16)):
+            wrong.append(f"checkpoints: {store.steps(trainer.job.checkpoints)}")
+        return case.kind, case.policy, "; ".join(wrong), ""
+    reference = build(world, [*case.settings, f"name={name}-reference"])
+    without(reference, case.left_out)
+    error += run(reference)
+    if error:
+        wrong.append(f"ended with {error!r}")
+    if state(trainer) != state(reference):
+        wrong.append("its state is another")
+    return case.kind, case.policy, "; ".join(wrong), state(trainer)
+
+
+def report_injected(by_ranks: Mapping[int, Sequence[Sequence[Judged]]]) -> None:
+    """A row for each kind and policy; `by_ranks`: all cases as each of so many ranks saw them."""
+    table: dict[tuple[str, str], dict[int, Counter[bool]]] = defaultdict(
+        lambda: {ranks: Counter() for ranks in by_ranks}
+    )
+    for ranks, results in by_ranks.items():
+        for of_all_ranks in zip(*results, strict=True):
+            kind, policy = of_all_ranks[0][:2]
+            problems = {wrong for _, _, wrong, _ in of_all_ranks if wrong}
+            if len({end for *_, end in of_all_ranks}) > 1:
+                problems.add("ranks differ")
+            for problem in problems:
+                print(f"  {kind}, {policy}, {ranks} ranks: {problem}")
+            table[kind, policy][ranks][not problems] += 1
+    total = sum(count for row in table.values() for cell in row.values() for count in cell.values())
+    wrong = sum(cell[False] for row in table.values() for cell in row.values())
+    heads = "".join(f"{f'{ranks} ranks' if ranks > 1 else '1 rank':>12}" for ranks in by_ranks)
+    print(f"{total} spoilt batches, {wrong} not handled as the policy says")
+    print(f"{'what':<22}{'policy':<10}{heads}")
+    for (kind, policy), row in table.items():
+        cells = "".join(f"{f'{cell[True]} of {cell.total()}':>12}" for cell in row.values())
+        print(f"{KINDS[kind]:<22}{policy:<10}{cells}")
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def on_two_ranks(some: Sequence[Case]) -> list[list[Judged]]:
+    """The cases, as each of two forked ranks sees them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = []
+    for rank in range(2):
+        here, there = FORK.Pipe(duplex=False)
+        FORK.Process(target=_rank, args=(there, rank, port, some)).start()
+        there.close()
+        pipes.append(here)
+    return [pipe.recv() for pipe in pipes]
+
+
+def _rank(result: Connection, rank: int, port: int, some: Sequence[Case]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = start(Ranks(rank, 2, rank, 2, "torchrun"), "cpu")
+    result.send([judged(world, case) for case in some])
+    world.barrier()
+    stop()
+
+
+def make_tokens(folder: Path, text: Path) -> Path:
+    """Token files of novels, with a small vocabulary of their own."""
+    for arguments in (
+        f"download -d {text} download.out=corpus",
+        "tokenize tokenize.corpus=corpus tokenizer.vocab_size=1024 tokenize.out=tokens",
+    ):
+        command = [sys.executable, "-m", "dtt.main", *arguments.split()]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="?", type=int, default=100)
+    parser.add_argument("--text", type=Path, default=NOVELS)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, started = Path(name), time.monotonic()
+        SIZES.append(f"data.tokens={make_tokens(folder, given.text.resolve())}")
+        os.chdir(folder)
+        log.disabled = True
+        half = (given.runs + 1) // 2
+        with FORK.Pool(os.cpu_count()) as pool:
+            good = pool.map_async(clean, range(given.runs), chunksize=1)
+            bad = pool.starmap_async(judged, [(ALONE, c) for c in cases(half, 1)], chunksize=1)
+            on_two = on_two_ranks(cases(half, 2))
+            report_clean(good.get())
+            report_injected({1: [bad.get()], 2: on_two})
+        print(f"{time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The loss over a vocabulary: dtt's chunks, torch's own, and cross-entropy of all the logits.
+
+    python benchmarks/loss.py [N] [ROUNDS]
+
+N tokens (4,096) of width 768, forward and backward, fp32 weights; vocabularies of 50,304 and
+128,256; on a GPU if there is one. `memory`: peak beyond what was there before, gradients included.
+`error`: of the gradients, relative to the same in float64 (norm of the difference by the norm; the
+larger of hidden's and weight's), on the first 256 tokens. Medians of ROUNDS (3) interleaved rounds.
+On a CPU, seconds are those of the processor, which other work on the machine hardly changes.
+torch's own has no part in autocast: it is handed bf16 copies.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtt.model.loss import linear_cross_entropy
+
+D, TOKENS_FOR_ERROR = 768, 256
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Logits of all tokens, then the cross-entropy."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What torch has since 2.13."""
+    kind = DEVICE.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    loss: Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined, unused-ignore]
+        hidden.to(dtype),
+        weight.to(dtype),
+        targets,
+        reduction="sum",
+        options=torch.nn.LinearCrossEntropyOptions(),  # type: ignore[attr-defined, unused-ignore]
+    )
+    return loss
+
+
+def problem(n: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Hidden states as after a norm, weights and targets as at the start of a training run."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, D, generator=generator, dtype=torch.float32)
+    weight = 0.02 * torch.randn(vocab_size, D, generator=generator, dtype=torch.float32)
+    targets = torch.randint(vocab_size, (n,), generator=generator)
+    return [
+        hidden.to(DEVICE, dtype).requires_grad_(),
+        weight.to(DEVICE, dtype).requires_grad_(),
+        targets.to(DEVICE),
+    ]
+
+
+def gradients(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[Tensor, ...]:
+    """Of the mean loss, as training takes them."""
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16):
+        mean = loss(tensors[0], tensors[1], tensors[2]) / len(tensors[2])
+    return torch.autograd.grad(mean, tensors[:2])
+
+
+def error(loss: Loss, vocab_size: int, bf16: bool, exact: tuple[Tensor, ...]) -> float:
+    """Largest relative error of a gradient."""
+    got = gradients(loss, problem(TOKENS_FOR_ERROR, vocab_size), bf16)
+    pairs = zip(got, exact, strict=True)
+    return max(float((g.double() - e).norm() / e.norm()) for g, e in pairs)
+
+
+def once(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[float, float]:
+    """Seconds, and peak memory in MB."""
+    before = reset_peak()
+    clock = time.perf_counter if DEVICE.type == "cuda" else time.process_time
+    start = clock()
+    gradients(loss, tensors, bf16)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start, (peak() - before) / 1e6
+
+
+def reset_peak() -> int:
+    """Bytes in use now, which become the peak."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def peak() -> int:
+    """Most bytes in use since."""
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else status("VmHWM")
+
+
+def status(key: str) -> int:
+    """A size that the kernel tells of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def main() -> None:
+    """Print one line per vocabulary, precision and way."""
+    n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    ways: dict[str, Loss] = {"plain": plain, "dtt": linear_cross_entropy}
+    if hasattr(F, "linear_cross_entropy"):
+        ways["torch"] = torchs
+    print(f"torch {torch.__version__}, {DEVICE}, {torch.get_num_threads()} threads, N={n}, D={D}")
+    for vocab_size in (50_304, 128_256):
+        exact = gradients(plain_wide, problem(TOKENS_FOR_ERROR, vocab_size, torch.float64), False)
+        for bf16 in (False, True):
+            errors = {name: error(way, vocab_size, bf16, exact) for name, way in ways.items()}
+            tensors = problem(n, vocab_size)
+            results: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+            for _ in range(rounds):
+                for name, way in ways.items():
+                    results[name].append(once(way, tensors, bf16))
+            median = {
+                name: [statistics.median(column) for column in zip(*rows, strict=True)]
+                for name, rows in results.items()
+            }
+            seconds, memory = median["plain"]
+            for name, (s, m) in median.items():
+                print(
+                    f"V={vocab_size:<7,} {'bf16' if bf16 else 'fp32'}  {name:<6}"
+                    f"{s:8.2f} s ({s / seconds:4.2f}) {m:8,.0f} MB ({m / memory:4.2f})"
+                    f"   error {errors[name]:.1e}",
+                    flush=True,
+                )
+
+
+def plain_wide(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The exact one: float64 throughout."""
+    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""How far dtt is from transformers, family by family: the largest absolute difference.
+
+    python benchmarks/parity.py
+
+Tiny models with random weights, fp32, on a CPU; two sequences of 96 tokens, of which windows see
+16. Of each family one with its head tied to the embedding and one without.
+
+`logits`, `gradients`: of the mean cross-entropy, over all parameters. `documents`: the same with
+four documents of 7 to 45 tokens in each sequence; transformers is given each alone. `import`:
+logits of a folder that `save_pretrained` wrote, read by dtt. `export`: logits that transformers
+gives from a folder that dtt wrote, where it misses no tensor and finds none too many. `cache`:
+dtt's logits one token at a time with its cache of keys and values, theirs without one. `largest`:
+the largest logit and gradient there are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from dtt.export import hf
+from dtt.export.read import Trained, read_hf_folder
+from dtt.export.weights import from_hf, to_hf
+from dtt.model import families
+from dtt.model.architecture import Architecture
+from dtt.model.cache import KVCache
+from dtt.model.decoder import Decoder
+
+SIZES: dict[str, Any] = {"dim": 64, "n_layers": 4, "n_heads": 4}
+GROUPED = SIZES | {"n_kv_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", **SIZES},
+    "llama": {"family": "llama", **GROUPED},
+    "llama 3.1": {
+        "family": "llama",
+        **GROUPED,
+        "rope_theta": 5e5,
+        "rope_scaling": Llama3RopeScaling(original_max_seq_len=32),
+    },
+    "mistral": {"family": "mistral", **GROUPED, "window": 16},
+    "qwen3": {"family": "qwen3", **GROUPED, "head_dim": 32, "rope_theta": 1e6},
+    "gemma3": {
+        "family": "gemma3",
+        **GROUPED,
+        "head_dim": 32,
+        "window": 16,
+        "window_pattern": 2,
+        "rope_theta": 1e6,
+        "rope_scaling": LinearRopeScaling(),
+        "query_pre_attn_scalar": 24,
+    },
+}
+VOCAB, LENGTH, PROMPT = 512, 96, 30
+TOKENS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+TARGETS = TOKENS.roll(-1, 1)
+DOCUMENTS = [[20, 45, 7, 24], [33, 9, 40, 14]]
+NUMBERS = torch.tensor([[n for n, k in enumerate(row) for _ in range(k)] for row in DOCUMENTS])
+HEADER = (
+    "                              documents\n"
+    "family     head      logits gradients   logits gradients   import   export    cache"
+    "     largest"
+)
+
+
+def main() -> None:
+    """Print a row for each family and head."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}\n{HEADER}")
+    for name, keys in MODELS.items():
+        for tied in (True, False):
+            cfg = ModelConfig(**keys, tie_embeddings=tied)
+            arch = families.get(cfg.family).architecture(cfg, VOCAB, LENGTH)
+            print(f"{name:10} {'tied' if tied else 'untied':7}{row(arch)}", flush=True)
+
+
+def row(arch: Architecture) -> str:
+    """What the columns say of one model."""
+    theirs = random_model(arch)
+    model = Decoder(arch)
+    model.load_state_dict(from_hf(theirs.state_dict(), arch))
+    logits, gradients = of_theirs(theirs, lambda: theirs(TOKENS).logits)
+    apart, their_gradients = of_theirs(theirs, lambda: each_alone(theirs))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        cells = (
+            (worst(model(TOKENS), logits), 9),
+            (worst_of(of_ours(model, None), gradients), 10),
+            (worst(model(TOKENS, documents_BT=NUMBERS), apart), 9),
+            (worst_of(of_ours(model, NUMBERS), their_gradients), 10),
+            (worst(imported(theirs, Path(folder)), logits), 9),
+            (worst(exported(model, Path(folder)), model(TOKENS)), 9),
+            (worst(step_by_step(model), logits[:, PROMPT - 1 :]), 9),
+        )
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    shown = "".join(f"{value:{width}.1e}" for value, width in cells)
+    return f"{shown}   {logits.abs().max():.2f} {largest:.2f}"
+
+
+def random_model(arch: Architecture) -> Any:
+    """The class of transformers, with weights that are not small."""
+    torch.manual_seed(0)
+    config: Any = transformers.AutoConfig.for_model(
+        **families.get(arch.family).to_hf_config(arch, 0)
+    )
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def of_theirs(theirs: Any, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of the mean cross-entropy."""
+    theirs.zero_grad()
+    logits = forward()
+    loss: Any = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+    loss.backward()
+    return logits.detach(), {name: p.grad for name, p in theirs.named_parameters()}
+
+
+@torch.enable_grad()
+def of_ours(model: Decoder, documents: Tensor | None) -> dict[str, Tensor]:
+    """The gradients of the same loss, under their names."""
+    model.zero_grad()
+    (model(TOKENS, TARGETS, documents_BT=documents) / TARGETS.numel()).backward()
+    return to_hf(
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model.arch
+    )
+
+
+def each_alone(theirs: Any) -> Tensor:
+    """Their logits of each document by itself, put together again."""
+    parts = [tokens.split(lengths) for tokens, lengths in zip(TOKENS, DOCUMENTS, strict=True)]
+    return torch.stack([torch.cat([theirs(part[None]).logits[0] for part in one]) for one in parts])
+
+
+def imported(theirs: Any, folder: Path) -> Tensor:
+    """Our logits from what they saved."""
+    theirs.save_pretrained(folder / "theirs")
+    tokenizer(folder / "theirs" / "tokenizer.json")
+    found = read_hf_folder(folder / "theirs")
+    model = Decoder(found.arch)
+    model.load_state_dict(dict(found.state))
+    logits: Tensor = model(TOKENS)
+    return logits
+
+
+def exported(model: Decoder, folder: Path) -> Tensor:
+    """Their logits from what we export."""
+    trained = Trained(model.arch, model.state_dict(), tokenizer(folder / "tokenizer.json"), 0)
+    out, origin = folder / "ours", hf.Origin("parity", 0, "")
+    hf.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
+    logits: Tensor = transformers.AutoModelForCausalLM.from_pretrained(out)(TOKENS).logits
+    return logits
+
+
+def step_by_step(model: Decoder) -> Tensor:
+    """Our logits from the last token of a prompt on, then of one token after the other."""
+    cache = KVCache(model.arch, len(TOKENS), LENGTH, TOKENS.device, torch.float32)
+    steps = TOKENS[:, :PROMPT], *(TOKENS[:, i : i + 1] for i in range(PROMPT, LENGTH))
+    return torch.cat([model(tokens, cache=cache) for tokens in steps], dim=1)
+
+
+def tokenizer(path: Path) -> Path:
+    """A byte-level BPE tokenizer, of which an export is never without."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [""],
+        trainers.BpeTrainer(
+            special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made.save(str(path))
+    return path
+
+
+def worst(got: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference."""
+    return (got - expected).abs().max().item()
+
+
+def worst_of(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest of all tensors."""
+    return max(worst(got[name], expected[name]) for name in expected)
+
+
+if __name__ == "__main__":
+    main()

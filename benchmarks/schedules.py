@@ -1,0 +1,74 @@
+"""Every learning-rate schedule as one picture: docs/schedules.png.
+
+    python benchmarks/schedules.py [FILE.png]
+
+Left each type over a run of 1,000 steps, right every shape that a wsd decay can have. The rates are
+those that training asks for, a point per step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from dtt.config.schedule import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WsdConfig,
+)
+from dtt.optim.schedule import resolve
+from dtt.track.plot import save
+
+STEPS = 1000
+TYPES: dict[str, ScheduleConfig] = {
+    "constant": ConstantConfig(warmup=100),
+    "linear": LinearConfig(warmup=100),
+    "cosine, floor 0.1": CosineConfig(warmup=100),
+    "inverse-sqrt": InverseSqrtConfig(warmup=100),
+    "wsd, decay 20%": WsdConfig(warmup=100),
+}
+SHAPES: dict[str, ScheduleConfig] = {
+    "1-sqrt": WsdConfig(decay=1.0),
+    "linear": WsdConfig(decay=1.0, shape="linear"),
+    "cosine": WsdConfig(decay=1.0, shape="cosine"),
+    "exponential, floor 0.05": WsdConfig(decay=1.0, shape="exponential", floor=0.05),
+    "power, exponent 2": WsdConfig(decay=1.0, shape="power"),
+    "power, exponent 0.5": WsdConfig(decay=1.0, shape="power", exponent=0.5),
+}
+
+
+def draw(axes: Axes, configs: Mapping[str, ScheduleConfig]) -> None:
+    """A curve for each schedule, and its ends on stdout."""
+    for name, config in configs.items():
+        schedule = resolve(config, STEPS, lambda step: step)
+        rates = [schedule.multiplier(step) for step in range(STEPS)]
+        axes.plot(range(1, STEPS + 1), rates, label=name, linewidth=1.2)
+        print(f"{name:<24} step 1: {rates[0]:.4f}  step {STEPS}: {rates[-1]:.4f}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def main() -> None:
+    """Draw both halves and save the picture."""
+    default = Path(__file__).parents[1] / "docs/schedules.png"
+    drawing = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
+    left, right = drawing.subplots(1, 2, sharey=True)
+    left.set(title="type", xlabel="step", ylabel="share of the peak rate")
+    right.set(title="shape of a wsd decay", xlabel="step of the decay")
+    draw(left, TYPES)
+    draw(right, SHAPES)
+    path = save(drawing, Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    Image.open(path).quantize(64).save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

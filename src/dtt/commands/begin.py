@@ -1,0 +1,115 @@
+"""`init.from`: the weights of another job, or released ones, into a new model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+if TYPE_CHECKING:
+    from dtt.model.architecture import Architecture
+    from dtt.model.decoder import Decoder
+    from dtt.runtime.dist import World
+
+HF = "hf:"
+HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
+"""Facts of an architecture that leave its weights what they are, or that `take_weights` sees to."""
+
+
+def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> None:
+    """Take the weights that `init.from` names; the first rank finds and verifies them for all.
+
+    Says what was taken, and warns where ids of `tokenizer` (of the data) meant other text before:
+    no error, since renamed special tokens, or the body of a model for another vocabulary, may be
+    what is wanted. The validation loss before the first step shows what it comes to.
+    """
+    from dtt.checkpoint import store
+    from dtt.train.begin import take_weights
+
+    if source.startswith(HF):
+        from dtt.export.read import read_hf_folder
+
+        found = world.from_first(find_model(source.removeprefix(HF)) if world.first else None)
+        assert found is not None
+        trained = read_hf_folder(found)
+        check_architecture(model.arch, trained.arch, found)
+        state, theirs, where = trained.state, trained.tokenizer, found
+    else:
+        checkpoint = world.from_first(store.find(source) if world.first else None)
+        assert checkpoint is not None
+        state, where = checkpoint.tensors(store.MODEL), checkpoint.path
+        theirs = JobDir(where.parents[1]).tokenizer
+    report = take_weights(model, state, str(where))
+    log.info("%s", report)
+    if world.first:
+        warn_of_other_text(tokenizer, theirs)
+
+
+def find_model(name: str) -> Path:
+    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`)."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    hub_id = HUB_ID.fullmatch(name)
+    if folder.exists() or hub_id is None:
+        raise InputError(
+            f"no model in {folder}",
+            where=f"init.from={HF}{name}",
+            why="it holds no config.json" if folder.exists() else "there is no such folder",
+            next="name a folder that `dtt export` or save_pretrained made, or a model on the Hub",
+        )
+    from dtt.data.hub import fetch_model
+
+    log.info("init.from: %s on the Hub", name)
+    return fetch_model(hub_id["repo"], hub_id["revision"])
+
+
+def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
+    """ConfigError, with the `model` section to use, unless both compute the same with equal
+    weights. Sizes alone would not do: heads, windows and RoPE leave no trace in them."""
+    from dataclasses import fields
+
+    from dtt.model.section import model_section
+
+    different = [
+        f"{f.name} {getattr(ours, f.name)} here, {getattr(theirs, f.name)} there"
+        for f in fields(ours)
+        if f.name not in MAY_DIFFER and getattr(ours, f.name) != getattr(theirs, f.name)
+    ]
+    if different:
+        section = yaml.safe_dump({"model": model_section(theirs)}, sort_keys=False)
+        raise ConfigError(
+            f"the model of this run is not the one in {where}",
+            where="init.from",
+            why="; ".join(different),
+            next=f"use its sizes:\n\n{section}",
+        )
+
+
+def warn_of_other_text(ours: Path, theirs: Path) -> None:
+    """Say how many ids of the tokenizer `ours` were other text in `theirs`, if that is there."""
+    from dtt.data.tokenizer import open_tokenizer
+
+    if not theirs.is_file():
+        return
+    before = {i: token for token, i in open_tokenizer(theirs).get_vocab().items()}
+    now = {i: token for token, i in open_tokenizer(ours).get_vocab().items()}
+    others = sorted(i for i in now if now[i] != before.get(i))
+    if others:
+        i = others[0]
+        log.warning(
+            "%d of the %d token ids of the data are other text than those of the weights: "
+            "%d is %r here, %s there",
+            len(others),
+            len(now),
+            i,
+            now[i],
+            repr(before[i]) if i in before else "unknown",
+        )

@@ -1,0 +1,205 @@
+"""`dtt train --branch JOB@STEP`: a child job that leaves the stable trunk of its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
+from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
+from dtt.config.run import RunConfig
+from dtt.config.schedule import WsdConfig
+from dtt.data import stages
+from dtt.errors import ConfigError
+from dtt.optim import schedule
+from dtt.optim.schedule import Decay, Schedule
+from dtt.runtime.files import sha256_file, write_atomically
+from dtt.runtime.jobdir import JobDir
+
+OWN_KEYS = {"name", "train.steps", "train.budget", "train.finish_by"}
+"""What a child may have of its own, besides its schedule and what any resume may change."""
+LONGEST = 2**40
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a child leaves its parent."""
+
+    parent: JobDir
+    step: int
+
+    def begin(self, child: JobDir) -> None:
+        """Give a child that has no checkpoint yet what it goes on from, verified; the link last."""
+        if store.steps(child.checkpoints):
+            return
+        found = store.at_step(self.parent.checkpoints, self.step)
+        manifest = found.path / found.manifest.filename
+        record = self.record(child) | {"checkpoint_sha256": sha256_file(manifest)}
+        write_atomically(child.parent, json.dumps(record, indent=1) + "\n")
+        if self.parent.metrics.exists():
+            shutil.copyfile(self.parent.metrics, child.metrics)  # what comes after the step is cut
+        child.run_id()
+        store.adopt(found, child.checkpoints)
+
+    def record(self, child: JobDir) -> dict[str, Any]:
+        """How a child knows it: the parent's folder as seen from its own, and the step."""
+        return {"job": os.path.relpath(self.parent.root, child.root), "step": self.step}
+
+
+def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
+    """The decay that the clock began in this job, not in its parent, by a checkpoint."""
+    parent = job.parent_record()
+    if parent is not None and parent["step"] == resume.step:
+        return None
+    decay: dict[str, Any] | None = resume.position().get("decay")
+    return decay
+
+
+def find(
+    reference: str, config: str | None, arguments: Sequence[str], allow_change: Sequence[str]
+) -> tuple[Resolved, JobDir, Branch]:
+    """The configuration of the child that `--branch` names, its folder, and where it begins.
+
+    ConfigError if the parent's rate no longer is at its peak there, or the child would have trained
+    otherwise up to there.
+    """
+    wrong = [f"-c {config}"] if config else [key for key in arguments if "=" not in key]
+    if wrong:
+        raise ConfigError(
+            f"--branch goes on with the configuration of {reference}: {wrong[0]} has no place",
+            next=f"dtt train --branch {reference} schedule.decay=20% name=CHILD",
+        )
+    folder, step = store.locate(reference)
+    if step is None:
+        raise ConfigError(
+            f"--branch {reference} names no step",
+            why=f"there are: {', '.join(map(str, store.steps(folder)))}",
+            next=f"--branch {reference}@{store.steps(folder)[-1]}",
+        )
+    branch = Branch(JobDir(folder.parent), step)
+    parent = load_job(branch.parent.root)
+    resolved = _resolve(branch, parent, arguments)
+    job = JobDir(resolved.config.job_dir)
+    if store.steps(job.checkpoints):
+        told = job.parent_record()
+        if told is None or not branch.record(job).items() <= told.items():
+            raise ConfigError(
+                f"{job.root} exists, and is no branch of {branch.parent.root}@{branch.step}",
+                next="name=ANOTHER",
+            )
+        resolved = resolve(None, arguments, job_config=job.config)
+        changed = changes_on_resume(load_job(job.root), resolved.config)
+        _refuse(resolved, changed, job, allow_change, "name=ANOTHER begins another branch; ")
+        return resolved, job, branch
+    changed = [
+        key
+        for key in changes_on_resume(parent, resolved.config)
+        if key not in OWN_KEYS and not key.startswith("schedule.")
+    ]
+    _refuse(resolved, changed, branch.parent, allow_change, "")
+    _check_trunk(branch, parent, resolved)
+    return resolved, job, branch
+
+
+def _refuse(
+    resolved: Resolved,
+    changed: Sequence[str],
+    job: JobDir,
+    allow_change: Sequence[str],
+    next: str,
+) -> None:
+    refused = [key for key in changed if key not in allow_change]
+    if refused:
+        raise ConfigError(
+            f"{job.root} was started with other values of: {', '.join(refused)}",
+            where=", ".join(resolved.origin(key) for key in refused),
+            why="a branch goes on with all of its parent but schedule.* and its length",
+            next=next + " ".join(f"--allow-change {key}" for key in refused) + " insists",
+        )
+
+
+def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Resolved:
+    """The parent's configuration with the arguments over it, and what follows from them."""
+    said = {argument.partition("=")[0] for argument in arguments}
+    cfg = resolve(None, arguments, job_config=branch.parent.config).config
+    options: dict[str, Any] = {"schedule.warmup": _schedule(parent).warmup}
+    if "train.budget" not in said and "train.finish_by" not in said:
+        options |= {"train.budget": None, "train.finish_by": None}
+        if "train.steps" not in said and isinstance(cfg.schedule, WsdConfig):
+            options["train.steps"] = _horizon(cfg, cfg.schedule, branch.step)
+    if "name" not in said:
+        steps = options.get("train.steps", cfg.train.steps)
+        options["name"] = f"{parent.name}-branch-{branch.step}-{steps}"
+    options = {key: value for key, value in options.items() if key not in said}
+    return resolve(None, arguments, options, job_config=branch.parent.config)
+
+
+def _horizon(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
+    """The length of the run whose decay begins after `step`."""
+    tokens_before = stages.resolve(cfg.train).tokens_before
+
+    def begin(steps: int) -> int:
+        return schedule.before_last(wsd.decay, steps, tokens_before)
+
+    most = step + 1
+    while begin(most) < step:
+        most *= 2
+        if most > LONGEST:
+            raise ConfigError(
+                f"schedule.decay={wsd.decay} leaves no step before the decay",
+                next="a shorter one, or train.steps=N",
+            )
+    return bisect_left(range(most), step, lo=step + 1, key=begin)
+
+
+def _schedule(cfg: RunConfig) -> Schedule:
+    """As far as the configuration alone tells: without the decay that a clock begins."""
+    steps = cfg.train.steps
+    resolved = schedule.resolve(cfg.schedule, steps, stages.resolve(cfg.train).tokens_before)
+    return replace(resolved, decay=None) if cfg.train.timed else resolved
+
+
+def _begun(branch: Branch) -> Decay | None:
+    """The decay that a clock had begun in the parent by then."""
+    path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
+    told = json.loads(path.read_bytes()).get("decay")
+    return Decay(**told) if told else None
+
+
+def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
+    """ConfigError unless parent and child train alike up to the branch."""
+    step = branch.step
+    decays = _begun(branch) or _schedule(parent).decay, _schedule(resolved.config).decay
+    for decay, cfg, whose, next in (
+        (decays[0], parent, branch.parent.root, "a checkpoint up to there, as dtt ckpt ls names"),
+        (decays[1], resolved.config, "the child", "a shorter schedule.decay, or more train.steps"),
+    ):
+        if decay is not None and decay.begin < step:
+            raise ConfigError(
+                f"the learning rate of {whose} falls after step {decay.begin}, "
+                f"before the branch at {step}",
+                why=f"schedule.type={cfg.schedule.type}, train.steps={cfg.train.steps}",
+                next=next,
+            )
+    if _schedule(resolved.config).warmup != _schedule(parent).warmup:
+        raise ConfigError(
+            "schedule.warmup lies before the branch and cannot change",
+            where=resolved.origin("schedule.warmup"),
+            next="leave it out",
+        )
+    then, now = (
+        [stage for stage in stages.resolve(cfg.train).stages if stage.step < step]
+        for cfg in (parent, resolved.config)
+    )
+    if then != now:
+        raise ConfigError(
+            f"with train.steps={resolved.config.train.steps} other batches come before the branch",
+            why="train.batch_schedule or train.context_schedule is a share of the run",
+            next="train a trunk whose schedules are in steps or tokens",
+        )

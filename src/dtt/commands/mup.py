@@ -1,0 +1,219 @@
+"""`dtt mup coord-check | transfer`: whether what is tuned on a small model holds on large ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from dtt.config.run import RunConfig
+from dtt.config.scaling import MupConfig, StandardConfig
+from dtt.errors import ConfigError, Diverged
+from dtt.runtime import dist
+from dtt.runtime.files import write_atomically
+from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
+from dtt.track import plot
+from dtt.track.plot import Curve, Panel
+from dtt.train import coordinates
+from dtt.train.coordinates import KINDS, Sizes
+from dtt.train.transfer import Optimum, drift, final_loss, optimum
+
+OCTAVES = range(-3, 4)
+"""Learning rates that `transfer` tries unless told, seen from that of the configuration."""
+
+Number = TypeVar("Number", int, float)
+Losses = dict[float, list[float]]
+"""Final losses by learning rate, one for each seed."""
+
+
+def coord_check(
+    cfg: RunConfig, widths_given: str, *, tolerance: float, compare: bool, out: Path, as_json: bool
+) -> None:
+    """Measure, print, draw; Diverged if under muP an activation depends on the width."""
+    widths = _numbers("--widths", widths_given, int)
+    plot.require()
+    world = dist.start(Ranks(), cfg.train.device)
+    said: dict[str, Any] = {}
+    rows = []
+    for name, run in _parametrizations(cfg, widths, compare).items():
+        measured: dict[int, list[Sizes]] = {}
+        for width in widths:
+            log.info("%s at width %d: %d steps", name, width, run.train.steps)
+            measured[width] = coordinates.measure(run, width, world)
+        slopes = coordinates.slopes(measured)
+        faults = coordinates.faults(slopes, tolerance)
+        said[name] = _facts(run, faults) | {"slopes": slopes, "sizes": measured}
+        rows.append(_panels(name, measured))
+        if not as_json:
+            print("\n".join(_slopes_table(name, slopes, faults)))
+    drawing = plot.grid(rows, "width", "mean |activation|", log_y=True)
+    _finish(said, plot.save(drawing, out / "coord-check.png"), as_json=as_json)
+
+
+def transfer(
+    cfg: RunConfig,
+    widths_given: str,
+    rates_given: str | None,
+    *,
+    seeds: int,
+    tolerance: float,
+    compare: bool,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Sweep, print, draw; Diverged if under muP the best learning rate depends on the width."""
+    widths = _numbers("--widths", widths_given, int)
+    if rates_given is None:
+        rates = [cfg.optim.lr * 2.0**octave for octave in OCTAVES]
+    else:
+        rates = _numbers("--lrs", rates_given, float)
+    plot.require()
+    world = dist.start(Ranks(), cfg.train.device)
+    said: dict[str, Any] = {}
+    rows = []
+    for name, run in _parametrizations(cfg, widths, compare).items():
+        losses: dict[int, Losses] = {width: {} for width in widths}
+        for width in widths:
+            for lr in rates:
+                log.info("%s at width %d, lr %.3g: %d steps", name, width, lr, run.train.steps)
+                seeded = (run.model_copy(update={"seed": run.seed + i}) for i in range(seeds))
+                losses[width][lr] = [final_loss(one, width, lr, world) for one in seeded]
+        best = {width: optimum(_means(losses[width])) for width in widths}
+        faults = _drift_faults(best, tolerance)
+        drifted = {"drift_octaves": drift(best), "best": {w: asdict(o) for w, o in best.items()}}
+        said[name] = _facts(run, faults) | drifted | {"losses": losses}
+        rows.append([_panel(name, losses, best)])
+        if not as_json:
+            print("\n".join(_losses_table(name, losses, best, faults)))
+    drawing = plot.grid(rows, "learning rate", "final loss, nats", log_y=False, panel_width=6.0)
+    _finish(said, plot.save(drawing, out / "transfer.png"), as_json=as_json)
+
+
+def _parametrizations(cfg: RunConfig, widths: Sequence[int], compare: bool) -> dict[str, RunConfig]:
+    """muP, with the narrowest model as the base unless the configuration has one; and none."""
+    mup = cfg.scaling
+    if not isinstance(mup, MupConfig):
+        mup = MupConfig(base_dim=min(widths))
+    named = {"mup": mup} | ({"standard": StandardConfig()} if compare else {})
+    return {name: cfg.model_copy(update={"scaling": one}) for name, one in named.items()}
+
+
+def _facts(run: RunConfig, faults: Sequence[str]) -> dict[str, Any]:
+    return {"scaling": run.scaling.model_dump(), "passed": not faults, "faults": faults}
+
+
+def _slopes_table(name: str, slopes: Sequence[Sizes], faults: Sequence[str]) -> list[str]:
+    head = f"{name:<8}  slope after step " + "".join(f"{kind:>10}" for kind in KINDS)
+    rows = [
+        f"{step:>26} " + "".join(f"{sizes[kind]:>10.2f}" for kind in KINDS)
+        for step, sizes in enumerate(slopes)
+    ]
+    return [head, *rows, _verdict(name, faults)]
+
+
+def _losses_table(
+    name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum], faults: Sequence[str]
+) -> list[str]:
+    rates = next(iter(losses.values()))
+    head = f"{name:<8}  lr {'':<5}" + "".join(f"{lr:>9.2g}" for lr in rates) + "   best lr"
+    rows = [
+        f"{'width':>14} {width:<5}"
+        + "".join(f"{loss:>9.3f}" for loss in _means(losses[width]).values())
+        + f"{best[width].lr:>10.2g}"
+        for width in losses
+    ]
+    moved = f"{'':<10}the best learning rate moves by {drift(best):.2f} octaves"
+    return [head, *rows, moved, _verdict(name, faults)]
+
+
+def _verdict(name: str, faults: Sequence[str]) -> str:
+    return f"{name:<8}  {'FAIL: ' + '; '.join(faults) if faults else 'pass'}"
+
+
+def _drift_faults(best: Mapping[int, Optimum], tolerance: float) -> list[str]:
+    faults = [
+        f"the best rate at width {width} is at the end of the grid"
+        for width, one in best.items()
+        if not one.bracketed
+    ]
+    if drift(best) > tolerance:
+        faults.append(f"it moves by {drift(best):.2f} octaves, more than {tolerance:g}")
+    return faults
+
+
+def _means(losses: Losses) -> dict[float, float]:
+    return {lr: fmean(of_seeds) for lr, of_seeds in losses.items()}
+
+
+def _panels(name: str, measured: Mapping[int, Sequence[Sizes]]) -> list[Panel]:
+    """One for each kind: size against width, a curve for each step."""
+    widths = list(measured)
+    steps = range(len(measured[widths[0]]))
+    return [
+        Panel(
+            f"{name}: {kind}",
+            [
+                Curve(
+                    f"step {step}" if kind == KINDS[0] else "",
+                    widths,
+                    [measured[width][step][kind] for width in widths],
+                )
+                for step in steps
+            ],
+        )
+        for kind in KINDS
+    ]
+
+
+def _panel(name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum]) -> Panel:
+    """Loss against learning rate, a curve for each width, and one through the best."""
+    curves = []
+    for width, by_rate in losses.items():
+        finite = {lr: seeds for lr, seeds in by_rate.items() if math.isfinite(fmean(seeds))}
+        errors = [stdev(s) / math.sqrt(len(s)) if len(s) > 1 else 0.0 for s in finite.values()]
+        curves.append(Curve(f"width {width}", list(finite), list(_means(finite).values()), errors))
+    optima = list(best.values())
+    return Panel(name, [*curves, Curve("best", [o.lr for o in optima], [o.loss for o in optima])])
+
+
+def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
+    """Keep the numbers beside the picture; Diverged if muP failed."""
+    document = json.dumps(_plain(said), indent=1)
+    write_atomically(picture.with_suffix(".json"), document + "\n")
+    print(document if as_json else picture)
+    if said["mup"]["faults"]:
+        raise Diverged(
+            "muP does not keep this model the same at all widths",
+            where=picture,
+            why="; ".join(said["mup"]["faults"]),
+            next="look at the picture: narrow models are noisy, try others (--widths) or more "
+            "--steps, and lower rates (optim.lr); what stays is a fault of dtt: please report it",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Without what JSON has no number for: null stands for it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """Two or more different numbers above zero, as `64,128`; ConfigError for anything else."""
+    try:
+        found = sorted({kind(one) for one in text.split(",")})
+    except ValueError:
+        found = []
+    if len(found) < 2 or not all(0 < one < math.inf for one in found):
+        raise ConfigError(
+            f"{option} {text}: not two or more numbers above zero",
+            next=f"{option} with commas between them, as 64,128,256",
+        )
+    return found

@@ -1,0 +1,63 @@
+"""Multipliers of the forward pass put into the weights, so that models without them are equal.
+
+Stock classes of transformers know the multipliers of their family, not those of muP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch import Tensor
+
+from dtt.export.read import Trained
+from dtt.model import families
+from dtt.model.architecture import Architecture
+
+PARAMETER = re.compile(r"(?:layers\.\d+\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+
+
+def fold(trained: Trained) -> Trained:
+    """The same function with the multipliers that its config.json means; exact but for rounding.
+
+    Weights that need no factor are the very same tensors.
+    """
+    family = families.get(trained.arch.family)
+    theirs = family.from_hf_config(family.to_hf_config(trained.arch, trained.end_of_document))
+    arch = replace(
+        trained.arch,
+        embed_scale=theirs.embed_scale,
+        attn_scale=theirs.attn_scale,
+        residual_scale=theirs.residual_scale,
+        logit_scale=theirs.logit_scale,
+    )
+    factors = _factors(trained.arch, arch)
+    state = {name: _folded(name, w, factors, arch) for name, w in trained.state.items()}
+    return replace(trained, arch=arch, state=state)
+
+
+def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
+    """What the output of a module must be multiplied by, by its name within the layer."""
+    embed = ours.embed_scale / theirs.embed_scale
+    added = ours.residual_scale / theirs.residual_scale
+    logits = ours.logit_scale / theirs.logit_scale
+    return {
+        "embed": embed,
+        # Where a norm follows, it would undo a factor on what comes before.
+        "attn.q_norm" if ours.qk_norm else "attn.q": ours.attn_scale / theirs.attn_scale,
+        "attn_post_norm" if ours.sandwich_norm else "attn.o": added,
+        "mlp_post_norm" if ours.sandwich_norm else "mlp.down": added,
+        # Not the head: when tied, it is the embedding, whose factor is taken back here.
+        "norm": logits / embed if ours.tie_embeddings else logits,
+    }
+
+
+def _folded(name: str, tensor: Tensor, factors: dict[str, float], arch: Architecture) -> Tensor:
+    found = PARAMETER.fullmatch(name)
+    assert found is not None
+    factor = factors.get(found["module"], 1.0)
+    if factor == 1.0:
+        return tensor
+    if arch.norm == "rmsnorm_plus_one" and found["module"].endswith("norm"):
+        return (1 + tensor) * factor - 1
+    return tensor * factor

@@ -1,0 +1,110 @@
+"""Gemma 3, its text model (Gemma Team, 2025, arXiv 2503.19786).
+
+Windows in most layers, with a RoPE base of their own; RMSNorm with 1 + weight before and after
+attention and MLP, and of queries and keys; GeGLU; embeddings times sqrt(dim); tied head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.model.architecture import Architecture
+from dtt.model.families import llama
+from dtt.model.families.base import Family, refuse_unless, same_name
+from dtt.model.families.llama import LAYER
+
+WINDOW = 512
+"""Of the 270M and the 1B model."""
+AXES: Mapping[str, Any] = {
+    "family": "gemma3",
+    "norm": "rmsnorm_plus_one",
+    "qk_norm": True,
+    "sandwich_norm": True,
+    "mlp": "geglu",
+}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
+    """Resolve the config; every `window_pattern`-th layer has no window."""
+    local = cfg.window or WINDOW
+    return replace(
+        llama.architecture(cfg, tokenizer_size, seq_len),
+        **AXES,
+        windows=tuple(
+            local if layer % cfg.window_pattern else None for layer in range(1, cfg.n_layers + 1)
+        ),
+        rope_local_theta=cfg.rope_local_theta,
+        tie_embeddings=cfg.tie_embeddings is not False,
+        embed_scale=cfg.dim**0.5,
+        attn_scale=(cfg.query_pre_attn_scalar or cfg.resolved_head_dim) ** -0.5,
+        logit_softcap=cfg.logit_softcap,
+    )
+
+
+def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
+    """config.json of a Gemma3ForCausalLM; RoPE stands where old and new readers look."""
+    config = llama.to_hf_config(arch, end_of_document)
+    del config["hidden_act"]
+    return config | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": arch.rope_local_theta,
+        "rope_parameters": {
+            GLOBAL: config["rope_parameters"],
+            LOCAL: {"rope_type": "default", "rope_theta": arch.rope_local_theta},
+        },
+        "sliding_window": next((w for w in arch.windows if w is not None), WINDOW),
+        "layer_types": [GLOBAL if window is None else LOCAL for window in arch.windows],
+        "query_pre_attn_scalar": max(1, round(arch.attn_scale**-2)),
+        "final_logit_softcapping": arch.logit_softcap,
+        "pad_token_id": None,  # the embedding of one that is given would not be trained there
+    }
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+    """From the config.json of a Gemma3ForCausalLM; what it leaves out is as in transformers."""
+    refuse_unless(config, "hidden_activation", "gelu_pytorch_tanh")
+    refuse_unless(config, "attn_logit_softcapping", None)
+    refuse_unless(config, "use_bidirectional_attention", False, None)
+    ropes = config.get("rope_parameters") or {}
+    local = ropes.get(LOCAL) or {}
+    refuse_unless({"model_type": "gemma3_text", **local}, "rope_type", "default")
+    rest = {"head_dim": 256, "num_key_value_heads": 4, "rope_theta": 1e6, **config}
+    arch = llama.from_hf_config(rest | {"hidden_act": "silu", "rope_parameters": ropes.get(GLOBAL)})
+    pattern = config.get("sliding_window_pattern", 6)
+    kinds = config.get("layer_types") or [
+        LOCAL if layer % pattern else GLOBAL for layer in range(1, arch.n_layers + 1)
+    ]
+    window = config.get("sliding_window", 4096)
+    return replace(
+        arch,
+        **AXES,
+        windows=tuple(window if kind == LOCAL else None for kind in kinds),
+        rope_local_theta=local.get("rope_theta") or config.get("rope_local_base_freq", 1e4),
+        tie_embeddings=config.get("tie_word_embeddings", True),
+        embed_scale=arch.dim**0.5,
+        attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+GEMMA3 = Family(
+    name="gemma3",
+    hf_model_type="gemma3_text",
+    hf_class="Gemma3ForCausalLM",
+    architecture=architecture,
+    to_hf_config=to_hf_config,
+    from_hf_config=from_hf_config,
+    weights=(
+        *llama.WEIGHTS,
+        *llama.QK_NORM,
+        *same_name(f"{LAYER}.post_attention_layernorm", "layers.{i}.attn_post_norm", "weight"),
+        *same_name(f"{LAYER}.pre_feedforward_layernorm", "layers.{i}.mlp_norm", "weight"),
+        *same_name(f"{LAYER}.post_feedforward_layernorm", "layers.{i}.mlp_post_norm", "weight"),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Qwen3 (Yang et al., 2025, arXiv 2505.09388), dense: Llama with normed queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.model.architecture import Architecture
+from dtt.model.families import llama
+from dtt.model.families.base import Family, refuse_unless
+
+
+def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
+    """Resolve the config; what it leaves out is as in Llama."""
+    arch = llama.architecture(cfg, tokenizer_size, seq_len)
+    return replace(arch, family="qwen3", qk_norm=True)
+
+
+def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
+    """config.json of a Qwen3ForCausalLM."""
+    return llama.to_hf_config(arch, end_of_document) | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_sliding_window": False,
+    }
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+    """From the config.json of a Qwen3ForCausalLM; what it leaves out is as in transformers."""
+    refuse_unless(config, "use_sliding_window", False)
+    arch = llama.from_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
+    return replace(arch, family="qwen3", qk_norm=True)
+
+
+QWEN3 = Family(
+    name="qwen3",
+    hf_model_type="qwen3",
+    hf_class="Qwen3ForCausalLM",
+    architecture=architecture,
+    to_hf_config=to_hf_config,
+    from_hf_config=from_hf_config,
+    weights=(*llama.LLAMA.weights, *llama.QK_NORM),
+)

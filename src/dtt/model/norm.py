@@ -1,0 +1,33 @@
+"""Norms over the last axis."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtt.model.architecture import Architecture
+
+
+def make_norm(arch: Architecture, width: int) -> nn.Module:
+    """The norm that the architecture names, of vectors of `width` numbers."""
+    match arch.norm:
+        case "layernorm":
+            return nn.LayerNorm(width, eps=arch.norm_eps)
+        case "rmsnorm":
+            return RMSNorm(width, arch.norm_eps)
+        case "rmsnorm_plus_one":
+            return RMSNorm(width, arch.norm_eps, offset=1.0)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * (offset + weight), computed in fp32: autocast gives it bf16 to norm."""
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        """`eps` is added to the mean square."""
+        super().__init__(width, eps)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] → [..., width], in the dtype of `x`."""
+        weight = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)

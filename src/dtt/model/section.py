@@ -1,0 +1,33 @@
+"""The way back: the `model` section of a configuration that describes an Architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.model.architecture import Architecture
+
+FREE = {"max_seq_len", "init_std", "dropout"}
+"""Keys that say nothing about trained weights."""
+
+
+def model_section(arch: Architecture) -> dict[str, Any]:
+    """The keys of `model`, FREE excepted, with which the family makes `arch`; as YAML takes them.
+
+    Multipliers that are not the family's own have no key here: `scaling` sets them.
+    """
+    same = ModelConfig.model_fields.keys() & vars(arch).keys()
+    values = {name: getattr(arch, name) for name in same - FREE}
+    if arch.position == "learned":
+        del values["rope_theta"], values["rope_scaling"]
+    if arch.rope_local_theta is None:
+        del values["rope_local_theta"]
+    local = [window for window in arch.windows if window is not None]
+    if local:
+        values["window"] = local[0]
+        if None in arch.windows:
+            values["window_pattern"] = arch.windows.index(None) + 1
+    if round(arch.attn_scale**-2) != arch.head_dim:
+        values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
+    dumped = ModelConfig(**values).model_dump(mode="json", exclude_none=True)
+    return {name: value for name, value in dumped.items() if name in values}

@@ -1,0 +1,68 @@
+"""The polar factor U V^T of a matrix U S V^T by polynomials of it: matrix products, no SVD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice, repeat
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+Quintic = tuple[float, float, float]
+"""a, b, c: an iteration takes every singular value s to a s + b s^3 + c s^5."""
+
+CLASSIC: Quintic = (3.4445, -4.7750, 2.0315)
+"""Jordan et al. 2024, kellerjordan.github.io/posts/muon: steep at zero, so singular values land
+near 1 rather than on it."""
+
+POLAR_EXPRESS: tuple[Quintic, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""Amsel et al. 2025, arXiv 2505.16932, algorithm 1: each is the best of its degree for where the
+ones before it have left singular values of 0.001 to 1. The last is repeated for ever."""
+
+SAFETY = 1.01
+"""Singular values are divided by this before each polynomial but the last, and once more at the
+start: rounding in bf16 must not take them out of the interval that a polynomial is made for."""
+
+
+def quintics(kind: Literal["classic", "polar-express"], steps: int) -> tuple[Quintic, ...]:
+    """The polynomials of `steps` iterations."""
+    match kind:
+        case "classic":
+            return (CLASSIC,) * steps
+        case "polar-express":
+            first, *middle = (_after_division(q, SAFETY) for q in POLAR_EXPRESS[:-1])
+            safe = (_after_division(first, SAFETY), *middle)
+            return tuple(islice(chain(safe, repeat(POLAR_EXPRESS[-1])), steps))
+        case _:
+            assert_never(kind)
+
+
+def _after_division(quintic: Quintic, divisor: float) -> Quintic:
+    """The polynomial of s / divisor."""
+    a, b, c = quintic
+    return a / divisor, b / divisor**3, c / divisor**5
+
+
+def orthogonalize(matrices: Tensor, polynomials: Sequence[Quintic], dtype: torch.dtype) -> Tensor:
+    """About the nearest semi-orthogonal matrix of each of `matrices` [N, R, C], in `dtype`.
+
+    Five polynomials take singular values of at least a hundredth of the matrix's norm to
+    [0.68, 1.21] (classic) or [0.86, 1.13] (Polar Express).
+    """
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = (matrices.mT if tall else matrices).to(dtype)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in polynomials:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

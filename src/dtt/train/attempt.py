@@ -1,0 +1,68 @@
+"""One start of a job: nobody else trains it meanwhile, and `exit.json` says how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from dtt.errors import DttError, ExitCode
+from dtt.runtime.files import exclusive
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
+from dtt.secrets import redacted
+from dtt.train.clock import Clock
+from dtt.train.stop import Requests
+
+
+def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
+    """Nobody else trains this job meanwhile; a predecessor that is just stopping is waited for."""
+    return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
+
+
+@dataclass
+class Attempt:
+    """One start of a job."""
+
+    job: JobDir
+    requests: Requests
+    number: int
+    """0 on other ranks than the first until they are told: a look of their own may find an old
+    one."""
+    clock: Clock | None = None
+    """On the first rank of a run that the clock ends."""
+
+
+@contextmanager
+def attempt(
+    job: JobDir, ranks: Ranks, requests: Requests, *, timed: bool = False
+) -> Iterator[Attempt]:
+    """Begin an attempt; however it ends, `exit.json` says how. `timed`: keep how long it runs."""
+    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
+    this.clock = Clock(job, this.number) if timed and ranks.first else None
+    code, reason = ExitCode.BUG, ""
+    try:
+        yield this
+        code, reason = ExitCode.DONE, "done"
+    except DttError as error:
+        code, reason = error.exit_code, str(error)
+        raise
+    except OSError as error:
+        code, reason = ExitCode.IO, str(error)
+        raise
+    except KeyboardInterrupt:
+        code, reason = ExitCode.INTERRUPTED, "interrupted"
+        raise
+    except Exception as error:
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
+        if this.number and (ranks.first or not together):
+            try:
+                job.end_attempt(code, reason, ranks.rank, attempt=this.number)
+            except OSError as error:
+                log.warning("exit.json could not be written: %s", error)
+        if this.clock is not None:
+            this.clock.close()

@@ -1,0 +1,101 @@
+"""How large activations are at different widths: the coordinate check of muP.
+
+Yang et al., arXiv 2203.03466, appendix D.1. What a layer gives should neither grow nor vanish with
+the width, before the first update or after some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from statistics import fmean, linear_regression
+
+import torch
+from torch import Tensor, nn
+
+from dtt.config.run import RunConfig
+from dtt.model.decoder import Decoder
+from dtt.runtime.dist import World
+from dtt.train.probe import Probe, at_width
+
+KINDS = ("embed", "attn", "mlp", "residual", "logits")
+"""Token embeddings; what attention and MLP add, the mean over the layers; the residual stream after
+the last layer; logits."""
+INPUTS = ("embed", "residual")
+"""Kinds that are seen where they enter a module, not where they leave one."""
+
+Sizes = Mapping[str, float]
+"""Mean absolute activation by kind."""
+
+
+def measure(cfg: RunConfig, width: int, world: World) -> list[Sizes]:
+    """The sizes before the first step and after each, on one and the same micro-batch.
+
+    Rates are at their peak from the start: `cfg.train.steps` are few.
+    """
+    probe = Probe(at_width(cfg, width), world)
+    tokens_BT = probe.first_batch.micro_batches[0].tokens
+    at_start = activations(probe.model, tokens_BT)
+    steps = probe.losses(lambda _step: 1.0)
+    return [at_start, *(activations(probe.model, tokens_BT) for _ in steps)]
+
+
+@torch.no_grad()
+def activations(model: Decoder, tokens_BT: Tensor) -> Sizes:
+    """The sizes in a forward pass in fp32."""
+    watched = {"layers.0": "embed", "norm": "residual", "": "logits"}
+    for i in range(model.arch.n_layers):
+        watched |= {f"layers.{i}.attn_post_norm": "attn", f"layers.{i}.mlp_post_norm": "mlp"}
+    seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def record(kind: str, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        activation = inputs[0] if kind in INPUTS else output
+        seen[kind].append(activation.abs().mean().item())
+
+    with ExitStack() as stack:
+        for name, kind in watched.items():
+            hook = model.get_submodule(name).register_forward_hook(partial(record, kind))
+            stack.callback(hook.remove)
+        model.eval()
+        model(tokens_BT)
+        model.train()
+    return {kind: fmean(values) for kind, values in seen.items()}
+
+
+def slopes(measured: Mapping[int, Sequence[Sizes]]) -> list[Sizes]:
+    """By step, the slope of log(size) over log(width) of each kind; `measured` is by width."""
+    widths = [math.log(width) for width in measured]
+    return [
+        {kind: _slope(widths, [sizes[kind] for sizes in at_step]) for kind in KINDS}
+        for at_step in zip(*measured.values(), strict=True)
+    ]
+
+
+def _slope(widths: Sequence[float], sizes: Sequence[float]) -> float:
+    """NaN unless all sizes are finite."""
+    if not all(math.isfinite(size) for size in sizes):
+        return math.nan
+    return linear_regression(widths, [math.log(size) for size in sizes]).slope
+
+
+def faults(slopes: Sequence[Sizes], tolerance: float) -> list[str]:
+    """What grows with the width at any step, or has vanished with it after the last, in words.
+
+    Not before: logits start as sums of random terms, which muP's multiplier makes as small as
+    1 / sqrt(width), until the head has learnt.
+    """
+    found = []
+    for kind in KINDS:
+        most, step = max((_or_inf(sizes[kind]), step) for step, sizes in enumerate(slopes))
+        last = slopes[-1][kind]
+        if most > tolerance:
+            found.append(f"{kind} grows as width^{most:.2f} at step {step}")
+        elif last < -tolerance:
+            found.append(f"{kind} vanishes as width^{last:.2f}")
+    return found
+
+
+def _or_inf(slope: float) -> float:
+    return math.inf if math.isnan(slope) else slope

@@ -1,0 +1,104 @@
+"""A model trained in this process on a run's own data and thrown away: no job, no checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+from dtt.config.run import RunConfig
+from dtt.data.dataset import open_dataset
+from dtt.data.loader import Batch, Share, training_batches
+from dtt.errors import ConfigError
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.parallel.apply import autocast
+from dtt.runtime.dist import World
+from dtt.train.plan import make_plan
+
+
+class Probe:
+    """A model in its first state, and what trains it."""
+
+    def __init__(self, cfg: RunConfig, world: World) -> None:
+        """`world` is a single process. Errors as those of `open_dataset` and `make_plan`."""
+        dataset = open_dataset(cfg)
+        self.plan = make_plan(cfg, dataset, world)
+        self._world, self._train, self._stages = world, cfg.train, dataset.stages
+        with world.device:
+            self.model = Decoder(self.plan.arch)
+        initialize(self.model, cfg.seed, self.plan.scaling.base)
+        parameters, by_name = dict(self.model.named_parameters()), roles(self.model)
+        self._optimizers = groups.build(
+            cfg.optim,
+            parameters,
+            by_name,
+            torch.bfloat16 if self.plan.precision == "bf16" else torch.float32,
+            self.plan.scaling.learning_rates(cfg.optim, by_name),
+        )
+        share = Share(0, 1, cfg.train.micro_batch, world.device, cfg.data.mask_documents)
+        batches = training_batches(dataset, share, 0)
+        self.first_batch = next(batches)
+        self._batches = chain([self.first_batch], batches)
+
+    def losses(self, multiplier: Callable[[int], float]) -> Iterator[Tensor]:
+        """Train to the end of the run; after each step, its loss in nats per token, on the device.
+
+        `multiplier` says what share of their peaks the rates have in a step, counted from 0.
+        """
+        for step, batch in enumerate(self._batches):
+            groups.set_learning_rate(self._optimizers, multiplier(step))
+            yield self._step(batch)
+
+    def scheduled(self, step: int) -> float:
+        """What the run itself would multiply its rates by."""
+        return self._stages.at(step).lr_factor * self.plan.schedule.multiplier(step)
+
+    def _step(self, batch: Batch) -> Tensor:
+        """As `Trainer.step` does on one device, without a guard."""
+        scale = 1 / max(1, batch.targets)
+        loss = torch.zeros((), device=self._world.device)
+        for micro_batch in batch.micro_batches:
+            with autocast(self._world.device, self.plan.precision):
+                part = scale * self.model(
+                    micro_batch.tokens,
+                    micro_batch.targets,
+                    documents_BT=micro_batch.documents,
+                    z_loss=self._train.z_loss,
+                )
+            part.backward()
+            loss += part.detach()
+        limit = self._train.clip_norm or float("inf")
+        nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def at_width(cfg: RunConfig, width: int) -> RunConfig:
+    """The run with another `model.dim`: as many more heads of the same size, the MLP in proportion.
+
+    ConfigError if the heads do not come out even.
+    """
+    model = cfg.model
+    kv_heads = model.n_kv_heads or model.n_heads
+    step = model.dim // gcd(model.dim, model.n_heads, kv_heads)
+    if width % step:
+        raise ConfigError(
+            f"the model cannot be {width} wide with heads of the same size",
+            why=f"it has {model.n_heads} heads, {kv_heads} for keys, at a width of {model.dim}",
+            next=f"--widths {step},{2 * step},{4 * step}, or another model.n_heads",
+        )
+    sizes = {
+        "dim": width,
+        "n_heads": model.n_heads * width // model.dim,
+        "n_kv_heads": model.n_kv_heads and model.n_kv_heads * width // model.dim,
+        "head_dim": model.resolved_head_dim,
+        "ffn_dim": model.ffn_dim and model.ffn_dim * width // model.dim,
+    }
+    return cfg.model_copy(update={"model": model.model_copy(update=sizes)})

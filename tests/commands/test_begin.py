@@ -1,0 +1,159 @@
+"""init.from: released weights go on as what they were, or it is said why they cannot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+import yaml
+from loopback_hub import LoopbackHub
+from running import Dtt
+from tiny_job import make_tokenizer, write_job
+
+from dtt.commands.begin import begin_with
+from dtt.config.load import load_job
+from dtt.config.model import ModelConfig
+from dtt.data.dataset import open_dataset
+from dtt.data.tokenizer import open_tokenizer
+from dtt.errors import ConfigError, InputError
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.runtime import dist
+from dtt.runtime.ranks import Ranks
+
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "rope_theta": 5e5}
+
+
+def write_released(folder: Path, tokenizer: Path) -> Any:
+    """A Llama as others release them, with weights that are not tiny."""
+    settings: dict[str, Any] = {
+        "vocab_size": open_tokenizer(tokenizer).get_vocab_size(), "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "rope_theta": 5e5, "initializer_range": 0.3, "eos_token_id": 0,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    model.save_pretrained(folder)
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return model
+
+
+@pytest.fixture
+def released(tmp_path: Path, tokens: Path) -> Path:
+    """A folder of such a model, for the tokenizer of `tokens`."""
+    write_released(tmp_path / "released", tokens / "tokenizer.json")
+    return tmp_path / "released"
+
+
+def make(**changes: object) -> Decoder:
+    cfg = ModelConfig.model_validate({"ffn_dim": 96, "norm_eps": 1e-6, **SIZES, **changes})
+    model = Decoder(families.get(cfg.family).architecture(cfg, 300, 64))
+    initialize(model, 0)
+    return model
+
+
+def begin(model: Decoder, source: Path, tokenizer: Path) -> None:
+    begin_with(f"hf:{source}", model, tokenizer, dist.start(Ranks(), "cpu"))
+
+
+def test_a_model_of_the_hub_begins_with_the_loss_that_transformers_gives_it(
+    dtt: Dtt, tokens: Path, tiny: Callable[..., list[str]]
+) -> None:
+    theirs = write_released(dtt.folder / "released", tokens / "tokenizer.json")
+    files = {p.name: p.read_bytes() for p in (dtt.folder / "released").iterdir()}
+    sizes = {f"model__{k}": v for k, v in {**SIZES, "ffn_dim": 96, "norm_eps": 1e-6}.items()}
+    with LoopbackHub() as hub:
+        hub.add("model", "org/released", files | {"onnx/model.bin": b"not wanted"})
+        run = dtt(
+            "train",
+            *tiny(**sizes, model__vocab_size=300, train__steps=1, train__precision="fp32"),
+            "init.from=hf:org/released@main",
+            HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1",
+            HF_HOME=str(dtt.folder / "cache"),
+        )  # fmt: skip
+        assert not any("onnx" in request for request in hub.requests)
+    assert f"snapshots/{hub.repos['model', 'org/released'].commit}: 21 of 21 tensors" in run.stderr
+    assert "other text" not in run.stderr
+    first = json.loads((dtt.folder / "jobs/t/metrics.jsonl").open().readline())
+    assert (first["kind"], first["step"]) == ("eval", 0)
+
+    validation = open_dataset(load_job(dtt.folder / "jobs/t")).validation[0]
+    assert validation is not None
+    ids = torch.from_numpy(validation.read(np.arange(len(validation), dtype=np.uint64)))
+    with torch.no_grad():
+        logits = theirs(ids[:, :-1]).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert expected > 6.5  # nothing like ln 300, what an untrained model has
+    assert first["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_another_architecture_is_refused_with_the_section_that_fits(
+    released: Path, tokens: Path
+) -> None:
+    with pytest.raises(ConfigError, match="n_heads 8 here, 4 there") as refused:
+        begin(make(n_heads=8, n_kv_heads=4), released, tokens / "tokenizer.json")
+    said = str(refused.value)
+    assert "rope_theta" not in said.split("next:")[0]
+    section = yaml.safe_load(said.partition("use its sizes:\n\n")[2])["model"]
+    assert section["vocab_size"] == 300
+    begin(make(**section), released, tokens / "tokenizer.json")
+
+
+def test_a_rope_that_turns_otherwise_is_refused(released: Path, tokens: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rope_theta 10000.0 here, 500000.0 there"):
+        begin(make(rope_theta=1e4), released, tokens / "tokenizer.json")
+
+
+def test_ids_that_mean_other_text_are_warned_of(
+    released: Path, tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dtt"):
+        begin(make(), released, tokens / "tokenizer.json")
+        assert not caplog.text
+        other = tmp_path / "tokenizer.json"
+        make_tokenizer().save(str(other))
+        begin(make(), released, other)
+    assert "257 of the 257 token ids of the data are other text" in caplog.text
+    assert "0 is '!' here, '<|endoftext|>' there" in caplog.text
+
+
+def test_the_tokenizer_of_another_job_is_looked_at_too(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(tmp_path)
+    cfg = load_job(job)
+    arch = families.get(cfg.model.family).architecture(cfg.model, 257, cfg.train.seq_len)
+    world = dist.start(Ranks(), "cpu")
+    with caplog.at_level(logging.INFO, logger="dtt"):
+        begin_with(f"{job}@5", Decoder(arch), job / "tokenizer.json", world)
+        assert "21 of 21 tensors" in caplog.text
+        assert "other text" not in caplog.text
+        begin_with(str(job), Decoder(arch), tokens / "tokenizer.json", world)
+    assert "300 of the 300 token ids of the data are other text" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["no such/folder", "/no/such/folder", "."])
+def test_what_holds_no_model_is_named(
+    name: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no model in "):
+        begin(make(), Path(name), tokens / "tokenizer.json")
+
+
+def test_a_kind_of_model_that_dtt_does_not_know_is_refused(released: Path, tokens: Path) -> None:
+    config = released / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"bert"'))
+    with pytest.raises(InputError, match=r"model_type 'bert'; known: "):
+        begin(make(), released, tokens / "tokenizer.json")

@@ -1,0 +1,133 @@
+"""Branches: a child trains what a run of its length would have, whatever becomes of its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtt.checkpoint import store
+from dtt.commands import branch, job, train
+from dtt.errors import ConfigError, DamagedError, InputError, Preempted
+from dtt.runtime.files import sha256_file
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+Settings = Callable[..., list[str]]
+PARENT, CHILD, WHOLE = JobDir(Path("jobs/t")), JobDir(Path("jobs/child")), JobDir(Path("jobs/w"))
+
+
+def run(*arguments: str, branch_of: str | None = None) -> None:
+    """Train in this process."""
+    train.run(None, arguments, [], None, branch_of)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny: Settings) -> list[str]:
+    """A job of 20 steps, the last two of which decay."""
+    return tiny(
+        train__steps=20, train__eval_every=3, checkpoint__every=8, checkpoint__keep_last=9,
+        schedule__decay=2, schedule__warmup="10%", model__dropout=0.1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trunk(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a `jobs/` with that job."""
+    folder = tmp_path_factory.mktemp("trunk")
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    with contextlib.chdir(folder):
+        run(*settings)
+    yield folder
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _here(trunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a copy of it."""
+    shutil.copytree(trunk / "jobs", tmp_path / "jobs")
+    monkeypatch.chdir(tmp_path)
+
+
+def records(of: JobDir) -> list[dict[str, Any]]:
+    return [r for r in jsonl.read(of.metrics) if r["kind"] in ("train", "eval", "sample")]
+
+
+def test_a_child_equals_a_run_of_its_length_though_it_was_stopped_and_its_parent_is_gone(
+    settings: list[str],
+) -> None:
+    run(*settings, "name=w", "train.steps=14", "schedule.decay=6", "schedule.warmup=2")
+    begun = sha256_file(PARENT.checkpoints / "step-000008/MANIFEST.json")
+    CHILD.stop.parent.mkdir(parents=True)
+    CHILD.stop.touch()
+    with pytest.raises(Preempted, match="stopped at step 8 of 14"):
+        run("schedule.decay=6", "name=child", branch_of="jobs/t@8")
+    shutil.rmtree(PARENT.root)
+    run("jobs/child")
+    for file in ("model-00000.safetensors", "state-00000.safetensors"):
+        one, other = (of.checkpoints / "step-000014" / file for of in (CHILD, WHOLE))
+        assert one.read_bytes() == other.read_bytes(), file
+    assert records(CHILD) == records(WHOLE)
+    told = CHILD.parent_record()
+    assert told == {"job": "../t", "step": 8, "checkpoint_sha256": begun}
+    assert CHILD.run_id() != WHOLE.run_id()
+
+
+def test_many_horizons_leave_one_trunk_and_the_tree_shows_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = [sha256_file(path) for path in sorted(PARENT.checkpoints.rglob("*.*"))]
+    run("schedule.decay=20%", branch_of="jobs/t@8")
+    run("schedule.decay=2", "schedule.shape=linear", "train.steps=12", branch_of="jobs/t@8")
+    ends = [store.steps(JobDir(Path(f"jobs/t-branch-8-{n}")).checkpoints)[-1] for n in (10, 12)]
+    assert ends == [10, 12]
+    assert [sha256_file(path) for path in sorted(PARENT.checkpoints.rglob("*.*"))] == before
+    run("schedule.decay=20%", branch_of="jobs/t@8")  # is done, and says so
+    capsys.readouterr()
+    job.ls(Path("jobs"), as_json=False, tree=True)
+    shown = [line.split("  done")[0].rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown[0] == "jobs/t"
+    assert set(shown[1:]) == {"  jobs/t-branch-8-10", "  jobs/t-branch-8-12"}
+    job.status(Path("jobs/t-branch-8-10"), as_json=True)
+    assert json.loads(capsys.readouterr().out)["parent"]["step"] == 8
+    shutil.rmtree(PARENT.root)
+    job.ls(Path("jobs"), as_json=False, tree=True)
+    assert all(line.startswith("jobs/") for line in capsys.readouterr().out.splitlines())
+
+
+def test_what_a_child_may_not_change_is_refused_and_nothing_is_made() -> None:
+    for of, arguments, why in [
+        ("jobs/t@8", ["optim.lr=1"], "other values of: optim.lr"),
+        ("jobs/t@8", ["train.seq_len=16"], "other values of: train.seq_len"),
+        ("jobs/t@20", ["schedule.decay=5"], "rate of jobs/t falls after step 18, before the br"),
+        ("jobs/t@8", ["train.steps=10", "schedule.decay=4"], "rate of the child falls after ste"),
+        ("jobs/t@8", ["schedule.type=cosine"], "rate of the child falls after step 2, before"),
+        ("jobs/t@8", ["schedule.warmup=3"], "schedule.warmup lies before the branch"),
+        ("jobs/t@8", ["schedule.decay=1.0"], "leaves no step before the decay"),
+        ("jobs/t", [], "--branch jobs/t names no step"),
+        ("jobs/t@8", ["jobs/t"], "jobs/t has no place"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            branch.find(of, None, [*arguments, "name=child"], [])
+    with pytest.raises(ConfigError, match="jobs/t exists, and is no branch of jobs/t@8"):
+        branch.find("jobs/t@8", None, ["name=t"], [])
+    with pytest.raises(InputError, match="no checkpoint of step 9"):
+        branch.find("jobs/t@9", None, [], [])
+    assert not CHILD.root.exists()
+
+
+def test_a_damaged_checkpoint_begins_no_child() -> None:
+    weights = PARENT.checkpoints / "step-000008/model-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    _, child, begun = branch.find("jobs/t@8", None, ["name=child"], [])
+    with pytest.raises(DamagedError, match=r"the content of model-00000\.safetensors has ch"):
+        begun.begin(child)
+    assert store.steps(child.checkpoints) == []

@@ -1,0 +1,207 @@
+"""Attention within documents and windows, against a dense mask that is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from dtt.config.model import ModelConfig
+from dtt.model import attend, families
+from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.model.masks import visible
+from dtt.model.tiles import TILE, tiled_attention
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SCALE = 0.3
+
+
+def heads(
+    rows: int, length: int, n_heads: int, n_kv_heads: int, width: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as projections give them, with the heads of a token together."""
+    shapes = [(rows, length, n, width) for n in (n_heads, n_kv_heads, n_kv_heads)]
+    q, k, v = (torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def documents_of(rows: int, length: int, share: float) -> Tensor:
+    """Numbers of documents, a new one beginning at about `share` of the tokens."""
+    return (torch.rand(rows, length) < share).cumsum(1)
+
+
+def may_attend(length: int, documents: Tensor | None, window: int | None) -> Tensor:
+    """[B or 1, 1, T, T]."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    if documents is None:
+        return seen[None, None]
+    return seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (SCALE * q @ k.transpose(2, 3)).masked_fill(~mask.to(q.device), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def assert_the_same(
+    got: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], tolerance: float
+) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    weights = torch.randn_like(got)
+    grads = torch.autograd.grad((got * weights).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance)
+
+
+@given(
+    seed=st.integers(0, 999),
+    rows=st.integers(1, 3),
+    length=st.integers(1, 2 * TILE + 40),
+    window=st.none() | st.integers(1, TILE + 20),
+    share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
+    groups=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_tiles_give_what_a_dense_mask_gives_and_the_same_gradients(
+    seed: int,
+    rows: int,
+    length: int,
+    window: int | None,
+    share: float | None,
+    groups: tuple[int, int],
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = heads(rows, length, *groups)
+    documents = None if share is None else documents_of(rows, length, share)
+    got = tiled_attention(q, k, v, documents, window, SCALE)
+    expected = dense(q, k, v, may_attend(length, documents, window))
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 4e-2)])
+def test_tiles_take_every_precision_of_training(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in heads(2, 300, 4, 2))
+    documents = documents_of(2, 300, 0.01)
+    got = tiled_attention(q, k, v, documents, 40, SCALE)
+    mask = may_attend(300, documents, 40)
+    expected = dense(q.double(), k.double(), v.double(), mask).to(dtype)
+    assert_the_same(got, expected, (q, k, v), tolerance)
+
+
+def test_the_operators_are_what_torch_expects_of_one() -> None:
+    q, k, v = heads(2, 300, 4, 2)
+    arguments = (q, k, v, documents_of(2, 300, 0.01), 100, SCALE)
+    torch.library.opcheck(torch.ops.dtt.tiled_attention.default, arguments)
+
+
+MEMORY = """
+import resource, torch
+from dtt.model.tiles import tiled_attention
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def run(length):
+    q = torch.randn(1, 1, length, 16, requires_grad=True)
+    documents = (torch.arange(length) // 500)[None]
+    for limits in ((None, 256), (documents, None), (documents, 256)):
+        tiled_attention(q, q, q, *limits, 0.25).sum().backward()
+
+run(1024)
+before = peak()
+run(32768)
+print(peak() - before)
+"""
+
+
+def test_memory_at_32_thousand_tokens_is_a_sixteenth_of_what_a_mask_would_take() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 32768**2 / 2**20 / 16
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("share", [None, 0.03])
+@torch.no_grad()
+def test_flex_attention_sees_what_tiles_see(window: int | None, share: float | None) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
+    documents = None if share is None else documents_of(2, 200, share)
+    rule = visible(documents, window)
+    blocks = create_block_mask(rule, 2, None, 200, 200, device="cpu", BLOCK_SIZE=16)
+    got = flex_attention(q, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
+    assert isinstance(got, Tensor)
+    torch.testing.assert_close(got, tiled_attention(q, k, v, documents, window, SCALE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize(("window", "share"), [(30, None), (None, 0.03), (30, 0.03)])
+def test_on_a_gpu_documents_and_windows_are_those_of_a_dense_mask(
+    window: int | None, share: float | None, width: int
+) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 200, 4, 2, width))
+    documents = None if share is None else documents_of(2, 200, share)
+    tokens = torch.zeros(2, 200, device="cuda")
+    on_gpu = None if documents is None else documents.cuda()
+    got = attend.flex(SCALE, tokens, on_gpu, window)(q, k, v)
+    assert_the_same(got, dense(q, k, v, may_attend(200, documents, window)), (q, k, v), 1e-3)
+
+
+def test_plain_causal_attention_is_left_to_sdpa() -> None:
+    assert attend.choose(CPU, 100, False, None) == "SDPA"
+    assert attend.choose(GPU, 100, False, 100) == "SDPA"
+    assert attend.choose(CPU, 101, False, 100) == "SDPA in tiles"
+    assert attend.choose(CPU, 100, True, None) == "SDPA in tiles"
+    assert attend.choose(GPU, 101, False, 100) == "FlexAttention"
+    assert attend.choose(GPU, 100, True, None) == "FlexAttention"
+
+
+def windowed(*windows: int | None) -> Architecture:
+    cfg = ModelConfig(family="mistral", dim=32, n_layers=len(windows), n_heads=4, n_kv_heads=2)
+    made = families.get("mistral").architecture(cfg, 100, 64)
+    return dataclasses.replace(made, windows=windows)
+
+
+def test_the_choice_is_told_for_each_kind_of_layer() -> None:
+    arch = windowed(16, 16, None)
+    assert attend.describe(arch, CPU, 16, False) == "attention: SDPA"
+    assert attend.describe(arch, CPU, 64, False) == (
+        "attention: SDPA in tiles within a window of 16 (2 of 3 layers), SDPA (1 of 3 layers)"
+    )
+    assert attend.describe(windowed(16), GPU, 64, True) == (
+        "attention: FlexAttention within documents and a window of 16"
+    )
+
+
+def test_a_compiled_block_serves_the_documents_of_every_batch() -> None:
+    model = Decoder(windowed(16, None))
+    initialize(model, seed=1)
+    compiled = Decoder(model.arch)
+    compiled.load_state_dict(model.state_dict())
+    torch.compiler.reset()
+    for layer in compiled.layers:
+        layer.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+    tokens = torch.randint(100, (2, 64))
+    compiled(tokens, tokens, documents_BT=documents_of(2, 64, 0.1)).backward()
+    for share in (0.02, 0.5):
+        documents = documents_of(2, 64, share)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            got = compiled(tokens, tokens, documents_BT=documents)
+        torch.testing.assert_close(got, model(tokens, tokens, documents_BT=documents))

@@ -1,0 +1,166 @@
+"""Budgets: a run ends in time, annealed, validated and saved, at whatever speed it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import Dtt
+
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.config.schedule import WsdConfig
+from dtt.config.train import TrainConfig
+from dtt.optim.schedule import Schedule, resolve
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+from dtt.train.budget import SHORTEST, SPARE_SECONDS, Budget
+from dtt.train.clock import Clock
+
+Settings = Callable[..., list[str]]
+EVALUATION, SAVE, WHOLE_SAVE = 3.0, 0.5, 2.0
+
+
+def tokens_before(step: int) -> int:
+    return 100 * step
+
+
+@dataclass
+class Simulated:
+    """A run on a clock of its own, whose steps take what `seconds` says."""
+
+    budget: Budget
+    seconds: Callable[[float], float]
+    """Of a step, by the time that has passed."""
+    passed: float = 0.0
+    step: int = 0
+    rates: list[float] = field(default_factory=list)
+    begun: int | None = None
+
+    def run(self) -> None:
+        schedule = resolve(self.budget.schedule, self.budget.limit, tokens_before)
+        schedule = Schedule(**(vars(schedule) | {"decay": None}))
+        worked = 0.0
+        while self.step < (schedule.decay.end if schedule.decay else self.budget.limit):
+            pauses = {"evaluate": EVALUATION, "save": SAVE} if self.step else {}
+            now = self.budget.clock.began + self.passed
+            self.budget.measure(self.step, now, worked, pauses)
+            if end := self.budget.end(self.step, now, schedule.decay):
+                if schedule.decay is None:
+                    self.begun = self.step
+                    self.budget.took(whole_save=WHOLE_SAVE)
+                schedule = schedule.ending(self.step, end)
+            self.rates.append(schedule.multiplier(self.step))
+            took = self.seconds(self.passed)
+            worked += took
+            self.passed += took
+            self.step += 1
+            self.passed += EVALUATION * (self.step % 50 == 0) + SAVE * (self.step % 100 == 0)
+        self.passed += EVALUATION + WHOLE_SAVE
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Clock:
+    job = JobDir(tmp_path_factory.mktemp("job"))
+    return Clock(job, job.begin_attempt())
+
+
+def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -> Simulated:
+    train = TrainConfig(budget="1000s", eval_every=50)
+    schedule, limit = changes.get("schedule", WsdConfig(decay=0.2)), changes.get("limit", 10**6)
+    run = Simulated(Budget(train, schedule, 100, tokens_before, limit, clock), seconds)
+    run.run()
+    return run
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.floats(0.3, 3),
+    st.floats(0.4, 2.5),
+    st.floats(0, 1000),
+    st.sampled_from([20, 200, 0.1, 0.4, "30%", "10k tokens"]),
+    st.integers(0, 10**6),
+)
+def test_at_any_speed_it_ends_annealed_just_in_time(
+    clock: Clock, usual: float, factor: float, change: float, decay: Any, seed: int
+) -> None:
+    """The speed changes once for good, and from step to step."""
+
+    rng = random.Random(seed)
+
+    def seconds(passed: float) -> float:
+        return usual * (factor if passed > change else 1.0) * rng.uniform(0.8, 1.2)
+
+    run = simulated(clock, seconds, schedule=WsdConfig(decay=decay, shape="linear"))
+    slowest = 1.2 * usual * max(1.0, factor)
+    assert run.passed <= 1000 + (SHORTEST + 1) * slowest
+    assert run.passed >= 1000 - 4 * SPARE_SECONDS - EVALUATION - 0.02 * 1000 - 3 * slowest
+    assert all(a - b >= -1e-9 for a, b in pairwise(run.rates))
+    assert run.begun is not None
+    assert 0.0 < run.rates[-1] <= 1 / SHORTEST + 1e-9
+
+
+def test_the_decay_takes_the_share_it_should(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 1.0, schedule=WsdConfig(decay=0.2))
+    assert run.begun is not None
+    assert (run.step - run.begun) / run.step == pytest.approx(0.2, abs=0.01)
+    assert run.rates[-1] == pytest.approx(1 - math.sqrt(1 - 1 / (run.step - run.begun)), rel=0.5)
+
+
+def test_where_steps_run_out_first_the_run_ends_with_them(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 0.1, limit=400)
+    assert (run.step, run.begun) == (400, 320)
+
+
+def test_after_the_time_is_over_a_short_decay_is_left(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 2000.0)
+    assert (run.step, run.begun) == (1 + SHORTEST, 1)
+
+
+def test_killed_in_its_decay_it_goes_on_with_it_to_the_end(dtt: Dtt, tiny: Settings) -> None:
+    arguments = tiny(
+        train__steps=10**6, train__budget="20s", schedule__decay="95%", schedule__shape="linear",
+        train__eval_every=50, checkpoint__every=10, train__sample_tokens=0,
+    )  # fmt: skip
+    job = JobDir(dtt.folder / "jobs/t")
+    process = dtt.start("train", *arguments)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "the decay begins" in line:
+            break
+    for line in process.stderr:
+        if "saved" in line:
+            break
+    process.kill()
+    dtt.wait(process)
+    before = begun(job)
+    rates = {r["step"]: r["lr"] for r in jsonl.read(job.metrics, "train")}
+    dtt("train", *arguments)
+    newest = store.newest(job.checkpoints)
+    assert newest is not None
+    after = begun(job)
+    assert after["begin"] == before["begin"]
+    assert newest.step == after["end"] == newest.position()["evaluated"]
+    told = list(jsonl.read(job.metrics, "train"))
+    peak = load_job(job.root).optim.lr
+    assert told[-1]["lr"] <= peak / SHORTEST
+    resumed = {r["step"]: r["lr"] for r in told}
+    assert resumed[before["begin"] + 1] == rates[before["begin"] + 1] == peak
+    clocks = [json.loads(job.clock(n).read_bytes()) for n in (1, 2)]
+    assert clocks[0]["began"] < clocks[0]["began"] + clocks[0]["seconds"] <= clocks[1]["began"]
+
+
+def begun(job: JobDir) -> dict[str, Any]:
+    """The decay that the newest checkpoint knows."""
+    newest = store.newest(job.checkpoints)
+    assert newest is not None
+    decay: dict[str, Any] = newest.position()["decay"]
+    return decay

@@ -1,0 +1,91 @@
+"""A run that averages its weights: measured beside them, kept bit for bit, exported and used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from running import Dtt
+from tiny_job import write_job
+
+from dtt.checkpoint import store
+from dtt.commands import export, generate
+from dtt.errors import ConfigError, InputError
+from dtt.export.read import read_hf_folder
+from dtt.optim.ema import averages
+from dtt.track import jsonl
+
+
+@pytest.fixture(scope="module")
+def job(tiny: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 steps with checkpoints of 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("averaged")
+    done = Dtt(folder)(
+        "train",
+        *tiny(train__ema_decay=0.9, train__z_loss=1e-4, optim__lr=1e-2, checkpoint__keep_last=3),
+    )
+    assert "; with averaged weights " in done.stderr
+    return folder / "jobs/t"
+
+
+def test_its_loss_stands_beside_that_of_the_weights(job: Path) -> None:
+    evals = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
+    assert [r["step"] for r in evals] == [0, 5, 10, 12]
+    assert evals[0]["ema_loss"] == evals[0]["loss"]
+    assert all(r["ema_loss"] > r["loss"] for r in evals[1:])  # it falls, and the average lags
+
+
+def test_a_resumed_run_keeps_it_bit_for_bit(job: Path, tmp_path: Path) -> None:
+    resumed = tmp_path / "jobs/t"
+    shutil.copytree(job, resumed)
+    Dtt(tmp_path)("train", resumed, "--from-step", 4)
+    before, after = (store.find(str(folder)) for folder in (job, resumed))
+    for kind in (store.MODEL, store.STATE):
+        file = store.rank_file(kind, 0)
+        assert (before.path / file).read_bytes() == (after.path / file).read_bytes(), kind
+    state = after.tensors(store.STATE)
+    assert len(averages(state)) == 21
+    assert state["ema/updates/count"] == 12
+
+
+def exported(job: Path, out: Path, *, ema: bool) -> dict[str, torch.Tensor]:
+    manifest = export.run(
+        job, ["export.dtype=fp32"], step=None, out=out, upload=None, private=False, ema=ema
+    )
+    assert manifest.ema == ema
+    assert ("moving average" in (out / "README.md").read_text()) == ema
+    return dict(read_hf_folder(out).state)
+
+
+def text_of(source: Path, *, ema: bool, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    generate.run(
+        source, ["one two"], max_new_tokens=30, temperature=1.0, top_k=None, top_p=1.0, seed=0,
+        ema=ema,
+    )  # fmt: skip
+    return capsys.readouterr().out
+
+
+def test_it_is_exported_and_continues_a_text_and_is_told_apart_from_the_weights(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    checkpoint = store.find(str(job))
+    weights = checkpoint.tensors(store.MODEL)
+    average = averages(checkpoint.tensors(store.STATE))
+    for expected, ema in ((weights, False), (average, True)):
+        got = exported(job, out, ema=ema)
+        assert all(torch.equal(got[name], expected[name]) for name in expected), ema
+    said = text_of(job, ema=True, capsys=capsys)
+    assert said == text_of(out, ema=False, capsys=capsys) != text_of(job, ema=False, capsys=capsys)
+    with pytest.raises(ConfigError, match="is an exported folder"):
+        text_of(out, ema=True, capsys=capsys)
+
+
+def test_a_job_that_keeps_none_says_what_would_have(job: Path) -> None:
+    other = write_job(job.parents[1] / "other")
+    with pytest.raises(InputError, match=r"no average of the weights(.|\n)*train.ema_decay=0.999"):
+        exported(other, job / "no", ema=True)

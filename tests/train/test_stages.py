@@ -1,0 +1,142 @@
+"""Training with batches and contexts that grow: what is recorded, resumed, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+from dtt.checkpoint import store
+from dtt.commands import data
+from dtt.commands import train as command
+from dtt.config.load import load_job
+from dtt.errors import DamagedError
+from dtt.runtime.dist import World
+from dtt.track import jsonl
+from dtt.train.attempt import attempt
+from dtt.train.stop import Requests
+
+STEPS = 24
+SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+Settings = Callable[..., list[str]]
+
+
+def growing(tiny: Settings, **changes: object) -> list[str]:
+    """Batches of 2, 4, 6, then 8 sequences; contexts of 8, 16, then 32 tokens."""
+    schedules: dict[str, object] = {
+        "train__batch_schedule": "{type: linear, start: 64, length: 12, lr_rule: sqrt}",
+        "train__context_schedule": "[[0, 8], [1k tokens, 16], [50%, 32]]",
+        "train__steps": STEPS,
+        "train__micro_batch": 3,
+        "train__precision": "fp32",
+        "checkpoint__keep_last": 99,
+    }
+    return tiny(**(schedules | changes))
+
+
+def train(
+    folder: Path, *arguments: str, allow: Sequence[str] = (), from_step: int | None = None
+) -> None:
+    """`dtt train` in this process."""
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        try:
+            command.run(None, arguments, allow, from_step)
+        finally:
+            for number, handler in zip(SIGNALS, handlers, strict=True):
+                signal.signal(number, handler)
+
+
+def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
+    return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in kinds]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("growing")
+    train(folder, *growing(tiny))
+    return folder / "jobs/t"
+
+
+def test_metrics_tell_the_size_of_each_step(whole: Path) -> None:
+    found = records(whole, "train")
+    assert [r["batch_tokens"] for r in found] == SIZES
+    assert [r["tokens"] for r in found] == [sum(SIZES[: n + 1]) for n in range(STEPS)]
+    # 1,000 tokens come before step 11, half of the steps before step 13.
+    assert [r["seq_len"] for r in found] == [8] * 10 + [16] * 2 + [32] * 12
+
+
+def test_the_learning_rate_follows_the_batch(whole: Path, tiny: Settings, tmp_path: Path) -> None:
+    train(tmp_path, *growing(tiny, train__batch_schedule="{type: linear, start: 64, length: 12}"))
+    plain = records(tmp_path / "jobs/t", "train")
+    for scaled, given, size in zip(records(whole, "train"), plain, SIZES, strict=True):
+        assert scaled["lr"] == pytest.approx(given["lr"] * (size / 256) ** 0.5)
+        assert scaled["ledger"] == given["ledger"]
+    assert plain[-1]["loss"] != records(whole, "train")[-1]["loss"]
+
+
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
+    whole: Path, tmp_path: Path, step: int
+) -> None:
+    job = shutil.copytree(whole, tmp_path / "jobs/t")
+    train(tmp_path, "jobs/t", from_step=step)
+    files = sorted((whole / f"checkpoints/step-{STEPS:06d}").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (job / file.relative_to(whole)).read_bytes(), file.name
+    kinds = ("train", "eval", "sample")
+    assert records(job, *kinds) == records(whole, *kinds)
+    assert (job / "attempts/2/exit.json").exists()
+
+
+def go_on(world: World, folder: str) -> None:
+    os.chdir(folder)
+    resolved, job = command.find_job(None, ["jobs/t", "train.micro_batch=1"], [])
+    with attempt(job, world.ranks, Requests()) as this:
+        this.number = world.from_first(this.number)
+        command.train(resolved, this, world, from_step=8)
+
+
+def test_two_ranks_go_on_with_what_one_would_have_trained(whole: Path, tmp_path: Path) -> None:
+    job = shutil.copytree(whole, tmp_path / "jobs/t")
+    on_ranks(2, go_on, str(tmp_path))
+    assert store.at_step(job / "checkpoints", STEPS).manifest.world_size == 2
+    for two, one in zip(records(job, "train"), records(whole, "train"), strict=True):
+        same = ("step", "ledger", "tokens", "batch_tokens", "seq_len", "lr")
+        assert [two[key] for key in same] == [one[key] for key in same]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+def test_what_a_step_was_trained_on_is_found_again(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = []
+    for step, size in enumerate(SIZES, start=1):
+        data.at_step(whole, step, rank=None, ranks=None, limit=None, full=False, as_json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert told["ledger_agrees"]
+        assert told["samples_of_step"] == size // 32
+        samples += [sample["position"] for sample in told["samples"]]
+    assert samples == list(range(sum(SIZES) // 32))
+    data.mix(load_job(whole), as_json=True)
+    mixed = json.loads(capsys.readouterr().out)
+    assert mixed["samples_per_step"] == [2, 8]
+    assert (mixed["samples"], mixed["tokens"]) == (sum(SIZES) // 32, sum(SIZES))
+
+
+def test_a_job_does_not_go_on_with_other_sizes_behind_it(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "jobs/t")
+    key = "train.batch_schedule.length"
+    with pytest.raises(DamagedError, match="not in the order that this job was trained in"):
+        train(tmp_path, "jobs/t", f"{key}=10", allow=[key], from_step=8)
