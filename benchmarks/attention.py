@@ -3,8 +3,9 @@
     python benchmarks/attention.py [--lengths 1024 4096 16384]
 
 One sequence, 2 query heads sharing one key/value head of 64, fp32, one thread. Each figure is from
-a process of its own: the shortest of the runs that fit into half a second, in CPU time, which a busy
-machine stretches less, and how much more memory it took than before. Results and gradients are compared first, at 1000 tokens.
+a process of its own: the CPU time (which a busy machine stretches less than the clock's) of the
+shortest of the runs that fit into half a second, and how much more memory it took than before.
+Results and gradients are compared first, at 1000 tokens.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main() -> None:
             print(
                 f"{kind:<20}{length:>8}{1e3 * theirs:>9.0f} ms{their_mb:>5.0f} MB"
                 f"{1e3 * seconds:>9.0f} ms{mb:>5.0f} MB"
-                f"{theirs / seconds:>8.1f}x{their_mb / mb:>8.1f}x",
+                f"{theirs / seconds:>8.1f}x" + (f"{their_mb / mb:>8.1f}x" if mb > 5 else ""),
                 flush=True,
             )
 

@@ -10,6 +10,7 @@ of its processes, from their start to their end, as this script sees them.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import subprocess
@@ -32,9 +33,9 @@ def settings(tokens: Path, seconds: int) -> list[str]:
     """Arguments of the run."""
     return [
         "train", f"data.tokens={tokens}", "name=budget", f"train.budget={seconds}s",
-        "train.steps=1_000_000", "schedule.warmup=20", "schedule.decay=20%", "model.dim=96",
-        "model.n_layers=3", "model.n_heads=3", "train.seq_len=256", "train.micro_batch=8",
-        "train.global_batch_tokens=2048", "train.eval_every=100", "train.eval_tokens=32768",
+        "train.steps=1_000_000", "schedule.warmup=20", "schedule.decay=20%", "model.dim=64",
+        "model.n_layers=2", "model.n_heads=2", "train.seq_len=256", "train.micro_batch=4",
+        "train.global_batch_tokens=1024", "train.eval_every=100", "train.eval_tokens=16384",
         "train.sample_tokens=16", "checkpoint.every=50",
     ]  # fmt: skip
 
@@ -73,6 +74,9 @@ def report(job: JobDir, took: float, seconds: int) -> None:
     evals = list(jsonl.read(job.metrics, "eval"))
     trunk = [record["loss"] for record in evals if record["step"] <= decay.begin]
     print(f"ended             {took:.1f} s of {seconds} s: {seconds - took:+.1f} s left")
+    clocks = [json.loads(job.clock(n).read_bytes()) for n in range(1, job.attempt() + 1)]
+    own = ", ".join(f"{clock['seconds']:.1f}" for clock in clocks)
+    print(f"by its own clock  {own} s")
     print(f"steps             {newest.step}, planned {decay.end}; decay from {decay.begin + 1}")
     print(f"last rates        {', '.join(f'{rate:.4f}' for rate in rates[-3:])} of the peak")
     print(f"last validation   {evals[-1]['loss']:.4f} nats at step {evals[-1]['step']}")

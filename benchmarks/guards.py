@@ -56,18 +56,19 @@ from dtt.runtime.ranks import Ranks
 from dtt.runtime.watchdog import Watchdog
 from dtt.track import jsonl
 from dtt.train.attempt import Attempt
+from dtt.train.guard import LEAST_FACTOR
 from dtt.train.plan import make_plan
 from dtt.train.state import optimizer_tensors
 from dtt.train.stop import Requests
 from dtt.train.trainer import Trainer
 
 NOVELS = Path(__file__).parents[2] / "shared/data/novels/val-00000-of-00001.parquet"
-CLEAN_STEPS, STEPS, AROUND = 250, 64, 3
+CLEAN_STEPS, STEPS, SAVE_EVERY, AROUND = 200, 48, 16, 3
 KINDS = {"nan": "loss NaN", "inf": "gradient infinite", "spike": "gradient x 1,000"}
 ALONE = World(Ranks(), torch.device("cpu"), None)
 FORK = multiprocessing.get_context("fork")
 POLICIES = ("stop", "skip", "rewind")
-SIZES = [  # and the tokens
+SIZES = [
     "train.seq_len=64", "train.eval_every=0", "train.eval_tokens=64", "train.sample_tokens=0",
     "train.hang_seconds=0", "train.log_every=10", "train.precision=fp32",
 ]  # fmt: skip
@@ -117,7 +118,7 @@ def model_settings(rng: random.Random) -> list[str]:
 
 def clean(number: int) -> list[float]:
     """The gradient norms of a clean run; NaN where a step was skipped."""
-    rng = random.Random(number)
+    rng = random.Random(10_000 + number)
     schedule = rng.choice(["wsd", "cosine", "linear", "constant"])
     settings = [
         f"name=clean{number}", f"train.steps={CLEAN_STEPS}", f"schedule.type={schedule}",
@@ -136,7 +137,7 @@ def ours(norms: Sequence[float]) -> list[float]:
     config, logs, far = GuardConfig(), [math.log(norm) for norm in norms if norm > 0], []
     for step in range(config.spike_window, len(logs)):
         window = logs[step - config.spike_window : step]
-        margin = max(config.spike_sigmas * statistics.stdev(window), math.log(2))
+        margin = max(config.spike_sigmas * statistics.stdev(window), math.log(LEAST_FACTOR))
         far.append((logs[step] - statistics.fmean(window)) / margin)
     return far
 
@@ -202,7 +203,8 @@ class Case:
     def left_out(self) -> range:
         """The steps whose batches count for nothing."""
         around = AROUND if self.policy == "rewind" else 0
-        return range(self.step - around, self.step + around + 1)
+        saved = (self.step - 1) // SAVE_EVERY * SAVE_EVERY
+        return range(max(saved + 1, self.step - around), self.step + around + 1)
 
 
 def cases(count: int, ranks: int) -> list[Case]:
@@ -211,12 +213,12 @@ def cases(count: int, ranks: int) -> list[Case]:
     mixed = itertools.cycle(itertools.product(KINDS, POLICIES))
     for number, (kind, policy) in zip(range(count), mixed, strict=False):
         rng = random.Random(1000 * ranks + number)
-        step = rng.randrange(40, STEPS - AROUND)
+        step = rng.randrange(30, STEPS - AROUND)
         rank = rng.choice([None, *range(ranks)]) if ranks > 1 else None
         settings = (
             *model_settings(rng), f"train.steps={STEPS}", "schedule.type=constant",
-            "checkpoint.every=16", "checkpoint.keep_last=9", "train.ema_decay=0.99",
-            f"guard.non_finite={policy}", f"guard.spike={policy}", "guard.spike_window=32",
+            f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep_last=9", "train.ema_decay=0.99",
+            f"guard.non_finite={policy}", f"guard.spike={policy}", "guard.spike_window=24",
             f"guard.rewind_around={AROUND}",
         )  # fmt: skip
         made.append(Case(number, kind, policy, step, rank, settings))
@@ -283,7 +285,7 @@ def judged(world: World, case: Case) -> Judged:
         ledger = next(r["ledger"] for r in guard)
         if f"at step {case.step}\n" not in error or ledger not in error:
             wrong.append(f"says {error!r}")
-        if store.steps(trainer.job.checkpoints) != list(range(16, case.step, 16)):
+        if store.steps(trainer.job.checkpoints) != list(range(SAVE_EVERY, case.step, SAVE_EVERY)):
             wrong.append(f"checkpoints: {store.steps(trainer.job.checkpoints)}")
         return case.kind, case.policy, "; ".join(wrong), ""
     reference = build(world, [*case.settings, f"name={name}-reference"])
@@ -363,7 +365,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, started = Path(name), time.monotonic()
-        SIZES.append(f"data.tokens={make_tokens(folder, given.text.resolve())}")
+        os.environ["DTT_DATA__TOKENS"] = str(make_tokens(folder, given.text.resolve()))
         os.chdir(folder)
         log.disabled = True
         half = (given.runs + 1) // 2

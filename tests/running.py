@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +48,19 @@ class Dtt:
         """Wait for the end."""
         out, err = process.communicate(timeout=150)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def in_this_process(folder: Path) -> Iterator[None]:
+    """Inside, commands may be called as functions: in `folder`, and deaf to signals afterwards."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with chdir(folder):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_documents(path: Path) -> None:

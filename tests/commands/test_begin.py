@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ def test_another_architecture_is_refused_with_the_section_that_fits(
     section = yaml.safe_load(said.partition("use its sizes:\n\n")[2])["model"]
     assert section["vocab_size"] == 300
     begin(make(**section), released, tokens / "tokenizer.json")
+
+
+def test_multipliers_that_scaling_sets_are_refused(released: Path, tokens: Path) -> None:
+    model = make()
+    model.arch = replace(model.arch, logit_scale=0.5)
+    with pytest.raises(ConfigError, match=r"other multipliers\n.*scaling.type=standard"):
+        begin(model, released, tokens / "tokenizer.json")
 
 
 def test_a_rope_that_turns_otherwise_is_refused(released: Path, tokens: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import in_this_process
 
 from dtt.checkpoint import store
 from dtt.commands import branch, job, train
@@ -38,23 +37,20 @@ def settings(tiny: Settings) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trunk(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trunk(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a `jobs/` with that job."""
     folder = tmp_path_factory.mktemp("trunk")
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    with contextlib.chdir(folder):
+    with in_this_process(folder):
         run(*settings)
-    yield folder
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def _here(trunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(trunk: Path, tmp_path: Path) -> Iterator[None]:
     """Each test has a copy of it."""
     shutil.copytree(trunk / "jobs", tmp_path / "jobs")
-    monkeypatch.chdir(tmp_path)
+    with in_this_process(tmp_path):
+        yield
 
 
 def records(of: JobDir) -> list[dict[str, Any]]:

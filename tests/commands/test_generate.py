@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from running import Dtt
 from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_data, write_job
 from tokenizers import processors
 
@@ -154,6 +155,14 @@ def test_every_prompt_is_continued_as_if_it_were_alone(
     records = [json.loads(line) for line in said(capsys).splitlines()]
     assert [record["prompt"] for record in records] == prompts
     assert [record["prompt"] + record["text"] + "\n" for record in records] == alone
+
+
+def test_the_command_line_takes_several_prompts(job: Path, dtt: Dtt) -> None:
+    a, b = ids("ab")
+    write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT})
+    (dtt.folder / "prompts.txt").write_text("b\na\n")
+    done = dtt("generate", job, "-p", "a", "--prompts-file", "prompts.txt", "--temperature", 0)
+    assert done.stdout == "==> 1 of 3 <==\nab\n==> 2 of 3 <==\nb\n==> 3 of 3 <==\nab\n"
 
 
 def test_json_says_why_each_text_ends(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.errors import ConfigError, InputError
@@ -121,6 +123,19 @@ def test_layers_with_a_window_have_a_rotary_embedding_of_their_own() -> None:
 def test_a_key_that_a_family_would_ignore_is_refused(family: str, key: str, value: object) -> None:
     cfg = ModelConfig(family=family, **{key: value})  # type: ignore[arg-type]
     assert [found for found, _ in cfg.problems()] == [key]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
+def test_what_transformers_would_not_load_is_refused_before_training(family: str) -> None:
+    cfg = ModelConfig(family=family, dim=36, n_heads=8, head_dim=4, n_layers=1)  # type: ignore[arg-type]
+    facts = families.get(family)
+    config = facts.to_hf_config(facts.architecture(cfg, 100, 64), 0)
+    try:
+        transformers.AutoConfig.for_model(**config)
+        loads = True
+    except StrictDataclassClassValidationError:
+        loads = False
+    assert [key for key, _ in cfg.problems()] == ([] if loads else ["n_heads"])
 
 
 def test_architectures_are_values() -> None:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Dtt
+from running import in_this_process
 
 from dtt.checkpoint import store
+from dtt.commands import train
 from dtt.config.load import load_job
 from dtt.config.schedule import WsdConfig
 from dtt.config.train import TrainConfig
-from dtt.optim.schedule import Schedule, resolve
+from dtt.errors import Preempted
+from dtt.optim.schedule import Decay, Schedule, resolve
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 from dtt.train.budget import SHORTEST, SPARE_SECONDS, Budget
@@ -68,20 +74,22 @@ class Simulated:
 
 
 @pytest.fixture(scope="module")
-def clock(tmp_path_factory: pytest.TempPathFactory) -> Clock:
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
     job = JobDir(tmp_path_factory.mktemp("job"))
-    return Clock(job, job.begin_attempt())
+    clock = Clock(job, job.begin_attempt())
+    yield clock
+    clock.close()
 
 
 def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -> Simulated:
-    train = TrainConfig(budget="1000s", eval_every=50)
+    timed = TrainConfig(budget="1000s", eval_every=50)
     schedule, limit = changes.get("schedule", WsdConfig(decay=0.2)), changes.get("limit", 10**6)
-    run = Simulated(Budget(train, schedule, 100, tokens_before, limit, clock), seconds)
+    run = Simulated(Budget(timed, schedule, 100, tokens_before, limit, clock), seconds)
     run.run()
     return run
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     st.floats(0.3, 3),
     st.floats(0.4, 2.5),
@@ -125,42 +133,50 @@ def test_after_the_time_is_over_a_short_decay_is_left(clock: Clock) -> None:
     assert (run.step, run.begun) == (1 + SHORTEST, 1)
 
 
-def test_killed_in_its_decay_it_goes_on_with_it_to_the_end(dtt: Dtt, tiny: Settings) -> None:
+@pytest.fixture
+def _here(tmp_path: Path) -> Iterator[None]:
+    with in_this_process(tmp_path):
+        yield
+
+
+def budget(seconds: float) -> str:
+    """That ends so many seconds from now: the time of an attempt is that of its process."""
+    return f"train.budget={time.time() - psutil.Process().create_time() + seconds:.1f}s"
+
+
+@pytest.mark.usefixtures("_here")
+def test_interrupted_in_its_decay_it_goes_on_with_it_to_the_end(tiny: Settings) -> None:
     arguments = tiny(
-        train__steps=10**6, train__budget="20s", schedule__decay="95%", schedule__shape="linear",
-        train__eval_every=50, checkpoint__every=10, train__sample_tokens=0,
+        train__steps=10**6, schedule__decay="99%", schedule__shape="linear", train__eval_every=50,
+        train__sample_tokens=0, checkpoint__every=10**6,
     )  # fmt: skip
-    job = JobDir(dtt.folder / "jobs/t")
-    process = dtt.start("train", *arguments)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "the decay begins" in line:
-            break
-    for line in process.stderr:
-        if "saved" in line:
-            break
-    process.kill()
-    dtt.wait(process)
-    before = begun(job)
-    rates = {r["step"]: r["lr"] for r in jsonl.read(job.metrics, "train")}
-    dtt("train", *arguments)
+    job = JobDir(Path("jobs/t"))
+    stopper = Thread(target=stop_when_saved, args=(job,))
+    stopper.start()
+    with pytest.raises(Preempted):
+        train.run(None, [*arguments, budget(300)], [], None)
+    stopper.join()
+    stopped = store.newest(job.checkpoints)
+    assert stopped is not None
+    decay = Decay(**stopped.position()["decay"])
+    assert decay.begin < stopped.step < decay.end
+
+    before = json.loads(job.clock(1).read_bytes())["seconds"]
+    train.run(None, [*arguments, budget(before + 5)], ["train.budget"], None)
     newest = store.newest(job.checkpoints)
     assert newest is not None
-    after = begun(job)
-    assert after["begin"] == before["begin"]
-    assert newest.step == after["end"] == newest.position()["evaluated"]
-    told = list(jsonl.read(job.metrics, "train"))
+    last = Decay(**newest.position()["decay"])
+    assert last.begin == decay.begin
+    assert newest.step == newest.position()["evaluated"] == last.end < decay.end
+    rates = [record["lr"] for record in jsonl.read(job.metrics, "train")]
     peak = load_job(job.root).optim.lr
-    assert told[-1]["lr"] <= peak / SHORTEST
-    resumed = {r["step"]: r["lr"] for r in told}
-    assert resumed[before["begin"] + 1] == rates[before["begin"] + 1] == peak
-    clocks = [json.loads(job.clock(n).read_bytes()) for n in (1, 2)]
-    assert clocks[0]["began"] < clocks[0]["began"] + clocks[0]["seconds"] <= clocks[1]["began"]
+    assert rates[stopped.step] == pytest.approx(peak * (1 - decay.progress(stopped.step)))
+    assert all(a >= b for a, b in pairwise(rates[decay.begin :]))
+    assert rates[-1] <= peak / SHORTEST
 
 
-def begun(job: JobDir) -> dict[str, Any]:
-    """The decay that the newest checkpoint knows."""
-    newest = store.newest(job.checkpoints)
-    assert newest is not None
-    decay: dict[str, Any] = newest.position()["decay"]
-    return decay
+def stop_when_saved(job: JobDir) -> None:
+    """Ask for a stop as soon as there is a checkpoint: one is saved where the decay begins."""
+    while not store.steps(job.checkpoints):
+        time.sleep(0.01)
+    job.stop.touch()

@@ -353,9 +353,9 @@ def test_nothing_is_a_spike_until_the_window_is_full() -> None:
     assert verdicts(watching(), [1.0] * 8 + [1e6]) == [FINE] * 8 + [SPIKE]
 
 
-def test_less_than_twice_the_usual_norm_is_no_spike() -> None:
-    assert verdicts(watching(), [1.0] * 8 + [1.99, 2.01]) == [FINE] * 10
-    assert verdicts(watching(), [1.0] * 8 + [2.01]) == [FINE] * 8 + [SPIKE]
+def test_less_than_four_times_the_usual_norm_is_no_spike() -> None:
+    assert verdicts(watching(), [1.0] * 8 + [3.99]) == [FINE] * 9
+    assert verdicts(watching(), [1.0] * 8 + [4.01]) == [FINE] * 8 + [SPIKE]
 
 
 def test_where_norms_vary_more_a_spike_is_larger() -> None:

@@ -47,6 +47,15 @@ def test_the_numbers_follow_from_config_data_and_ranks(tokens: Path) -> None:
     assert f"{80 / windows:.2f} epochs" in made.describe(world)
 
 
+@pytest.mark.parametrize(
+    ("masked", "said"),
+    [("false", "attention: SDPA\n"), ("true", "SDPA in tiles within documents\n")],
+)
+def test_the_choice_of_attention_is_told(tokens: Path, masked: str, said: str) -> None:
+    world = World(Ranks(0, 1, 0, 1, "torchrun"), torch.device("cpu"), None)
+    assert said in plan(tokens, f"data.mask_documents={masked}").describe(world)
+
+
 def test_a_growing_batch_is_told_by_its_first_and_its_last_step(tokens: Path) -> None:
     growing = (
         "train.batch_schedule={type: doubling, start: 64, every: 3}",

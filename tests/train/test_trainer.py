@@ -211,6 +211,12 @@ def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny
     assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
     for path in (dtt.folder / "jobs/t/checkpoints").glob("step-*"):
         assert all(t.isfinite().all() for t in load_file(path / "model-00000.safetensors").values())
+    status = json.loads(dtt("job", "status", "jobs/t", "--json").stdout)
+    (bad,) = status["bad_steps"]
+    assert (bad["why"], bad["action"]) == ("non_finite", "stop")
+    assert bad["step"] == exit_record(dtt.folder / "jobs/t", 1)["step"]
+    assert f"the last {bad['step']} (non_finite, stop)" in dtt("job", "status", "jobs/t").stdout
+    assert "metrics.jsonl records" in dtt("data", "at-step", "jobs/t", bad["step"]).stdout
 
 
 def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,24 +74,21 @@ def find_model(name: str) -> Path:
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
     """ConfigError, with the `model` section to use, unless both compute the same with equal
-    weights. Sizes alone would not do: heads, windows and RoPE leave no trace in them."""
-    from dataclasses import fields
-
+    weights. Shapes alone would not do: heads, windows and RoPE leave no trace in them."""
     from dtt.model.section import model_section
 
-    different = [
-        f"{f.name} {getattr(ours, f.name)} here, {getattr(theirs, f.name)} there"
-        for f in fields(ours)
-        if f.name not in MAY_DIFFER and getattr(ours, f.name) != getattr(theirs, f.name)
-    ]
-    if different:
-        section = yaml.safe_dump({"model": model_section(theirs)}, sort_keys=False)
-        raise ConfigError(
-            f"the model of this run is not the one in {where}",
-            where="init.from",
-            why="; ".join(different),
-            next=f"use its sizes:\n\n{section}",
-        )
+    if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
+        return
+    here, there = model_section(ours), model_section(theirs)
+    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
+    section = yaml.safe_dump({"model": there}, sort_keys=False)
+    raise ConfigError(
+        f"the model of this run is not the one in {where}",
+        where="init.from",
+        why="; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
+        or "scaling gives this one other multipliers",
+        next=f"use its sizes:\n\n{section}" if keys else "scaling.type=standard",
+    )
 
 
 def warn_of_other_text(ours: Path, theirs: Path) -> None:

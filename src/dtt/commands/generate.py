@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,10 +74,7 @@ def run(
             top_k=top_k,
             top_p=top_p,
             stop_id=trained.end_of_document,
-            generators=[
-                torch.Generator(device).manual_seed(randbits(63) if seed is None else seed)
-                for _ in batch
-            ],
+            generators=[torch.Generator(device).manual_seed(_draws(seed, ids)) for ids in batch],
         )
 
     if len(texts) == 1 and not as_json and stream is not False:
@@ -93,19 +91,19 @@ def run(
             replies[row].append(token)
         for number, (ids, reply) in enumerate(zip(batch, replies, strict=True), start):
             text = "".join(_pieces(tokenizer, reply))
-            if not as_json:
+            if as_json:
+                full = len(reply) == max_new_tokens or len(ids + reply) == trained.arch.max_seq_len
+                record = {
+                    "prompt": texts[number],
+                    "text": text,
+                    "finish_reason": "length" if full else "stop",
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": len(reply),
+                }
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+            else:
                 heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
                 print(f"{heading}{texts[number]}{text}", flush=True)
-                continue
-            full = len(reply) == max_new_tokens or len(ids + reply) == trained.arch.max_seq_len
-            record = {
-                "prompt": texts[number],
-                "text": text,
-                "finish_reason": "length" if full else "stop",
-                "prompt_tokens": len(ids),
-                "completion_tokens": len(reply),
-            }
-            print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
 def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
@@ -117,11 +115,14 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
         with file.open(encoding="utf-8") as lines:
             texts += [line.removesuffix("\n") for line in lines]
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(
-            f"cannot read prompts from {file}", why=str(error), next="give a prompt in each line"
+            f"cannot read prompts from {file}",
+            why=why,
+            next="name a text file, a prompt in each line",
         ) from None
     if not texts:
-        raise InputError(f"{file} holds no prompt", next="give a prompt in each line")
+        raise InputError(f"{file} holds no prompt", next="put a prompt in each line")
     return texts
 
 
@@ -135,6 +136,13 @@ def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> lis
             next="give a shorter prompt",
         )
     return ids or [trained.end_of_document]
+
+
+def _draws(seed: int | None, ids: list[int]) -> int:
+    """Seed of a prompt's generator: the same alone and among others, another for other prompts."""
+    if seed is None:
+        return randbits(63)
+    return int.from_bytes(hashlib.sha256(f"{seed}:{ids}".encode()).digest()[:7])
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:

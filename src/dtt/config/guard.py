@@ -26,7 +26,7 @@ class GuardConfig(Section):
     such a step can do; and a change of data may look like one. So nothing is done unless asked."""
     spike_sigmas: PositiveFloat = free(6.0)
     """A norm is a spike when its logarithm is so many standard deviations above the mean, and the
-    norm is at least twice the usual one."""
+    norm is at least four times the usual one."""
     spike_window: Annotated[int, Field(ge=8)] = free(128)
     """Steps over which mean and deviation are taken, bad ones left out; the first of a run are
     only looked at."""

@@ -96,7 +96,8 @@ class ModelConfig(Section):
     rope_local_theta: PositiveFloat = 10_000.0
     """Its base in layers with a window (gemma3)."""
     rope_scaling: RopeScaling = NoRopeScaling()
-    """How the rotary embedding reaches beyond its first context; layers with a window have none."""
+    """How the rotary embedding reaches beyond its first context; not in gemma3's layers with a
+    window."""
     window: PositiveInt | None = None
     """Sliding window: how many tokens one attends to, itself included (mistral, gemma3); null: no
     window for mistral, 512 for gemma3."""
@@ -114,7 +115,8 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Sizes that do not fit together."""
-        if self.head_dim is None and self.dim % self.n_heads:
+        # With a head_dim of its own it would do, but not in transformers' Llama and Gemma 3.
+        if self.dim % self.n_heads and (not self.head_dim or self.family in ("llama", "gemma3")):
             yield "n_heads", f"n_heads ({self.n_heads}) does not divide dim ({self.dim})"
         elif self.family != "gpt2" and self.resolved_head_dim % 2:
             yield "head_dim", f"RoPE needs an even head_dim, got {self.resolved_head_dim}"

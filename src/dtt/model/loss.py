@@ -125,7 +125,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad_logits @ weight).masked_fill_(ignored_C1, 0.0)
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows].masked_fill(ignored_C1, 0.0)
+                h_CD = hidden[rows].masked_fill(ignored_C1, 0.0)
+                if h_CD.dtype == sum_dtype:
+                    grad_weight.addmm_(grad_logits.T, h_CD)
+                else:
+                    grad_weight += grad_logits.T @ h_CD
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         return loss

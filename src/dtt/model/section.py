@@ -25,9 +25,8 @@ def model_section(arch: Architecture) -> dict[str, Any]:
     local = [window for window in arch.windows if window is not None]
     if local:
         values["window"] = local[0]
-        if None in arch.windows:
-            values["window_pattern"] = arch.windows.index(None) + 1
-    if round(arch.attn_scale**-2) != arch.head_dim:
+    if arch.family == "gemma3":
+        values["window_pattern"] = (*arch.windows, None).index(None) + 1
         values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
     dumped = ModelConfig(**values).model_dump(mode="json", exclude_none=True)
     return {name: value for name, value in dumped.items() if name in values}

@@ -12,6 +12,7 @@ tensor for each of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +56,15 @@ def tiles(
     shape: tuple[int, int], documents_BT: Tensor | None, window: int | None, dtype: torch.dtype
 ) -> Iterator[Tile]:
     """Cut [B, T] tokens: every query is in one tile, with all keys that it may attend to."""
-    near = None if window is None else _near(window, dtype)
+    window = shape[1] if window is None else window
     for row, start, stop in _documents(shape, documents_BT):
-        first = stop if window is None else min(stop, start + window)
+        first = min(stop, start + window)
         yield Tile(row, slice(start, first), slice(start, first), None)
-        if window is None or near is None:
-            continue
         for begin in range(first, stop, TILE):
             end = min(begin + TILE, stop)
             keys = slice(begin - window + 1, end)
-            yield Tile(row, slice(begin, end), keys, near[: end - begin, : end - keys.start])
+            mask = _near(window, dtype)[: end - begin, : end - keys.start]
+            yield Tile(row, slice(begin, end), keys, mask)
 
 
 def _documents(
@@ -81,10 +81,11 @@ def _documents(
             yield slice(row, row + 1), start, stop
 
 
+@lru_cache(maxsize=8)
 def _near(window: int, dtype: torch.dtype) -> Tensor:
     """[TILE, window - 1 + TILE]: 0 where query i may attend to the keys i … i + window - 1."""
-    far = torch.ones(TILE, window - 1 + TILE, dtype=torch.bool).tril_(window - 1).triu_()
-    return torch.zeros(far.shape, dtype=dtype).masked_fill_(~far, float("-inf"))
+    near = torch.ones(TILE, window - 1 + TILE, dtype=torch.bool).tril_(window - 1).triu_()
+    return torch.zeros(near.shape, dtype=dtype).masked_fill_(~near, float("-inf"))
 
 
 def _wide(x: Tensor) -> torch.dtype:

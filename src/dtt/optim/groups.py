@@ -104,16 +104,18 @@ def _settings(
     """What the configuration comes to for one parameter."""
     label = role if entry is None else f"{role}: {entry.match}"
     entry = entry or GroupConfig(match=name)
-    if isinstance(config, MuonConfig):
-        if (entry.optimizer or ("muon" if role == "matrix" else "adamw")) == "muon":
-            return _muon(config, label, name, parameter, entry)
-        adamw = config.adamw
-    else:
-        adamw = config
+    owner = entry.optimizer or ("muon" if role == "matrix" else "adamw")
+    if isinstance(config, MuonConfig) and owner == "muon":
+        return _muon(config, label, name, parameter, entry)
     if entry.split is not None:
         raise _misfit(entry, f"{name} is AdamW's: split is Muon's")
-    own = RoleConfig(weight_decay=adamw.weight_decay)
-    own = {"embed": adamw.embed, "head": adamw.head, "vector": adamw.vector}.get(role, own)
+    adamw = config.adamw if isinstance(config, MuonConfig) else config
+    own = {
+        "matrix": RoleConfig(weight_decay=adamw.weight_decay),
+        "embed": adamw.embed,
+        "head": adamw.head,
+        "vector": adamw.vector,
+    }[role]
     return Settings(
         "adamw",
         label,
@@ -151,7 +153,7 @@ def _misfit(entry: GroupConfig, why: str) -> ConfigError:
         f"the entry for {entry.match!r} does not fit all that it matches",
         where="optim.groups",
         why=why,
-        next="narrow the pattern; the names are those in model.safetensors",
+        next="narrow the pattern, as layers.*.attn.[qkv].weight",
     )
 
 

@@ -117,8 +117,9 @@ class Muon(torch.optim.Optimizer):
         if self._config.cautious_weight_decay:
             decayed = torch.where(update * old >= 0, old, 0.0)
         lr = group["lr"]
-        new = torch.add(old, decayed, alpha=-lr * group["weight_decay"])
-        self._write(weights, old, new.add_(update, alpha=-lr * self._scale(*old.shape[1:])))
+        change = update.mul_(-lr * self._scale(*old.shape[1:]))
+        change.add_(decayed, alpha=-lr * group["weight_decay"])
+        self._write(weights, old, change.add_(old))
 
     def _averaged(self, matrices: Sequence[Matrix], momentum: float) -> Tensor:
         """Advance the momenta; returns what is to be orthogonalised [N, R, C]."""
@@ -159,7 +160,7 @@ class Muon(torch.optim.Optimizer):
     def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
         """Put the slices of `new` into `targets`, or those of `old` if this step is skipped."""
         if self.found_inf is not None:
-            new = torch.where(self.found_inf == 1, old, new)
+            torch.where(self.found_inf == 1, old, new, out=new)
         torch._foreach_copy_(targets, list(new.unbind()))
 
 

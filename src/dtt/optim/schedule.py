@@ -23,6 +23,7 @@ TokensBefore = Callable[[int], int]
 """Tokens of all steps before this one; never falls."""
 Curve = Callable[[float], float]
 """From 1 at progress 0 down to 0 at progress 1."""
+CONSTANT = "constant"
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,16 @@ class Schedule:
         decay = self.decay or Decay(step, end, step)
         return replace(self, decay=decay.ending(step, end))
 
+    @property
+    def waits(self) -> bool:
+        """Whether its decay is still for the clock to begin."""
+        return self.decay is None and self.name != CONSTANT
+
     def describe(self) -> str:
         """In a line, counting steps from 1 as logs do."""
         start = f"warm-up until step {self.warmup}, " if self.warmup else ""
         if self.decay is None:
-            then = "constant" if self.name == "constant" else f"decay ({self.name}) in time"
-            return start + then
+            return start + (f"decay ({self.name}) in time" if self.waits else self.name)
         last = self.decay.end
         share = f"{100 * self.multiplier(last - 1):.3g}% of the peak in step {last}"
         return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}"
@@ -92,7 +97,7 @@ def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> 
     curve: Curve
     match config:
         case ConstantConfig():
-            return Schedule(warmup, None, _linear, 1.0, "constant")
+            return Schedule(warmup, None, _linear, 1.0, CONSTANT)
         case LinearConfig():
             begin, curve, floor, name = warmup, _linear, config.floor, "linear"
         case CosineConfig():
@@ -108,7 +113,7 @@ def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> 
         case _:
             assert_never(config)
     if begin >= steps:  # no step is left to decay in
-        return Schedule(warmup, None, curve, floor, "constant")
+        return Schedule(warmup, None, curve, floor, CONSTANT)
     return Schedule(warmup, Decay(begin, steps, begin), curve, floor, name)
 
 

@@ -35,9 +35,11 @@ def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
         ours[:rows] = theirs[:rows]
         if len(ours) == len(theirs):
             continue
-        report.append(f"  {name}: {rows} rows taken, {len(ours)} here, {len(theirs)} there")
-        if name in (EMBED, HEAD):
+        line = f"  {name}: {rows} rows taken, {len(ours)} here, {len(theirs)} there"
+        if name in (EMBED, HEAD) and len(ours) > rows:
             ours[rows:] = theirs.float().mean(0)
+            line += "; the others begin as their mean"
+        report.append(line)
     rest = [
         f"  {name}: {_shape(parameters.get(name))} here, {_shape(tensors.get(name))} there"
         for name in sorted((parameters.keys() | tensors.keys()) - fitting)

@@ -16,7 +16,7 @@ from dtt.train.clock import Clock
 
 SHORTEST = 5
 """Steps that a decay keeps, however late it is: a rate that drops at once anneals nothing."""
-SPARE_SECONDS = 3.0
+SPARE_SECONDS = 5.0
 """For the end of the process, after the last save."""
 SPARE_SHARE = 0.25
 """What the last evaluation, sample and save may take longer than they last did."""

@@ -13,12 +13,14 @@ from dtt.config import budget
 from dtt.config.train import TrainConfig
 from dtt.runtime.jobdir import JobDir
 
+INTERVAL = 0.5
+"""Seconds that an attempt which is killed may have run longer than it is counted for."""
+
 
 class Clock:
     """How long the attempts of a job have run, as kept beside each of them by its first rank.
 
-    A thread keeps it, so that an attempt that is killed is counted to within a second, whatever it
-    was doing.
+    A thread keeps it, so that an attempt that is killed is counted, too, whatever it was doing.
     """
 
     def __init__(self, job: JobDir, attempt: int) -> None:
@@ -50,7 +52,7 @@ class Clock:
     def _run(self) -> None:
         over = False
         while not over:
-            over = self._over.wait(1.0)
+            over = self._over.wait(INTERVAL)
             with contextlib.suppress(OSError):  # a full disk is for the checkpoints to report
                 self._keep()
 

@@ -20,8 +20,9 @@ from dtt.train.state import BadStep, Position
 FINE, NON_FINITE, SPIKE, PASSED_OVER = 0.0, 1.0, 2.0, 3.0
 """Verdicts on a step; the last is for one around a bad step, the run having gone back."""
 WHY = {NON_FINITE: "non_finite", SPIKE: "spike"}
-LEAST_FACTOR = 2.0
-"""A norm below this many times the usual one is no spike, however even the norms before were."""
+LEAST_FACTOR = 4.0
+"""A norm below this many times the usual one is no spike, however even those before were: among
+small batches of good text some have norms two to three times the usual."""
 RECENT = 100
 """Steps among which skipped ones are counted."""
 WINDOW = "guard/grad_norm/window"

@@ -66,8 +66,8 @@ class Plan:
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
             f"{world.size} x {world.device.type}{', compiled' if self.compile else ''}\n"
-            f"  {self.steps} steps of {self.step_size}: {self.tokens / 1e6:.1f}M tokens, "
-            f"{self.tokens / self.parameters:.1f} per parameter\n"
+            f"  {'at most ' if self.schedule.waits else ''}{self.steps} steps of {self.step_size}: "
+            f"{self.tokens / 1e6:.1f}M tokens, {self.tokens / self.parameters:.1f} per parameter\n"
             f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"
         )
 

@@ -1,0 +1,129 @@
+"""Muon against AdamW, both tuned: steps and time to the same validation loss.
+
+    python benchmarks/muon_adamw.py TOKENS [--work DIR] [--steps N] [key=value …]
+
+TOKENS is a folder that `dtt tokenize` made. Each run is a `dtt train` of configs/recipes/novels.yaml
+(a Llama of 13M parameters). First the grid: every learning rate of LRS on seed 0. Then, at the best
+rate of each optimizer, the other seeds; and Muon once more with shorter schedules, whose final
+losses tell how many steps it needs for what AdamW reaches in all of its own. Runs that are done in
+DIR are not repeated. Time is steps times the median time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtt.config.load import load_job
+from dtt.track import summary
+
+HERE = Path(__file__).parent
+RECIPE = HERE.parent / "configs/recipes/novels.yaml"
+LRS = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
+SEEDS = (0, 1, 2)
+HORIZONS = (0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trainings in one folder."""
+
+    tokens: Path
+    work: Path
+    steps: int
+    overrides: list[str]
+
+    def loss(self, optimizer: str, lr: float, seed: int, horizon: float = 1.0) -> float:
+        """Validation loss at the end of a run, in nats; trains it if it is not there."""
+        steps = round(self.steps * horizon)
+        job = self.work / "jobs" / f"{optimizer}-{lr:g}-{steps}-{seed}"
+        values: dict[str, object] = {
+            "name": job.name,
+            "seed": seed,
+            "data.tokens": self.tokens,
+            "train.steps": steps,
+            "optim.type": optimizer,
+            "optim.lr": lr,
+        }
+        if optimizer == "muon":
+            values["optim.adamw.lr"] = lr
+        given = [f"{key}={value}" for key, value in values.items()]
+        if not (job / "exit.json").exists():
+            command = [sys.executable, "-m", "dtt.main", "train", "-c", RECIPE, *given]
+            subprocess.run([*command, *self.overrides], check=True, cwd=self.work)
+        last = summary.summarize(job / "metrics.jsonl").last_eval
+        assert last is not None and last["step"] == load_job(job).train.steps
+        print(f"{job.name:<24} {last['loss']:.4f}", file=sys.stderr, flush=True)
+        return float(last["loss"])
+
+    def step_seconds(self, optimizer: str) -> float:
+        """Median time of a step over all runs of an optimizer."""
+        times: list[float] = []
+        for path in self.work.glob(f"jobs/{optimizer}-*/metrics.jsonl"):
+            records = map(json.loads, path.read_text().splitlines())
+            times += [r["seconds_per_step"] for r in records if r["kind"] == "perf"]
+        return statistics.median(times)
+
+
+def spread(values: list[float]) -> str:
+    """Mean and its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):.4f} ± {error:.4f}"
+
+
+def steps_needed(losses: dict[int, float], target: float) -> float:
+    """Where the line through the final losses of schedules of several lengths meets `target`."""
+    points = sorted(losses.items())
+    for (a, high), (b, low) in zip(points, points[1:], strict=False):
+        if low <= target <= high:
+            return a + (b - a) * (high - target) / (high - low)
+    return math.nan if points[-1][1] > target else points[0][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tokens", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("muon-adamw"))
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    runs = Runs(
+        options.tokens.absolute(), options.work.absolute(), options.steps, options.overrides
+    )
+    best = {}
+    print(f"validation loss after {options.steps} steps, seed 0")
+    for optimizer, lrs in LRS.items():
+        losses = {lr: runs.loss(optimizer, lr, SEEDS[0]) for lr in lrs}
+        best[optimizer] = min(losses, key=losses.__getitem__)
+        print(
+            f"  {optimizer:<6}" + "".join(f"  lr {lr:g}: {loss:.4f}" for lr, loss in losses.items())
+        )
+    adamw = [runs.loss("adamw", best["adamw"], seed) for seed in SEEDS]
+    muon = {
+        seed: {round(options.steps * h): runs.loss("muon", best["muon"], seed, h) for h in HORIZONS}
+        for seed in SEEDS
+    }
+    print(f"\nat the best rates, {len(SEEDS)} seeds, mean ± standard error")
+    print(f"  adamw, {options.steps} steps: {spread(adamw)}")
+    for steps in muon[SEEDS[0]]:
+        print(f"  muon,  {steps} steps: {spread([losses[steps] for losses in muon.values()])}")
+    needed = [steps_needed(muon[seed], target) for seed, target in zip(SEEDS, adamw, strict=True)]
+    seconds = {optimizer: runs.step_seconds(optimizer) for optimizer in LRS}
+    shares = [steps / options.steps for steps in needed]
+    ratio = seconds["muon"] / seconds["adamw"]
+    print(f"\nto the loss that adamw ends with, muon takes {spread(shares)} of its steps")
+    print(f"  a step: adamw {seconds['adamw']:.3f} s, muon {seconds['muon']:.3f} s ({ratio:.2f}x)")
+    print(f"  so {spread([share * ratio for share in shares])} of its time")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    main()
