@@ -7,7 +7,8 @@ RUNS clean runs on novels, each with another model, optimizer, rate and batch, u
 tried, too: OLMo's (more than 6 deviations above the mean of 128 steps) and that of ZClip (arXiv
 2504.02507: 2.5 deviations above an exponential mean; it clips where dtt would skip).
 
-Then RUNS runs with one spoilt batch, half of them on two ranks: a loss that is NaN, a gradient that
+Then RUNS runs with one spoilt batch, half of them on two ranks, each going on from one of a few
+runs of 128 steps: a loss that is NaN, a gradient that
 is infinite or 1,000 times too large, on one rank or on all. Right is: `stop` names step and batch
 and saves nothing after it; after `skip` and `rewind` weights, optimizer and average are bit for bit
 those of a run in whose order these batches are missing; all ranks end alike.
@@ -25,6 +26,7 @@ import itertools
 import math
 import multiprocessing
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -43,6 +45,7 @@ import torch._dynamo  # optimizers import it on first use
 from torch import Tensor, nn
 
 from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
 from dtt.commands.train import build as wire
 from dtt.config.guard import GuardConfig
 from dtt.config.load import resolve
@@ -63,7 +66,9 @@ from dtt.train.stop import Requests
 from dtt.train.trainer import Trainer
 
 NOVELS = Path(__file__).parents[2] / "shared/data/novels/val-00000-of-00001.parquet"
-CLEAN_STEPS, STEPS, SAVE_EVERY, AROUND = 200, 48, 16, 3
+CLEAN_STEPS = 200
+TRUNKS, TRUNK_STEPS = 8, 128
+STEPS, SAVE_EVERY, AROUND = 150, 16, 3
 KINDS = {"nan": "loss NaN", "inf": "gradient infinite", "spike": "gradient x 1,000"}
 ALONE = World(Ranks(), torch.device("cpu"), None)
 FORK = multiprocessing.get_context("fork")
@@ -74,7 +79,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-def build(world: World, settings: Sequence[str]) -> Trainer:
+def build(world: World, settings: Sequence[str], resume: Checkpoint | None = None) -> Trainer:
     """A run, made as `dtt train` makes it."""
     cfg = resolve(None, [*SIZES, *settings]).config
     job = JobDir(cfg.job_dir)
@@ -83,13 +88,13 @@ def build(world: World, settings: Sequence[str]) -> Trainer:
     plan = make_plan(cfg, dataset, world)
     watchdog = Watchdog(job, world.ranks, plan.steps, attempt=number)
     attempt = Attempt(job, Requests(), number)
-    return wire(cfg, plan, attempt, world, dataset, watchdog, None)
+    return wire(cfg, plan, attempt, world, dataset, watchdog, resume)
 
 
-def run(trainer: Trainer) -> str:
+def run(trainer: Trainer, resume: Checkpoint | None = None) -> str:
     """To the end; the message if it diverged."""
     try:
-        trainer.run(None)
+        trainer.run(resume)
     except Diverged as diverged:
         return str(diverged)
     finally:
@@ -187,17 +192,45 @@ def report_clean(runs: Sequence[Sequence[float]]) -> None:
 # ---- bad ones ------------------------------------------------------------------------------------
 
 
+def trunk_settings(trunk: int) -> list[str]:
+    """Of a run that all its cases go on from, with a window that is just full."""
+    model = model_settings(random.Random(20_000 + trunk))
+    return [*model, "schedule.type=constant", "train.ema_decay=0.99", "checkpoint.keep_last=9"]
+
+
+def grow_trunk(trunk: int) -> None:
+    """Train it."""
+    settings = [f"name=trunk{trunk}", f"train.steps={TRUNK_STEPS}", "guard.spike=skip"]
+    error = run(build(ALONE, [*trunk_settings(trunk), *settings]))
+    assert not error, error
+
+
+def from_trunk(world: World, case: Case, name: str) -> tuple[Trainer, Checkpoint]:
+    """A run that goes on from the trunk of a case."""
+    if world.first:
+        shutil.copytree(f"jobs/trunk{case.trunk}", f"jobs/{name}")
+    world.barrier()
+    found = store.newest(Path(f"jobs/{name}/checkpoints"))
+    assert found is not None
+    policies = [f"guard.{why}={case.policy}" for why in ("non_finite", "spike")]
+    settings = [
+        f"name={name}", f"train.steps={STEPS}", f"checkpoint.every={SAVE_EVERY}", *policies,
+        f"guard.rewind_around={AROUND}",
+    ]  # fmt: skip
+    return build(world, [*trunk_settings(case.trunk), *settings], found), found
+
+
 @dataclass(frozen=True)
 class Case:
     """One spoilt batch."""
 
     number: int
+    trunk: int
     kind: str
     policy: str
     step: int
     rank: int | None
     """The only rank that is hit; None: all."""
-    settings: tuple[str, ...]
 
     @property
     def left_out(self) -> range:
@@ -213,15 +246,9 @@ def cases(count: int, ranks: int) -> list[Case]:
     mixed = itertools.cycle(itertools.product(KINDS, POLICIES))
     for number, (kind, policy) in zip(range(count), mixed, strict=False):
         rng = random.Random(1000 * ranks + number)
-        step = rng.randrange(30, STEPS - AROUND)
+        step = rng.randrange(TRUNK_STEPS + 1, STEPS - AROUND)
         rank = rng.choice([None, *range(ranks)]) if ranks > 1 else None
-        settings = (
-            *model_settings(rng), f"train.steps={STEPS}", "schedule.type=constant",
-            f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep_last=9", "train.ema_decay=0.99",
-            f"guard.non_finite={policy}", f"guard.spike={policy}", "guard.spike_window=24",
-            f"guard.rewind_around={AROUND}",
-        )  # fmt: skip
-        made.append(Case(number, kind, policy, step, rank, settings))
+        made.append(Case(number, rng.randrange(TRUNKS), kind, policy, step, rank))
     return made
 
 
@@ -272,9 +299,9 @@ Judged = tuple[str, str, str, str]
 def judged(world: World, case: Case) -> Judged:
     """One case, as one rank sees it."""
     name = f"{world.size}-{case.number}"
-    trainer = build(world, [*case.settings, f"name={name}"])
+    trainer, start = from_trunk(world, case, name)
     poison(trainer, case)
-    error = run(trainer)
+    error = run(trainer, start)
     wrong = []
     guard = list(jsonl.read(trainer.job.metrics, "guard"))
     why = "spike" if case.kind == "spike" else "non_finite"
@@ -285,12 +312,12 @@ def judged(world: World, case: Case) -> Judged:
         ledger = next(r["ledger"] for r in guard)
         if f"at step {case.step}\n" not in error or ledger not in error:
             wrong.append(f"says {error!r}")
-        if store.steps(trainer.job.checkpoints) != list(range(SAVE_EVERY, case.step, SAVE_EVERY)):
+        if store.steps(trainer.job.checkpoints) != list(range(TRUNK_STEPS, case.step, SAVE_EVERY)):
             wrong.append(f"checkpoints: {store.steps(trainer.job.checkpoints)}")
         return case.kind, case.policy, "; ".join(wrong), ""
-    reference = build(world, [*case.settings, f"name={name}-reference"])
+    reference, start = from_trunk(world, case, f"{name}-reference")
     without(reference, case.left_out)
-    error += run(reference)
+    error += run(reference, start)
     if error:
         wrong.append(f"ended with {error!r}")
     if state(trainer) != state(reference):
@@ -370,6 +397,7 @@ def main() -> None:
         log.disabled = True
         half = (given.runs + 1) // 2
         with FORK.Pool(os.cpu_count()) as pool:
+            pool.map(grow_trunk, range(TRUNKS), chunksize=1)
             good = pool.map_async(clean, range(given.runs), chunksize=1)
             bad = pool.starmap_async(judged, [(ALONE, c) for c in cases(half, 1)], chunksize=1)
             on_two = on_two_ranks(cases(half, 2))

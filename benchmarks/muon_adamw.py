@@ -2,11 +2,11 @@
 
     python benchmarks/muon_adamw.py TOKENS [--work DIR] [--steps N] [key=value …]
 
-TOKENS is a folder that `dtt tokenize` made. Each run is a `dtt train` of configs/recipes/novels.yaml
-(a Llama of 13M parameters). First the grid: every learning rate of LRS on seed 0. Then, at the best
-rate of each optimizer, the other seeds; and Muon once more with shorter schedules, whose final
-losses tell how many steps it needs for what AdamW reaches in all of its own. Runs that are done in
-DIR are not repeated. Time is steps times the median time of a step.
+TOKENS is a folder made by `dtt tokenize -c novels`. Each run is a `dtt train -c novels` (a Llama of
+14M parameters) of N steps. First the grid: every learning rate of LRS on seed 0. Then, at the best
+rate of each optimizer, the other seeds; and Muon with shorter schedules as well, whose final losses
+tell how many steps it needs for what AdamW reaches in all of its own. Runs that are done in DIR are
+not repeated. Time is steps times the median time of a step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from dtt.config.load import load_job
 from dtt.track import summary
 
-HERE = Path(__file__).parent
-RECIPE = HERE.parent / "configs/recipes/novels.yaml"
 LRS = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 SEEDS = (0, 1, 2)
 HORIZONS = (0.5, 0.75, 1.0)
@@ -49,6 +47,7 @@ class Runs:
             "seed": seed,
             "data.tokens": self.tokens,
             "train.steps": steps,
+            "train.eval_every": 0,
             "optim.type": optimizer,
             "optim.lr": lr,
         }
@@ -56,10 +55,11 @@ class Runs:
             values["optim.adamw.lr"] = lr
         given = [f"{key}={value}" for key, value in values.items()]
         if not (job / "exit.json").exists():
-            command = [sys.executable, "-m", "dtt.main", "train", "-c", RECIPE, *given]
-            subprocess.run([*command, *self.overrides], check=True, cwd=self.work)
+            command = [sys.executable, "-m", "dtt.main", "train", "-c", "novels"]
+            subprocess.run([*command, *given, *self.overrides], check=True, cwd=self.work)
         last = summary.summarize(job / "metrics.jsonl").last_eval
-        assert last is not None and last["step"] == load_job(job).train.steps
+        assert last is not None
+        assert last["step"] == steps
         print(f"{job.name:<24} {last['loss']:.4f}", file=sys.stderr, flush=True)
         return float(last["loss"])
 
@@ -81,7 +81,7 @@ def spread(values: list[float]) -> str:
 def steps_needed(losses: dict[int, float], target: float) -> float:
     """Where the line through the final losses of schedules of several lengths meets `target`."""
     points = sorted(losses.items())
-    for (a, high), (b, low) in zip(points, points[1:], strict=False):
+    for (a, high), (b, low) in pairwise(points):
         if low <= target <= high:
             return a + (b - a) * (high - target) / (high - low)
     return math.nan if points[-1][1] > target else points[0][0]

@@ -15,6 +15,7 @@ from dtt.config.load import load_job
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.optim.ema import Ema
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 
@@ -51,28 +52,28 @@ def write_data(job: Path, tokenizer: Tokenizer) -> None:
     (job / manifest.filename).write_text(manifest.dump())
 
 
-def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -> None:
-    """A checkpoint with seeded weights; or of a model that `says` which token follows which."""
-    cfg = load_job(job)
-    arch = families.get(cfg.model.family).architecture(cfg.model, 257, cfg.train.seq_len)
-    model = Decoder(arch)
-    initialize(model, seed=step)
-    if says is not None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.fill_(1.0 if name == "norm.weight" else 0.0)
-            assert model.head is not None
-            for axis, (token, follower) in enumerate(says.items()):
-                model.embed.weight[token, axis] = 1.0
-                model.head.weight[follower, axis] = 1.0
+def write_checkpoint(
+    job: Path,
+    step: int,
+    says: dict[int, int] | None = None,
+    average_says: dict[int, int] | None = None,
+) -> None:
+    """A checkpoint with seeded weights; or of a model that `says` which token follows which, as
+    does the average of its weights."""
+    kinds = {store.MODEL: dict(make_model(job, step, says).state_dict())}
+    if average_says is not None:
+        average = Ema(dict(make_model(job, step, average_says).named_parameters()), decay=0.9)
+        kinds[store.STATE] = average.tensors()
     staging = job / "checkpoints" / store.staging_name(step, 1)
     staging.mkdir(parents=True)
-    pieces = tensors.cut(model.state_dict(), 0, 1)
     position = json.dumps({"step": step, "tokens": 640 * step}).encode()
     store.commit(
         staging,
         [
-            tensors.write(staging / store.rank_file(store.MODEL, 0), pieces),
+            *(
+                tensors.write(staging / store.rank_file(kind, 0), tensors.cut(state, 0, 1))
+                for kind, state in kinds.items()
+            ),
             tensors.write_bytes(staging / store.POSITION, [position]),
         ],
         step=step,
@@ -82,6 +83,23 @@ def write_checkpoint(job: Path, step: int, says: dict[int, int] | None = None) -
         data_key=KEY,
         versions={},
     )
+
+
+def make_model(job: Path, seed: int, says: dict[int, int] | None) -> Decoder:
+    """The model of a job, with seeded weights or such as say which token follows which."""
+    cfg = load_job(job)
+    arch = families.get(cfg.model.family).architecture(cfg.model, 257, cfg.train.seq_len)
+    model = Decoder(arch)
+    initialize(model, seed)
+    if says is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(1.0 if name == "norm.weight" else 0.0)
+            assert model.head is not None
+            for axis, (token, follower) in enumerate(says.items()):
+                model.embed.weight[token, axis] = 1.0
+                model.head.weight[follower, axis] = 1.0
+    return model
 
 
 def write_job(folder: Path) -> Path:

@@ -610,6 +610,10 @@ def data_at_step(
 Compare = Annotated[
     bool, typer.Option(help="The standard parametrization beside it, to see what it would do.")
 ]
+Tolerance = Annotated[
+    float,
+    typer.Option(min=0.0, help="Largest power of the width that passes; wrong rules give 0.5."),
+]
 MupOut = Annotated[Path, typer.Option(help="Folder of the numbers and the picture.")]
 
 
@@ -626,10 +630,7 @@ def mup_coord_check(
     dataset: Dataset = None,
     widths: Annotated[str, typer.Option(help="Values of model.dim.")] = "64,128,256,512",
     steps: Annotated[int, typer.Option(min=1, help="Steps at each width.")] = 5,
-    tolerance: Annotated[
-        float,
-        typer.Option(min=0.0, help="Most that a power of the width may be; wrong rules give 0.5."),
-    ] = 0.35,
+    tolerance: Tolerance = 0.35,
     compare: Compare = True,
     out: MupOut = Path("mup"),
     json: Json = False,
@@ -665,9 +666,7 @@ def mup_transfer(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each width and rate.")] = 1,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Octaves by which the best rate may move.")
-    ] = 1.0,
+    tolerance: Tolerance = 0.35,
     compare: Compare = True,
     out: MupOut = Path("mup"),
     json: Json = False,

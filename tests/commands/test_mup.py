@@ -17,7 +17,7 @@ from dtt.config.run import RunConfig
 from dtt.errors import ConfigError, Diverged, ExitCode
 from dtt.model.scaling import Scaling
 from dtt.train.coordinates import KINDS, faults, slopes
-from dtt.train.transfer import drift, optimum
+from dtt.train.transfer import drift, optimum, power
 
 
 def config(tokens: Path, *arguments: str) -> RunConfig:
@@ -105,7 +105,7 @@ def test_transfer_trains_every_width_at_every_rate_and_seed(
         "lr": 0.01, "loss": pytest.approx(sum(said["mup"]["losses"]["32"]["0.01"]) / 2),
         "bracketed": True,
     }  # fmt: skip
-    assert said["mup"]["drift_octaves"] == 0.0
+    assert said["mup"]["drift_octaves"] == said["mup"]["power"] == 0.0
     assert min(size_of(tmp_path / "transfer.png")) > 300
 
 
@@ -124,7 +124,8 @@ def test_the_best_rate_is_the_lowest_point_of_a_parabola() -> None:
     diverging = optimum({0.5: 4.0, 1.0: 3.0, 2.0: math.inf})
     assert (diverging.lr, diverging.loss, diverging.bracketed) == (1.0, 3.0, True)
     assert not optimum({1.0: 2.0, 2.0: 3.0}).bracketed
-    assert drift({64: best, 128: diverging}) == pytest.approx(0.3)
+    assert drift({64: best, 256: diverging}) == pytest.approx(0.3)
+    assert power({64: best, 256: diverging}) == pytest.approx(-0.15)
 
 
 def test_slopes_are_powers_of_the_width_and_what_is_no_number_is_a_fault() -> None:

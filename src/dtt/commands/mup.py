@@ -21,7 +21,7 @@ from dtt.track import plot
 from dtt.track.plot import Curve, Panel
 from dtt.train import coordinates
 from dtt.train.coordinates import KINDS, Sizes
-from dtt.train.transfer import Optimum, drift, final_loss, optimum
+from dtt.train.transfer import Optimum, drift, final_loss, optimum, power
 
 OCTAVES = range(-3, 4)
 """Learning rates that `transfer` tries unless told, seen from that of the configuration."""
@@ -85,8 +85,12 @@ def transfer(
                 losses[width][lr] = [final_loss(one, width, lr, world) for one in seeded]
         best = {width: optimum(_means(losses[width])) for width in widths}
         faults = _drift_faults(best, tolerance)
-        drifted = {"drift_octaves": drift(best), "best": {w: asdict(o) for w, o in best.items()}}
-        said[name] = _facts(run, faults) | drifted | {"losses": losses}
+        said[name] = _facts(run, faults) | {
+            "drift_octaves": drift(best),
+            "power": power(best),
+            "best": {width: asdict(one) for width, one in best.items()},
+            "losses": losses,
+        }
         rows.append([_panel(name, losses, best)])
         if not as_json:
             print("\n".join(_losses_table(name, losses, best, faults)))
@@ -127,7 +131,7 @@ def _losses_table(
         + f"{best[width].lr:>10.2g}"
         for width in losses
     ]
-    moved = f"{'':<10}the best learning rate moves by {drift(best):.2f} octaves"
+    moved = f"{'':<10}best lr moves by {drift(best):.2f} octaves, as width^{power(best):.2f}"
     return [head, *rows, moved, _verdict(name, faults)]
 
 
@@ -141,8 +145,8 @@ def _drift_faults(best: Mapping[int, Optimum], tolerance: float) -> list[str]:
         for width, one in best.items()
         if not one.bracketed
     ]
-    if drift(best) > tolerance:
-        faults.append(f"it moves by {drift(best):.2f} octaves, more than {tolerance:g}")
+    if abs(power(best)) > tolerance:
+        faults.append(f"the best rate moves as width^{power(best):.2f}")
     return faults
 
 

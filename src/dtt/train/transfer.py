@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import linear_regression
 
 import numpy as np
 import torch
@@ -63,3 +64,9 @@ def drift(optima: Mapping[int, Optimum]) -> float:
     """Octaves between the lowest and the highest of the best rates."""
     rates = [one.lr for one in optima.values()]
     return math.log2(max(rates) / min(rates))
+
+
+def power(optima: Mapping[int, Optimum]) -> float:
+    """The p of width^p, as which the best rate goes; `optima` are by width."""
+    widths = [math.log(width) for width in optima]
+    return linear_regression(widths, [math.log(one.lr) for one in optima.values()]).slope
