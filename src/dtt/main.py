@@ -230,7 +230,7 @@ def export(
     epilog=_examples(
         "dtt generate jobs/run -p 'def main():'",
         "dtt generate exports/run -p - < prompt.txt",
-        "dtt generate exports/run --prompts-file prompts.txt --json > answers.jsonl",
+        "dtt generate exports/run --prompts-file prompts.txt --json",
     )
 )
 def generate(
