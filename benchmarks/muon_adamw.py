@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("muon-adamw"))
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.work.mkdir(parents=True, exist_ok=True)
     runs = Runs(
         options.tokens.absolute(), options.work.absolute(), options.steps, options.overrides

@@ -52,6 +52,22 @@ def test_a_step_a_place_and_a_dtype_can_be_named(job: Path, tmp_path: Path) -> N
     assert (manifest.step, manifest.dtype) == (5, "fp32")
 
 
+def test_a_link_and_the_current_folder_are_places_too(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    run_export(job, step=5, out=tmp_path / "link")
+    manifest = run_export(job, out=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert ExportManifest.read(tmp_path / "disk") == manifest
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run_export(job, out=Path())
+    assert ExportManifest.read(tmp_path / "here") == manifest
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_later_export_takes_the_place_of_the_one_before(
     job: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

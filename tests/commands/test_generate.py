@@ -202,6 +202,15 @@ def test_a_file_without_prompts_is_refused(
         run_generate(job, prompts_file=file)
 
 
+@pytest.mark.parametrize("prompt", ["\udcff", "-"])
+def test_a_prompt_that_is_no_text_is_refused(
+    job: Path, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        run_generate(job, prompt)
+
+
 def test_the_prompt_that_is_too_long_is_named(job: Path) -> None:
     with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
         run_generate(job, "y", "y" * 64)

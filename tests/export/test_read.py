@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from dtt.errors import InputError
-from dtt.export.read import read_hf_folder
+from dtt.export import hf
+from dtt.export.read import Trained, read_hf_folder
 from dtt.model.decoder import Decoder
 
 SIZES: dict[str, Any] = {
@@ -50,6 +51,18 @@ def test_a_folder_that_transformers_wrote_is_read(
     model.load_state_dict(dict(found.state))
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(model(tokens), theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("end", [None, []])
+def test_a_model_that_does_not_say_how_documents_end_is_refused(
+    end: object, llama: Trained, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
+    with pytest.raises(InputError, match=r"config\.json lacks 'eos_token_id'"):
+        read_hf_folder(out)
 
 
 def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def test_there_and_back_changes_no_bit(trained: Trained) -> None:
     tensors = to_hf(state, trained.arch)
     again = to_hf(from_hf(tensors, trained.arch), trained.arch)
     assert all(torch.equal(again[name], value) for name, value in tensors.items())
+
+
+def test_a_tensor_of_another_shape_is_named(trained: Trained) -> None:
+    tensors = to_hf(trained.state, trained.arch)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 1)
+    tensors[name] = torch.zeros(7)
+    with pytest.raises(DamagedError, match=rf"{re.escape(name)} is \[7\], not \["):
+        from_hf(tensors, trained.arch)
 
 
 def test_missing_and_unknown_tensors_are_named(trained: Trained) -> None:

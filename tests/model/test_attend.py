@@ -100,6 +100,20 @@ def test_tiles_take_every_precision_of_training(dtype: torch.dtype, tolerance: f
     assert_the_same(got, expected, (q, k, v), tolerance)
 
 
+def test_tiles_take_heads_whose_numbers_lie_apart() -> None:
+    """As they do where RoPE has joined halves of one number, and in the gradient of a sum."""
+    q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in heads(2, 40, 4, 2))
+    assert q.stride(-1) != 1
+    got, expected = (
+        attention.sum()
+        for attention in (
+            tiled_attention(q, k, v, None, 7, SCALE),
+            dense(q, k, v, may_attend(40, None, 7)),
+        )
+    )
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
 def test_the_operators_are_what_torch_expects_of_one() -> None:
     q, k, v = heads(2, 300, 4, 2)
     arguments = (q, k, v, documents_of(2, 300, 0.01), 100, SCALE)

@@ -151,3 +151,4 @@ def test_sampling_follows_temperature_top_k_and_top_p() -> None:
     assert seen(1.0, None, 0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
     assert seen(0.5, 2, 1.0) == pytest.approx([0, 0.8, 0.2, 0], abs=0.04)
     assert seen(1.0, 1, 1.0) == seen(1.0, None, 0.0) == seen(0, None, 1.0) == [0, 1, 0, 0]
+    assert seen(1e-40, None, 1.0) == [0, 1, 0, 0]

@@ -32,7 +32,7 @@ from dtt.train.budget import SHORTEST, SPARE_SECONDS, Budget
 from dtt.train.clock import Clock
 
 Settings = Callable[..., list[str]]
-EVALUATION, SAVE, WHOLE_SAVE = 3.0, 0.5, 2.0
+LIMIT, EVALUATION, SAVE, WHOLE_SAVE = 1000, 3.0, 0.5, 2.0
 
 
 def tokens_before(step: int) -> int:
@@ -57,9 +57,9 @@ class Simulated:
         worked = 0.0
         while self.step < (schedule.decay.end if schedule.decay else self.budget.limit):
             pauses = {"evaluate": EVALUATION, "save": SAVE} if self.step else {}
-            now = self.budget.clock.began + self.passed
-            self.budget.measure(self.step, now, worked, pauses)
-            if end := self.budget.end(self.step, now, schedule.decay):
+            left = LIMIT - self.passed
+            self.budget.measure(self.step, left, worked, pauses)
+            if end := self.budget.end(self.step, left, schedule.decay):
                 if schedule.decay is None:
                     self.begun = self.step
                     self.budget.took(whole_save=WHOLE_SAVE)
@@ -82,7 +82,7 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
 
 
 def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -> Simulated:
-    timed = TrainConfig(budget="1000s", eval_every=50)
+    timed = TrainConfig(budget=f"{LIMIT}s", eval_every=50)
     schedule, limit = changes.get("schedule", WsdConfig(decay=0.2)), changes.get("limit", 10**6)
     run = Simulated(Budget(timed, schedule, 100, tokens_before, limit, clock), seconds)
     run.run()
@@ -109,8 +109,8 @@ def test_at_any_speed_it_ends_annealed_just_in_time(
 
     run = simulated(clock, seconds, schedule=WsdConfig(decay=decay, shape="linear"))
     slowest = 1.2 * usual * max(1.0, factor)
-    assert run.passed <= 1000 + (SHORTEST + 1) * slowest
-    assert run.passed >= 1000 - 4 * SPARE_SECONDS - EVALUATION - 0.02 * 1000 - 3 * slowest
+    assert run.passed <= LIMIT + (SHORTEST + 1) * slowest
+    assert run.passed >= LIMIT - 4 * SPARE_SECONDS - EVALUATION - 0.02 * LIMIT - 3 * slowest
     assert all(a - b >= -1e-9 for a, b in pairwise(run.rates))
     assert run.begun is not None
     assert 0.0 < run.rates[-1] <= 1 / SHORTEST + 1e-9

@@ -51,25 +51,46 @@ class Branch:
         """How a child knows it: the parent's folder as seen from its own, and the step."""
         return {"job": os.path.relpath(self.parent.root, child.root), "step": self.step}
 
+    def check(self, decay: Decay | None, steps: int) -> None:
+        """ConfigError if a child of `steps`, with this decay, did not go on with the trunk."""
+        if steps <= self.step:
+            raise ConfigError(
+                f"the child ends with step {steps}, and begins after step {self.step}",
+                next="a larger train.steps",
+            )
+        if decay is not None and decay.begin < self.step:
+            raise ConfigError(
+                f"the learning rate of the child falls after step {decay.begin}, "
+                f"before the branch at {self.step}",
+                why=f"it ends with step {steps}",
+                next="schedule.type=wsd with a shorter schedule.decay, or a larger train.steps",
+            )
+
 
 def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
-    """The decay that the clock began in this job, not in its parent, by a checkpoint."""
+    """The decay that this job, not its parent, had begun by a checkpoint."""
     parent = job.parent_record()
-    if parent is not None and parent["step"] == resume.step:
-        return None
     decay: dict[str, Any] | None = resume.position().get("decay")
-    return decay
+    if decay is None or decay["begin"] > resume.step:
+        return None
+    return None if parent is not None and parent["step"] == resume.step else decay
 
 
 def find(
-    reference: str, config: str | None, arguments: Sequence[str], allow_change: Sequence[str]
+    reference: str,
+    config: str | None,
+    arguments: Sequence[str],
+    allow_change: Sequence[str],
+    from_step: int | None = None,
 ) -> tuple[Resolved, JobDir, Branch]:
     """The configuration of the child that `--branch` names, its folder, and where it begins.
 
     ConfigError if the parent's rate no longer is at its peak there, or the child would have trained
     otherwise up to there.
     """
-    wrong = [f"-c {config}"] if config else [key for key in arguments if "=" not in key]
+    wrong = [key for key in arguments if "=" not in key]
+    wrong += [f"-c {config}"] if config else []
+    wrong += [] if from_step is None else [f"--from-step {from_step}"]
     if wrong:
         raise ConfigError(
             f"--branch goes on with the configuration of {reference}: {wrong[0]} has no place",
@@ -80,7 +101,7 @@ def find(
         raise ConfigError(
             f"--branch {reference} names no step",
             why=f"there are: {', '.join(map(str, store.steps(folder)))}",
-            next=f"--branch {reference}@{store.steps(folder)[-1]}",
+            next=f"--branch {folder.parent}@{store.steps(folder)[-1]}",
         )
     branch = Branch(JobDir(folder.parent), step)
     parent = load_job(branch.parent.root)
@@ -135,7 +156,8 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
             options["train.steps"] = _horizon(cfg, cfg.schedule, branch.step)
     if "name" not in said:
         steps = options.get("train.steps", cfg.train.steps)
-        options["name"] = f"{parent.name}-branch-{branch.step}-{steps}"
+        # Of a trial of a sweep, it is none itself.
+        options["name"] = f"{parent.name.replace('/', '-')}-branch-{branch.step}-{steps}"
     options = {key: value for key, value in options.items() if key not in said}
     return resolve(None, arguments, options, job_config=branch.parent.config)
 
@@ -165,28 +187,24 @@ def _schedule(cfg: RunConfig) -> Schedule:
     return replace(resolved, decay=None) if cfg.train.timed else resolved
 
 
-def _begun(branch: Branch) -> Decay | None:
-    """The decay that a clock had begun in the parent by then."""
+def _decay(branch: Branch, parent: RunConfig) -> Decay | None:
+    """Of the parent, as it was known then: data or a clock may have set it, not the plan."""
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
     told = json.loads(path.read_bytes()).get("decay")
-    return Decay(**told) if told else None
+    return Decay(**told) if told else _schedule(parent).decay
 
 
 def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
     """ConfigError unless parent and child train alike up to the branch."""
     step = branch.step
-    decays = _begun(branch) or _schedule(parent).decay, _schedule(resolved.config).decay
-    for decay, cfg, whose, next in (
-        (decays[0], parent, branch.parent.root, "a checkpoint up to there, as dtt ckpt ls names"),
-        (decays[1], resolved.config, "the child", "a shorter schedule.decay, or more train.steps"),
-    ):
-        if decay is not None and decay.begin < step:
-            raise ConfigError(
-                f"the learning rate of {whose} falls after step {decay.begin}, "
-                f"before the branch at {step}",
-                why=f"schedule.type={cfg.schedule.type}, train.steps={cfg.train.steps}",
-                next=next,
-            )
+    decay = _decay(branch, parent)
+    if decay is not None and decay.begin < step:
+        raise ConfigError(
+            f"the learning rate of {branch.parent.root} falls after step {decay.begin}, "
+            f"before the branch at {step}",
+            next=f"a checkpoint up to there: dtt ckpt ls {branch.parent.root}",
+        )
+    branch.check(_schedule(resolved.config).decay, resolved.config.train.steps)
     if _schedule(resolved.config).warmup != _schedule(parent).warmup:
         raise ConfigError(
             "schedule.warmup lies before the branch and cannot change",

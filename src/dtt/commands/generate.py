@@ -108,7 +108,13 @@ def run(
 
 def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     """Those of the command line, then the lines of the file; without any, an empty one."""
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    try:
+        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+        "".join(texts).encode()  # bytes that are no UTF-8 come as surrogates, or as an error
+    except UnicodeError as error:
+        raise InputError(
+            "a prompt is not UTF-8 text", why=str(error), next="convert it, as with iconv"
+        ) from None
     if file is None:
         return texts or [""]
     try:

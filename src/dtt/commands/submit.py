@@ -221,7 +221,8 @@ def _progress(request: Request) -> str:
 def _amount(cfg: RunConfig) -> str:
     stages, steps = resolve_stages(cfg.train), cfg.train.steps
     total = stages.tokens_before(steps)
-    amount = f"{steps} steps of {stages.describe(steps)}: {total / 1e6:.1f}M tokens"
+    most = "at most " if cfg.train.timed else ""
+    amount = f"{most}{steps} steps of {stages.describe(steps)}: {total / 1e6:.1f}M tokens"
     paths = [source.path for source in cfg.token_sources]
     if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` tells more
         return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"

@@ -62,9 +62,12 @@ def run(
         if branch_of is None:
             resolved, job = find_job(config, arguments, allow_change)
         else:
-            resolved, job, begun = branch.find(branch_of, config, arguments, allow_change)
+            resolved, job, begun = branch.find(
+                branch_of, config, arguments, allow_change, from_step
+            )
     except DttError:
-        if config is None and len(arguments) == 1 and (named := JobDir(Path(arguments[0]))).exists:
+        alone = config is None and branch_of is None and len(arguments) == 1
+        if alone and (named := JobDir(Path(arguments[0]))).exists:
             with holding(named, ranks), attempt(named, ranks, requests):
                 raise  # a job script reads exit.json, not what we say
         raise
@@ -78,21 +81,12 @@ def run(
             dist.lost_peers_told(),
         ):
             if ranks.first:
-                check_files(resolved.config)
+                fit.check_files(resolved.config.token_paths)
             world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
-            if begun is not None and world.first:
-                begun.begin(job)
-            train(resolved, this, world, from_step)
+            train(resolved, this, world, from_step, begun)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
-
-
-def check_files(cfg: RunConfig) -> None:
-    """Look at every token file now, not when training comes to it; DamagedError, InputError."""
-    for path in cfg.token_paths:
-        for problem in fit.file_problems(path):
-            raise problem
 
 
 def find_job(
@@ -139,7 +133,13 @@ def find_job(
     return resolved, job
 
 
-def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None) -> None:
+def train(
+    resolved: Resolved,
+    this: Attempt,
+    world: World,
+    from_step: int | None,
+    begun: branch.Branch | None = None,
+) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
     from dtt.data.dataset import open_dataset
     from dtt.train.plan import make_plan
@@ -147,6 +147,10 @@ def train(resolved: Resolved, this: Attempt, world: World, from_step: int | None
     cfg, job = resolved.config, this.job
     dataset = open_dataset(cfg)
     plan = make_plan(cfg, dataset, world)
+    if begun is not None:
+        begun.check(plan.schedule.decay, plan.steps)  # again: now it is known what the data allows
+        if world.first:
+            begun.begin(job)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
         job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
@@ -352,7 +356,7 @@ def make_budget(
         dataset.steps,
         this.clock,
     )
-    log.info("ends before %s, at the latest with step %d", budget.ends(), dataset.steps)
+    log.info(budget.describe())
     if resume is not None and (speed := resume.position().get("speed")):
         budget.restore(speed)
     return budget

@@ -22,7 +22,11 @@ class Section(BaseModel):
     """A group of knobs. The string below each field is its documentation, in `explain` and docs."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:

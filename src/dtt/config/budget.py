@@ -16,11 +16,11 @@ TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):[0-5]\d")
 
 
 def seconds(stretch: str) -> float:
-    """Of a stretch of time such as `6h` or `1h 30m`; ValueError if it is none."""
-    parts = STRETCH.findall(stretch)
-    if re.fullmatch(rf"({STRETCH.pattern} ?)+", stretch) is None:
+    """Of a stretch of time such as `6h` or `1h 30m`; ValueError if it is none, or 0."""
+    total = sum(float(number) * SECONDS[unit] for number, unit in STRETCH.findall(stretch))
+    if total == 0.0 or re.fullmatch(rf"({STRETCH.pattern} ?)+", stretch) is None:
         raise ValueError(stretch)
-    return float(sum(float(number) * SECONDS[unit] for number, unit in parts))
+    return total
 
 
 def moment(text: str, after: float) -> float:
@@ -28,7 +28,8 @@ def moment(text: str, after: float) -> float:
 
     In the time zone of this machine unless it names one. ValueError if it is none.
     """
-    start = datetime.fromtimestamp(after, UTC).astimezone()
+    # Without its zone: the next morning may be on the other side of a change of summer time.
+    start = datetime.fromtimestamp(after, UTC).astimezone().replace(tzinfo=None)
     if TIME_OF_DAY.fullmatch(text):
         hour, minute = map(int, text.split(":"))
         today = start.replace(hour=hour, minute=minute, second=0, microsecond=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
 
-from dtt.config.base import Section, free
+from dtt.config.base import Section, free, measure
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
@@ -80,6 +80,8 @@ class RunConfig(Section):
         if train.timed and self.schedule.type != "wsd":
             key = "train.budget" if train.budget is not None else "train.finish_by"
             yield key, f"needs schedule.type=wsd, not {self.schedule.type}: a decay to set in time"
+        if train.timed and measure(self.schedule.warmup)[0] == "share":
+            yield "schedule.warmup", "the clock decides how long the run is: give steps or tokens"
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
             why = f"checkpoint.every ({every}) is no multiple of eval_every ({train.eval_every})"

@@ -18,9 +18,10 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run; with `budget` or `finish_by` at most so many."""
     budget: Stretch | None = None
-    """Time in which the run ends annealed, validated and saved: `6h`, `1h 30m`. Counts the time
-    that all attempts run, from the start of their first process, not that between them. The decay of
-    `schedule.type: wsd` begins as late as the measured speed allows."""
+    """Time in which the run ends annealed, validated and saved: `6h`, `1h 30m`. What counts is how
+    long attempts run, from the start of their first process, not the time between them. The decay
+    of `schedule.type: wsd` begins as late as the measured speed allows. Its length may be a share
+    of the run; other shares are of `steps`."""
     finish_by: Moment | None = None
     """The same for a time on the clock: `07:00`, which is the next one after the job was first
     started, or `2026-11-22 07:00`."""
@@ -43,10 +44,10 @@ class TrainConfig(Section):
     """Coefficient, as 1e-4, of logsumexp(logits)^2 per token, which keeps the logits from drifting
     (PaLM). It acts through the gradients: the loss that is shown stays the cross-entropy."""
     ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Also keep an exponential moving average of the weights, as 0.999, for evaluation (`ema_loss`),
-    `dtt export --ema` and `dtt generate --ema`. Half of it comes from the last ln 2 / (1 - decay)
-    steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 + t), so that it soon
-    forgets where it began. Costs 4 bytes a parameter; null: none."""
+    """Also keep an exponential moving average of the weights, as 0.999, for evaluation
+    (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of it comes from the last
+    ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 + t),
+    so that it soon forgets where it began. Costs 4 bytes a parameter; null: none."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """`auto`: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = free("auto")

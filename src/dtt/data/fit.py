@@ -98,6 +98,13 @@ def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
             )
 
 
+def check_files(paths: Iterable[Path]) -> None:
+    """Look at every token file now, not when training comes to it; DamagedError, InputError."""
+    for path in paths:
+        for problem in file_problems(path):
+            raise problem
+
+
 def file_problems(path: Path) -> Iterator[DttError]:
     """What is wrong with the token files at `path`, by the sizes that dtt's manifest implies.
 

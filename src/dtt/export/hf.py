@@ -75,6 +75,7 @@ def export(
 ) -> ExportManifest:
     """Write `out`, in place of what is there; it appears only once `transformers` was seen to
     compute the same logits from it (DamagedError otherwise). `card` is the text of README.md."""
+    out = out.resolve()  # the place itself, not a link to it, nor `.`
     n_parameters = count.parameters(trained.arch)
     size = n_parameters * DTYPES[dtype].itemsize
     check_space(out.parent, size + 2**24, "the export")

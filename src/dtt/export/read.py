@@ -106,16 +106,23 @@ def read_hf_folder(folder: Path) -> Trained:
         raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
     try:
         arch = known[config["model_type"]].from_hf_config(config)
-        end = config["eos_token_id"]
+        end = _end_of_document(config)
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     except KeyError as error:
         why = f"config.json lacks {error}"
         raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
     except SafetensorError as error:
         raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
-    return Trained(
-        arch, from_hf(tensors, arch), tokenizer, end[0] if isinstance(end, list) else end
-    )
+    return Trained(arch, from_hf(tensors, arch), tokenizer, end)
+
+
+def _end_of_document(config: Mapping[str, Any]) -> int:
+    """Its id, of several the first; KeyError if there is none."""
+    match config.get("eos_token_id"):
+        case int(end) | [int(end), *_]:
+            return end
+        case _:
+            raise KeyError("eos_token_id")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

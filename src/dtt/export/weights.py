@@ -10,6 +10,7 @@ from torch import Tensor
 from dtt.errors import DamagedError
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder
 
 HEAD = "lm_head.weight"
 # Buffers that older transformers saved with the weights; they hold nothing that was trained.
@@ -38,7 +39,15 @@ def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tens
         tensors = {n if n == HEAD else f"{base}{n}": t for n, t in tensors.items()}
     tied = {HEAD} if arch.tie_embeddings else set()
     given = [name for name in tensors if not name.endswith(NOT_WEIGHTS) and name not in tied]
-    _compare((rule.theirs for rule in rules), given, "the Hugging Face folder")
+    with torch.device("meta"):
+        expected = to_hf(Decoder(arch).state_dict(), arch)
+    _compare(expected, given, "the Hugging Face folder")
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise _unlike(
+                "the Hugging Face folder",
+                f"{name} is {list(tensors[name].shape)}, not {list(tensor.shape)}",
+            )
     state: dict[str, Tensor] = {}
     for rule in rules:
         stacked = tensors[rule.theirs]
@@ -51,7 +60,12 @@ def _compare(expected: Iterable[str], given: Iterable[str], where: str) -> None:
     expected, given = set(expected), set(given)
     if expected != given:
         missing, extra = sorted(expected - given), sorted(given - expected)
-        raise DamagedError(
-            f"the weights in {where} are not those that its configuration describes",
-            why=f"{len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}",
+        raise _unlike(
+            where, f"{len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
         )
+
+
+def _unlike(where: str, why: str) -> DamagedError:
+    return DamagedError(
+        f"the weights in {where} are not those that its configuration describes", why=why
+    )

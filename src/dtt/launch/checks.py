@@ -14,7 +14,7 @@ from dtt.checkpoint import store
 from dtt.config.data import GivenTokenizerConfig, TextDataConfig
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
-from dtt.config.train import CheckpointConfig
+from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.model import count, families
@@ -105,17 +105,20 @@ def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
     """ConfigError if vocabulary or context do not fit; DiskFull if checkpoints will not."""
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, vocab_size, cfg.train.seq_len)
-    more = max(1, _most_kept(cfg.checkpoint, cfg.train.steps) - len(store.steps(job.checkpoints)))
+    more = max(1, _most_kept(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
 
 
-def _most_kept(checkpoint: CheckpointConfig, steps: int) -> int:
-    """How many checkpoints there are at most; one is written before one is deleted."""
+def _most_kept(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
+    """How many checkpoints there are at most; one is written before one is deleted.
+
+    Of those for ever none is counted where a clock ends the run, long before `train.steps`.
+    """
     for_ever = 0
-    if checkpoint.keep_every:
-        for_ever = steps // math.lcm(checkpoint.every, checkpoint.keep_every)
-    saved = math.ceil(steps / checkpoint.every)
+    if checkpoint.keep_every and not train.timed:
+        for_ever = train.steps // math.lcm(checkpoint.every, checkpoint.keep_every)
+    saved = math.ceil(train.steps / checkpoint.every)
     return min(checkpoint.keep_last + for_ever + checkpoint.keep_best, saved) + 1
 
 

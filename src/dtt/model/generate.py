@@ -110,7 +110,7 @@ def sample(
     """Draw one token id; see `generate_batch` for the options."""
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V / temperature
+    logits_V = (logits_V - logits_V.max()) / temperature  # finite at any temperature but for -inf
     if top_k is None and top_p == 1.0:  # sorting the vocabulary takes longer than drawing from it
         return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
     ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))

@@ -92,11 +92,17 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with the numbers of a head next to each other: the kernel looks nowhere else."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of each softmax's denominator [B, H, T], at least fp32."""
     out, lse = _outputs(q)
+    q, k, v = _side_by_side(q, k, v)
     for rows, queries, keys, mask in tiles((q.shape[0], q.shape[2]), documents, window, q.dtype):
         out[rows, :, queries], lse[rows, :, queries] = _flash(
             q[rows, :, queries],
@@ -130,6 +136,7 @@ def _tiled_backward(
     """Gradients of q, k and v. A key is in several tiles of a window: its sum is at least fp32."""
     grad_q, grad_k, grad_v = _gradients(grad, q, k, v)
     sum_k, sum_v = torch.zeros_like(k, dtype=_wide(k)), torch.zeros_like(v, dtype=_wide(v))
+    grad, q, k, v = _side_by_side(grad, q, k, v)
     for rows, queries, keys, mask in tiles((q.shape[0], q.shape[2]), documents, window, q.dtype):
         grad_q[rows, :, queries], part_k, part_v = _flash_backward(
             grad[rows, :, queries],

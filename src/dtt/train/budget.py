@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -68,14 +69,18 @@ class Budget:
     """Time worked, and step, when it was last looked at."""
     _steps: int = 0
 
-    def __post_init__(self) -> None:
-        """When it ends is settled here."""
-        self.deadline = self.clock.deadline(self.train)
+    def left(self) -> float:
+        """Seconds until the run must have ended; ConfigError as `Clock.left`."""
+        return self.clock.left(self.train)
 
-    def ends(self) -> str:
-        """The deadline, by the clock on the wall."""
-        local = datetime.fromtimestamp(self.deadline, UTC).astimezone()
-        return local.strftime("%Y-%m-%d %H:%M:%S")
+    def describe(self) -> str:
+        """When it ends, by the clock on the wall."""
+        left = self.left()
+        local = datetime.fromtimestamp(time.time() + left, UTC).astimezone()
+        ends = f"{local:%Y-%m-%d %H:%M:%S}, at the latest with step {self.limit}"
+        if left > 0:
+            return f"ends before {ends}"
+        return f"should have ended before {ends}: all that is left is a short decay"
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -89,8 +94,8 @@ class Budget:
         """Something else than a step took so long."""
         self.speed = replace(self.speed, **seconds)
 
-    def measure(self, step: int, now: float, worked: float, pauses: Mapping[str, float]) -> None:
-        """`step` steps are done; `now` is unix time, `worked` a clock that runs in steps only.
+    def measure(self, step: int, left: float, worked: float, pauses: Mapping[str, float]) -> None:
+        """`step` steps are done, `left` as given by `left`; `worked`: a clock that runs in steps.
 
         `pauses`: what an evaluation, a sample and holding up training for a save last took.
         """
@@ -99,17 +104,17 @@ class Budget:
         before, since = self._mark or (worked, step)
         if self._steps > COMPILING and step > since:  # else the run went back to an earlier one
             tokens = self.tokens_before(step) - self.tokens_before(since)
-            memory = max(1.0, MEMORY * (self.deadline - now))
+            memory = max(1.0, MEMORY * left)
             self.speed = self.speed.after(worked - before, tokens, memory)
         self._mark = worked, step
 
-    def end(self, step: int, now: float, decay: Decay | None) -> int:
+    def end(self, step: int, left: float, decay: Decay | None) -> int:
         """The step the run should now end with; 0: nothing changes.
 
         Without a `decay` an answer begins one. It is made shorter at once when time gets scarce,
         longer only when much is left.
         """
-        latest = self.latest(step, now)
+        latest = self.latest(step, left)
         if decay is None:
             begin = before_last(self.schedule.decay, latest, self.tokens_before)
             return 0 if begin > step else self._no_sooner(step, latest, self.limit)
@@ -122,11 +127,10 @@ class Budget:
     def _no_sooner(self, step: int, latest: int, most: int) -> int:
         return max(latest, min(step + SHORTEST, most))
 
-    def latest(self, step: int, now: float) -> int:
+    def latest(self, step: int, left: float) -> int:
         """The last step with which the run, now after `step`, still ends in time."""
         if self.speed.tokens == 0.0:
-            return self.limit if now < self.deadline else step
-        left = self.deadline - now
+            return self.limit if left > 0.0 else step
         steps = range(step, self.limit + 1)
         return step + bisect_right(steps, left, key=lambda end: self.seconds(step, end)) - 1
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,9 +141,9 @@ class Trainer:
         """The step that the run should now end with by the clock; 0: as planned."""
         if self.budget is None:
             return 0
-        step, now = self.position.step, time.time()
-        self.budget.measure(step, now, self.meter.worked(), self.meter.pauses)
-        return self.budget.end(step, now, self.plan.schedule.decay)
+        step, left = self.position.step, self.budget.left()
+        self.budget.measure(step, left, self.meter.worked(), self.meter.pauses)
+        return self.budget.end(step, left, self.plan.schedule.decay)
 
     def decay_until(self, end: int) -> None:
         """Begin the decay here, or move the end of the one that has begun."""
@@ -156,16 +154,11 @@ class Trainer:
             if self.saved_step != step:
                 self.save()  # where other decays can branch off; tells what a save takes, too
 
-    def timed_decay(self) -> dict[str, Any] | None:
-        """What a resume must know of a decay that the clock began."""
-        decay = self.plan.schedule.decay
-        return asdict(decay) if decay is not None and self.cfg.train.timed else None
-
     def expected_steps(self) -> int:
         """The step that the run will end with, as far as is known."""
         if self.budget is None or self.plan.schedule.decay is not None:
             return self.plan.steps
-        return self.budget.latest(self.position.step, time.time())
+        return self.budget.latest(self.position.step, self.budget.left())
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Take up the state of a checkpoint, or the seeds of a fresh start."""
@@ -354,10 +347,11 @@ class Trainer:
             own = rng_tensors(self.world.rank, self.world.device)
             # As of one step earlier, so that a resume can see the last step's samples again.
             sources = self.dataset.state(self.dataset.first_sample(max(0, step - 1)))
+            decay = self.plan.schedule.decay
             position = self.position.to_json() | {
                 "run_id": self.run_id,
                 "sources": sources,
-                "decay": self.timed_decay(),
+                "decay": decay and asdict(decay),
                 "speed": self.budget and self.budget.state(),
             }
             self.saver.begin(step, shared, own, position, self.flush)

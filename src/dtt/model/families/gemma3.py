@@ -80,6 +80,8 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     kinds = config.get("layer_types") or [
         LOCAL if layer % pattern else GLOBAL for layer in range(1, arch.n_layers + 1)
     ]
+    for kind in kinds:
+        refuse_unless({**config, "layer_types": kind}, "layer_types", LOCAL, GLOBAL)
     window = config.get("sliding_window", 4096)
     return replace(
         arch,

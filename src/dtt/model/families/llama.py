@@ -84,6 +84,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     refuse_unless(config, "hidden_act", "silu")
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "mlp_bias", False)
+    refuse_unless(config, "partial_rotary_factor", 1.0, None)
     turning = config.get("rope_parameters") or config.get("rope_scaling") or {}
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads

@@ -30,6 +30,8 @@ def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
 def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     """From the config.json of a Qwen3ForCausalLM; what it leaves out is as in transformers."""
     refuse_unless(config, "use_sliding_window", False)
+    for kind in config.get("layer_types") or ():
+        refuse_unless({**config, "layer_types": kind}, "layer_types", "full_attention")
     arch = llama.from_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
     return replace(arch, family="qwen3", qk_norm=True)
 
