@@ -302,6 +302,7 @@ def judged(world: World, case: Case) -> Judged:
     trainer, start = from_trunk(world, case, name)
     poison(trainer, case)
     error = run(trainer, start)
+    world.barrier()  # the first rank has closed the records
     wrong = []
     guard = list(jsonl.read(trainer.job.metrics, "guard"))
     why = "spike" if case.kind == "spike" else "non_finite"
@@ -309,8 +310,8 @@ def judged(world: World, case: Case) -> Judged:
     if [(r["step"], r["why"], r["bad_step"], r["action"]) for r in guard] != expected:
         wrong.append(f"records: {guard}")
     if case.policy == "stop":
-        ledger = next(r["ledger"] for r in guard)
-        if f"at step {case.step}\n" not in error or ledger not in error:
+        named = [f"at step {case.step}\n", *(r["ledger"] for r in guard)]
+        if not all(part in error for part in named):
             wrong.append(f"says {error!r}")
         if store.steps(trainer.job.checkpoints) != list(range(TRUNK_STEPS, case.step, SAVE_EVERY)):
             wrong.append(f"checkpoints: {store.steps(trainer.job.checkpoints)}")

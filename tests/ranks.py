@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from forked import CONTEXT
+
 from dtt.runtime.dist import World, start, stop
 from dtt.runtime.ranks import Ranks
-
-# Ranks are forked from a clean process that has imported torch and run nothing.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "dtt.model.decoder", "dtt.runtime.dist"])
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -29,8 +26,8 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     source = (work.__code__.co_filename, work.__name__)
     pipes, processes = [], []
     for rank in range(size):
-        here, there = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(there, rank, size, port, source, arguments))
+        here, there = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_rank, args=(there, rank, size, port, source, arguments))
         process.start()
         there.close()
         pipes.append(here)

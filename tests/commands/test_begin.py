@@ -147,8 +147,22 @@ def test_the_tokenizer_of_another_job_is_looked_at_too(
         begin_with(f"{job}@5", Decoder(arch), job / "tokenizer.json", world)
         assert "21 of 21 tensors" in caplog.text
         assert "other text" not in caplog.text
+        assert "computes otherwise" not in caplog.text
         begin_with(str(job), Decoder(arch), tokens / "tokenizer.json", world)
     assert "300 of the 300 token ids of the data are other text" in caplog.text
+
+
+def test_a_job_of_another_model_with_the_same_shapes_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(tmp_path)
+    cfg = load_job(job).model.model_copy(update={"rope_theta": 5e5})
+    arch = families.get(cfg.family).architecture(cfg, 257, 64)
+    world = dist.start(Ranks(), "cpu")
+    with caplog.at_level(logging.INFO, logger="dtt"):
+        begin_with(str(job), Decoder(arch), job / "tokenizer.json", world)
+    assert "computes otherwise: rope_theta 500000.0 here, 10000.0 there" in caplog.text
+    assert "21 of 21 tensors" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["no such/folder", "/no/such/folder", "."])

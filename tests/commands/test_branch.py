@@ -86,6 +86,7 @@ def test_many_horizons_leave_one_trunk_and_the_tree_shows_them(
     ends = [store.steps(JobDir(Path(f"jobs/t-branch-8-{n}")).checkpoints)[-1] for n in (10, 12)]
     assert ends == [10, 12]
     assert [sha256_file(path) for path in sorted(PARENT.checkpoints.rglob("*.*"))] == before
+    shutil.rmtree(PARENT.checkpoints / "step-000008")
     run("schedule.decay=20%", branch_of="jobs/t@8")  # is done, and says so
     capsys.readouterr()
     job.ls(Path("jobs"), as_json=False, tree=True)
@@ -108,7 +109,9 @@ def test_what_a_child_may_not_change_is_refused_and_nothing_is_made() -> None:
         ("jobs/t@8", ["schedule.type=cosine"], "rate of the child falls after step 2, before"),
         ("jobs/t@8", ["schedule.warmup=3"], "schedule.warmup lies before the branch"),
         ("jobs/t@8", ["schedule.decay=1.0"], "leaves no step before the decay"),
+        ("jobs/t@8", ["train.steps=8", "schedule.decay=0"], "ends with step 8, and begins after"),
         ("jobs/t", [], "--branch jobs/t names no step"),
+        ("jobs/t@", [], r"next:  --branch jobs/t@20\n?$"),
         ("jobs/t@8", ["jobs/t"], "jobs/t has no place"),
     ]:
         with pytest.raises(ConfigError, match=why):
@@ -117,7 +120,44 @@ def test_what_a_child_may_not_change_is_refused_and_nothing_is_made() -> None:
         branch.find("jobs/t@8", None, ["name=t"], [])
     with pytest.raises(InputError, match="no checkpoint of step 9"):
         branch.find("jobs/t@9", None, [], [])
+    with pytest.raises(ConfigError, match="--from-step 4 has no place"):
+        branch.find("jobs/t@8", None, ["name=child"], [], from_step=4)
+    with pytest.raises(ConfigError, match="jobs/t has no place"):
+        run("jobs/t", branch_of="jobs/t@8")
+    assert PARENT.attempt() == 1
     assert not CHILD.root.exists()
+
+
+def test_where_the_data_ends_the_run_the_decay_there_counts(settings: list[str]) -> None:
+    ends = ["data.on_exhausted=stop", "train.global_batch_tokens=2048", "checkpoint.every=2"]
+    run(*settings, *ends, "name=e", "train.steps=1000", "schedule.decay=4")
+    last = store.steps(JobDir(Path("jobs/e")).checkpoints)[-1]
+    assert 7 < last < 20
+    begin = last - 4
+    inside, before = begin + 2 - begin % 2, begin - begin % 2
+    with pytest.raises(ConfigError, match=f"rate of jobs/e falls after step {begin}, before"):
+        branch.find(f"jobs/e@{inside}", None, ["name=child"], [])
+    with pytest.raises(ConfigError, match=rf"the child falls after step \d+, before .* {before}"):
+        run("schedule.decay=70%", "name=child", branch_of=f"jobs/e@{before}")
+    assert store.steps(CHILD.checkpoints) == []
+
+
+def test_a_child_may_have_a_budget_and_say_a_section_on_one_line() -> None:
+    resolved, _, _ = branch.find(
+        "jobs/t@8", None, ["schedule={decay: 3}", "train={budget: 1h}", "name=child"], []
+    )
+    assert (resolved.config.schedule.warmup, resolved.config.train.budget) == (2, "1h")
+    resolved, _, _ = branch.find("jobs/t@8", None, ["train={steps: 15}", "schedule.decay=2"], [])
+    assert resolved.config.train.steps == 15
+
+
+def test_a_child_of_a_trial_lies_outside_of_its_sweep() -> None:
+    trial = JobDir(Path("jobs/sweep/a"))
+    shutil.copytree(PARENT.root, trial.root)
+    config = trial.config.read_text()
+    trial.config.write_text(config.replace("name: t", "name: sweep/a", 1))
+    _, child, _ = branch.find("jobs/sweep/a@8", None, [], [])
+    assert child.root == Path("jobs/sweep-a-branch-8-10")
 
 
 def test_a_damaged_checkpoint_begins_no_child() -> None:

@@ -137,7 +137,9 @@ def test_slopes_are_powers_of_the_width_and_what_is_no_number_is_a_fault() -> No
     vanished = [dict.fromkeys(KINDS, -0.5)]
     assert len(faults(vanished, 0.35)) == len(KINDS)
     assert faults([*vanished, first], 0.35) == []  # nothing is learnt yet at first
-    assert faults([dict.fromkeys(KINDS, math.nan)], 0.35)
+    for size in (math.nan, math.inf, 0.0):
+        (slope,) = slopes({64: [dict.fromkeys(KINDS, 1.0)], 128: [dict.fromkeys(KINDS, size)]})
+        assert faults([slope], 0.35)[0] == "embed grows as width^inf at step 0"
 
 
 @pytest.mark.parametrize("widths", ["64", "64,64", "64,x", "-64,128", "64.5,128"])
@@ -148,9 +150,10 @@ def test_widths_that_are_none_are_refused(tokens: Path, tmp_path: Path, widths: 
 
 def test_a_width_that_splits_a_head_is_refused_by_the_command(dtt: Dtt, tokens: Path) -> None:
     run = dtt(
-        "mup", "coord-check", "--widths", "40,80", f"data.tokens={tokens}", "model.dim=64",
+        "mup", "coord-check", "--widths", "32,64,72", f"data.tokens={tokens}", "model.dim=64",
         "model.n_heads=4", "train.seq_len=32", "train.global_batch_tokens=256",
         expect=ExitCode.USAGE,
     )  # fmt: skip
-    assert "the model cannot be 40 wide with heads of the same size" in run.stderr
+    assert "the model cannot be 72 wide with heads of the same size" in run.stderr
     assert "--widths 16,32,64" in run.stderr
+    assert "at width" not in run.stderr  # nothing was trained before

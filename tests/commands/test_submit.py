@@ -120,6 +120,9 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
         )  # fmt: skip
         done = dtt("submit", "train", *settings, "--dry-run", expect=74, **slurm)
         assert "not enough disk space for 1000000000" in done.stderr
+    settings = tiny(checkpoint__keep_every=1, train__steps=10**12, train__budget="6h")
+    done = dtt("submit", "train", *settings, "--dry-run", **slurm)
+    assert "training   at most 1000000000000 steps" in done.stdout
 
 
 @pytest.mark.parametrize(

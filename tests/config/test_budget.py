@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 
 import pytest
@@ -27,6 +28,17 @@ def test_a_time_of_day_is_the_next_one() -> None:
     assert moment("12:00", noon.timestamp()) == noon.replace(day=22).timestamp()
 
 
+def test_a_time_of_day_is_that_of_the_clock_after_a_change_of_summer_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        evening = datetime(2026, 10, 24, 20, tzinfo=UTC)  # 22:00 there, and the clock goes back
+        assert moment("07:00", evening.timestamp()) == evening.replace(day=25, hour=6).timestamp()
+    time.tzset()
+
+
 def test_a_time_may_name_its_zone() -> None:
     expected = datetime(2026, 11, 22, 5, 0, tzinfo=UTC).timestamp()
     assert moment("2026-11-22 07:00+02:00", 0.0) == expected
@@ -39,6 +51,7 @@ def test_a_time_may_name_its_zone() -> None:
     [
         ("train.budget=six hours", "train.budget: must be a stretch of time: 6h, 90m"),
         ("train.budget=6", "train.budget: input should be a valid string"),
+        ("train.budget=0h", "train.budget: must be a stretch of time: 6h, 90m"),
         ("train.finish_by=25:00", "train.finish_by: must be a time of day"),
         ("train.finish_by=tomorrow", "train.finish_by: must be a time of day"),
     ],
@@ -48,6 +61,10 @@ def test_what_is_no_time_is_refused_with_the_forms(argument: str, why: str) -> N
         resolve(None, [argument], env={})
 
 
-def test_only_a_decay_that_can_begin_at_any_time_fits_a_budget() -> None:
-    with pytest.raises(ConfigError, match=r"train.budget: needs schedule.type=wsd, not cosine"):
-        resolve(None, ["train.budget=6h", "schedule.type=cosine"], env={})
+def test_only_a_schedule_that_needs_no_length_fits_a_budget() -> None:
+    for argument, why in [
+        ("schedule.type=cosine", "train.budget: needs schedule.type=wsd, not cosine"),
+        ("schedule.warmup=2%", "schedule.warmup: the clock decides how long the run is"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            resolve(None, ["train.budget=6h", argument], env={})

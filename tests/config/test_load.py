@@ -56,6 +56,12 @@ def test_numbers_are_numbers(text: str, value: float) -> None:
     assert resolve(None, [f"optim.lr={text}"], env={}).config.optim.lr == value
 
 
+@pytest.mark.parametrize("text", [".inf", "-.inf", ".nan"])
+def test_infinity_is_no_number(text: str) -> None:
+    with pytest.raises(ConfigError, match="finite number"):
+        resolve(None, [f"optim.weight_decay={text}"], env={})
+
+
 def test_json_and_toml_are_read_as_yaml_is(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"train": {"steps": 3}, "optim": {"type": "adamw"}}')
     (tmp_path / "a.toml").write_text('[train]\nsteps = 3\n[optim]\ntype = "adamw"\n')
@@ -63,6 +69,15 @@ def test_json_and_toml_are_read_as_yaml_is(tmp_path: Path) -> None:
     configs = [resolve(tmp_path / f"a.{kind}", env={}).config for kind in ("json", "toml", "yaml")]
     assert configs[0] == configs[1] == configs[2]
     assert isinstance(configs[0].optim, AdamWConfig)
+
+
+def test_a_section_on_one_line_says_its_keys(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("optim: {type: adamw, eps: 1e-6}\n")
+    for arguments in (["optim={lr: 0.2}"], ["optim={type: adamw, lr: 0.1}", "optim.lr=0.2"]):
+        assert resolve(run, arguments, env={}).config.optim == AdamWConfig(lr=0.2, eps=1e-6)
+    inline = resolve(run, ["optim.lr=0.1"], env={"DTT_OPTIM": "{lr: 0.2}"}).config.optim
+    assert inline == AdamWConfig(lr=0.1, eps=1e-6)
 
 
 def test_a_new_type_drops_what_was_said_about_the_old_one(tmp_path: Path) -> None:
@@ -94,7 +109,9 @@ def test_all_mistakes_are_told_at_once_with_place_and_nearest_key(tmp_path: Path
     assert f"{run}:3  train.stesp: unknown key; did you mean train.steps?" in message
     assert f"{run}:4  train.seq_len: input should be a valid integer" in message
     assert f"{run}:5  optim.momentum: is for another optim.type than adamw" in message
-    assert "argument  schedule.decay: must be steps (500), a share of the run (0.2, 20%) or" in message
+    assert (
+        "argument  schedule.decay: must be steps (500), a share of the run (0.2, 20%) or" in message
+    )
 
 
 def test_combinations_that_cannot_work_are_told_together() -> None:

@@ -18,7 +18,6 @@ from dtt.model import attend, families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.model.masks import visible
 from dtt.model.tiles import TILE, tiled_attention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -72,7 +71,7 @@ def assert_the_same(
     share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
     groups=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tiles_give_what_a_dense_mask_gives_and_the_same_gradients(
     seed: int,
     rows: int,
@@ -134,18 +133,18 @@ def run(length):
     for limits in ((None, 256), (documents, None), (documents, 256)):
         tiled_attention(q, q, q, *limits, 0.25).sum().backward()
 
-run(1024)
+run(600)
 before = peak()
-run(32768)
+run(16384)
 print(peak() - before)
 """
 
 
-def test_memory_at_32_thousand_tokens_is_a_sixteenth_of_what_a_mask_would_take() -> None:
+def test_memory_at_16_thousand_tokens_is_an_eighth_of_what_a_mask_would_take() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )
-    assert float(done.stdout) < 32768**2 / 2**20 / 16
+    assert float(done.stdout) < 16384**2 / 2**20 / 8
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -156,7 +155,7 @@ def test_flex_attention_sees_what_tiles_see(window: int | None, share: float | N
     torch.manual_seed(1)
     q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
     documents = None if share is None else documents_of(2, 200, share)
-    rule = visible(documents, window)
+    rule = attend.visible(documents, window)
     blocks = create_block_mask(rule, 2, None, 200, 200, device="cpu", BLOCK_SIZE=16)
     got = flex_attention(q, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
     assert isinstance(got, Tensor)
@@ -206,7 +205,7 @@ def test_the_choice_is_told_for_each_kind_of_layer() -> None:
 
 
 def test_a_compiled_block_serves_the_documents_of_every_batch() -> None:
-    model = Decoder(windowed(16, None))
+    model = Decoder(windowed(16))
     initialize(model, seed=1)
     compiled = Decoder(model.arch)
     compiled.load_state_dict(model.state_dict())

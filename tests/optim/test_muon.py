@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtt.config.optim import MuonConfig
 from dtt.optim.muon import Muon
+from dtt.optim.newton_schulz import orthogonalize
 
 SHAPES = ((16, 8), (16, 8), (8, 24))
 EVERYTHING = MuonConfig(
@@ -238,8 +239,16 @@ def test_a_step_never_waits_for_a_value(config: MuonConfig) -> None:
 def test_large_groups_are_updated_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, others = weights([(8, 8)] * 5), weights([(8, 8)] * 5)
     train(Muon(ours, MuonConfig(), torch.float32), ours, range(2))
+    sizes: list[int] = []
+
+    def counted(matrices: Tensor, *how: Any) -> Tensor:
+        sizes.append(len(matrices))
+        return orthogonalize(matrices, *how)
+
+    monkeypatch.setattr("dtt.optim.muon.orthogonalize", counted)
     monkeypatch.setattr("dtt.optim.muon.BATCH_ELEMENTS", 2 * 64)
     train(Muon(others, MuonConfig(), torch.float32), others, range(2))
+    assert sizes == 2 * [2, 2, 1]
     for a, b in zip(ours, others, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -24,7 +24,7 @@ from dtt.commands import train
 from dtt.config.load import load_job
 from dtt.config.schedule import WsdConfig
 from dtt.config.train import TrainConfig
-from dtt.errors import Preempted
+from dtt.errors import ConfigError, Preempted
 from dtt.optim.schedule import Decay, Schedule, resolve
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
@@ -133,6 +133,36 @@ def test_after_the_time_is_over_a_short_decay_is_left(clock: Clock) -> None:
     assert (run.step, run.begun) == (1 + SHORTEST, 1)
 
 
+def test_setting_the_clock_on_the_wall_changes_no_budget(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = TrainConfig(budget="2h"), TrainConfig(finish_by="2100-01-01 07:00")
+    before = [clock.left(limit) for limit in limits]
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    budget_left, time_left = map(clock.left, limits)
+    assert before[0] - 60 < budget_left <= before[0]
+    assert time_left <= before[1] - 3600
+
+
+def test_an_attempt_of_which_nothing_can_be_read_counts_as_no_time(
+    tmp_path: Path, clock: Clock
+) -> None:
+    job, timed = JobDir(tmp_path), TrainConfig(budget="1h")
+    for seconds in (100.0, None, None):
+        path = job.clock(job.begin_attempt())
+        path.write_text("" if seconds is None else json.dumps({"began": 0.0, "seconds": seconds}))
+    job.clock(3).unlink()
+    after = Clock(job, job.begin_attempt())
+    after.close()
+    assert after.left(timed) == pytest.approx(clock.left(timed) - 100.0, abs=10.0)
+
+
+def test_a_time_that_was_over_before_the_job_began_is_refused(clock: Clock) -> None:
+    with pytest.raises(ConfigError, match="2026-11-20 07:00 was over before the job was started"):
+        clock.left(TrainConfig(finish_by="2026-11-20 07:00"))
+
+
 @pytest.fixture
 def _here(tmp_path: Path) -> Iterator[None]:
     with in_this_process(tmp_path):
@@ -147,7 +177,7 @@ def budget(seconds: float) -> str:
 @pytest.mark.usefixtures("_here")
 def test_interrupted_in_its_decay_it_goes_on_with_it_to_the_end(tiny: Settings) -> None:
     arguments = tiny(
-        train__steps=10**6, schedule__decay="99%", schedule__shape="linear", train__eval_every=50,
+        train__steps=10**6, schedule__decay="99.9%", schedule__shape="linear", train__eval_every=50,
         train__sample_tokens=0, checkpoint__every=10**6,
     )  # fmt: skip
     job = JobDir(Path("jobs/t"))

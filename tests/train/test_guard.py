@@ -331,9 +331,25 @@ def test_too_many_bad_steps_end_the_run(found: Found) -> None:
     assert f"loss is nan at step {BAD + 2}" in skipped["error"]
     assert f"3 of the last 100 steps were bad, the first {BAD}" in skipped["error"]
     assert f"loss is nan at step {BAD + 2}" in rewound["error"]
-    assert "gone back to step 8 2 times" in rewound["error"]
+    assert "gone back to the weights of step 8 2 times" in rewound["error"]
     assert skipped["finite"]
     assert rewound["finite"]
+
+
+def test_checkpoints_of_the_same_weights_are_gone_back_to_as_one() -> None:
+    """Else a run with weights that are beyond help would pass over all steps to its end."""
+    config = GuardConfig(non_finite="rewind", rewind_around=1)
+    guard, position = Guard(config, ALONE, Path("jobs/t")), Position()
+
+    def go_back(step: int, checkpoint: int) -> None:
+        bad = BadStep(step, "non_finite", "loss is nan", "ab")
+        position.avoided = guard.avoid(bad, checkpoint, position)
+
+    for step, checkpoint in ((5, 4), (7, 4), (9, 8)):
+        go_back(step, checkpoint)
+    with pytest.raises(Diverged, match="gone back to the weights of step 4 3 times"):
+        go_back(11, 8)
+    go_back(15, 12)  # step 11 was trained on
 
 
 # ---- the judgement alone -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
 from dtt.config.optim import AdamWConfig, GroupConfig, MuonConfig, OptimConfig
 from dtt.data.order import EMPTY_LEDGER
-from dtt.errors import DamagedError
+from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
@@ -106,7 +106,7 @@ def test_the_state_of_other_optimizers_or_parameters_is_refused(config: OptimCon
     for theirs, n_layers in ((other, 2), (config, 3), (config, 1)):
         model, optimizers = make(theirs, n_layers)
         train(model, optimizers, range(1))
-        with pytest.raises(DamagedError, match="on one side only"):
+        with pytest.raises(ConfigError, match="on one side only"):
             load_optimizers(make(config)[1], optimizer_tensors(optimizers))
 
 
@@ -128,7 +128,7 @@ def test_a_parameter_that_another_optimizer_takes_now_is_refused() -> None:
     train(model, optimizers, range(1))
     entries = (GroupConfig(match="layers.0.attn.q.weight", optimizer="adamw"),)
     _, regrouped = make(MuonConfig(groups=entries))
-    with pytest.raises(DamagedError, match=r"layers.0.attn.q.weight is on one side only"):
+    with pytest.raises(ConfigError, match=r"layers.0.attn.q.weight is on one side only"):
         load_optimizers(regrouped, optimizer_tensors(optimizers))
 
 

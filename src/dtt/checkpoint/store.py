@@ -220,22 +220,26 @@ def find(reference: str) -> Checkpoint:
     return found
 
 
-def locate(reference: str) -> tuple[Path, int | None]:
-    """The folder of checkpoints and the step (None: its newest) that `find` verifies."""
+def parse(reference: str) -> tuple[Path, int | None]:
+    """The folder of checkpoints and the step (None: its newest) of `JOB@STEP`, there or not."""
     job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
-    folder = JobDir(Path(job)).checkpoints
     if step and not step.isdigit():
         raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
+    return JobDir(Path(job)).checkpoints, int(step) if step else None
+
+
+def locate(reference: str) -> tuple[Path, int | None]:
+    """The folder of checkpoints and the step (None: its newest) that `find` verifies."""
+    folder, step = parse(reference)
     if not steps(folder):
         raise InputError(
             f"no checkpoint in {folder}",
             why="that job has not saved one" if folder.parent.is_dir() else "there is no such job",
             next="name a job directory, as jobs/base or jobs/base@500",
         )
-    if not step:
-        return folder, None
-    _existing(folder, int(step))
-    return folder, int(step)
+    if step is not None:
+        _existing(folder, step)
+    return folder, step
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:

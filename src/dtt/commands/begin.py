@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from dtt.artifacts import DataManifest
+from dtt.config.load import load_job
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -22,14 +24,16 @@ HF = "hf:"
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
 """Facts of an architecture that leave its weights what they are, or that `take_weights` sees to."""
+OTHER_SCALING = "scaling gives this one other multipliers"
 
 
 def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> None:
     """Take the weights that `init.from` names; the first rank finds and verifies them for all.
 
-    Says what was taken, and warns where ids of `tokenizer` (of the data) meant other text before:
-    no error, since renamed special tokens, or the body of a model for another vocabulary, may be
-    what is wanted. The validation loss before the first step shows what it comes to.
+    Says what was taken, and warns where another job's model computes otherwise, or ids of
+    `tokenizer` (of the data) meant other text before: no error, since more layers, renamed special
+    tokens, or the body of a model for another vocabulary, may be what is wanted. The validation
+    loss before the first step shows what it comes to.
     """
     from dtt.checkpoint import store
     from dtt.train.begin import take_weights
@@ -43,10 +47,16 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         check_architecture(model.arch, trained.arch, found)
         state, theirs, where = trained.state, trained.tokenizer, found
     else:
+        from dtt.model.scaling import scaled
+
         checkpoint = world.from_first(store.find(source) if world.first else None)
         assert checkpoint is not None
         state, where = checkpoint.tensors(store.MODEL), checkpoint.path
-        theirs = JobDir(where.parents[1]).tokenizer
+        job = JobDir(where.parents[1])
+        theirs = job.tokenizer
+        arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
+        if otherwise := difference(model.arch, arch):
+            log.warning("the model of %s computes otherwise: %s", job.root, otherwise)
     report = take_weights(model, state, str(where))
     log.info("%s", report)
     if world.first:
@@ -73,22 +83,34 @@ def find_model(name: str) -> Path:
 
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
-    """ConfigError, with the `model` section to use, unless both compute the same with equal
-    weights. Shapes alone would not do: heads, windows and RoPE leave no trace in them."""
+    """ConfigError, with the `model` section to use, if there is a `difference`."""
     from dtt.model.section import model_section
 
-    if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
+    why = difference(ours, theirs)
+    if not why:
         return
-    here, there = model_section(ours), model_section(theirs)
-    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
-    section = yaml.safe_dump({"model": there}, sort_keys=False)
+    section = yaml.safe_dump({"model": model_section(theirs)}, sort_keys=False)
     raise ConfigError(
         f"the model of this run is not the one in {where}",
         where="init.from",
-        why="; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
-        or "scaling gives this one other multipliers",
-        next=f"use its sizes:\n\n{section}" if keys else "scaling.type=standard",
+        why=why,
+        next="scaling.type=standard" if why == OTHER_SCALING else f"use its sizes:\n\n{section}",
     )
+
+
+def difference(ours: Architecture, theirs: Architecture) -> str:
+    """What makes them compute otherwise with equal weights, in words; empty if nothing does.
+
+    Shapes alone would not tell: heads, windows and RoPE leave no trace in them.
+    """
+    from dtt.model.section import model_section
+
+    if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
+        return ""
+    here, there = model_section(ours), model_section(theirs)
+    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
+    told = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
+    return told or OTHER_SCALING
 
 
 def warn_of_other_text(ours: Path, theirs: Path) -> None:

@@ -68,12 +68,12 @@ class Branch:
 
 
 def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
-    """The decay that this job, not its parent, had begun by a checkpoint."""
-    parent = job.parent_record()
-    decay: dict[str, Any] | None = resume.position().get("decay")
-    if decay is None or decay["begin"] > resume.step:
+    """The decay that the clock had begun in this job, not in its parent, by a checkpoint."""
+    parent, position = job.parent_record(), resume.position()
+    if position.get("speed") is None or (parent is not None and parent["step"] == resume.step):
         return None
-    return None if parent is not None and parent["step"] == resume.step else decay
+    decay: dict[str, Any] | None = position["decay"]
+    return decay
 
 
 def find(
@@ -96,8 +96,9 @@ def find(
             f"--branch goes on with the configuration of {reference}: {wrong[0]} has no place",
             next=f"dtt train --branch {reference} schedule.decay=20% name=CHILD",
         )
-    folder, step = store.locate(reference)
+    folder, step = store.parse(reference)
     if step is None:
+        store.locate(reference)  # InputError if there is none
         raise ConfigError(
             f"--branch {reference} names no step",
             why=f"there are: {', '.join(map(str, store.steps(folder)))}",
@@ -118,6 +119,7 @@ def find(
         changed = changes_on_resume(load_job(job.root), resolved.config)
         _refuse(resolved, changed, job, allow_change, "name=ANOTHER begins another branch; ")
         return resolved, job, branch
+    store.locate(reference)  # a child that has begun needs it no more
     changed = [
         key
         for key in changes_on_resume(parent, resolved.config)
@@ -147,9 +149,11 @@ def _refuse(
 
 def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Resolved:
     """The parent's configuration with the arguments over it, and what follows from them."""
-    said = {argument.partition("=")[0] for argument in arguments}
-    cfg = resolve(None, arguments, job_config=branch.parent.config).config
-    options: dict[str, Any] = {"schedule.warmup": _schedule(parent).warmup}
+    arguments = [f"schedule.warmup={_trunk(branch, parent).warmup}", *arguments]
+    before = resolve(None, arguments, job_config=branch.parent.config)
+    cfg, keys = before.config, ("name", "train.steps", "train.budget", "train.finish_by")
+    said = {key for key in keys if before.origin(key).startswith(("argument", "environment"))}
+    options: dict[str, Any] = {}
     if "train.budget" not in said and "train.finish_by" not in said:
         options |= {"train.budget": None, "train.finish_by": None}
         if "train.steps" not in said and isinstance(cfg.schedule, WsdConfig):
@@ -187,25 +191,27 @@ def _schedule(cfg: RunConfig) -> Schedule:
     return replace(resolved, decay=None) if cfg.train.timed else resolved
 
 
-def _decay(branch: Branch, parent: RunConfig) -> Decay | None:
-    """Of the parent, as it was known then: data or a clock may have set it, not the plan."""
+def _trunk(branch: Branch, parent: RunConfig) -> Schedule:
+    """That of the parent, as its checkpoint tells: its data, or a clock, may have had a say."""
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
-    told = json.loads(path.read_bytes()).get("decay")
-    return Decay(**told) if told else _schedule(parent).decay
+    told = json.loads(path.read_bytes()) if path.exists() else {}  # pruned meanwhile, or damaged
+    planned = _schedule(parent)
+    decay = Decay(**told["decay"]) if told.get("decay") else planned.decay
+    return replace(planned, warmup=told.get("warmup", planned.warmup), decay=decay)
 
 
 def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
     """ConfigError unless parent and child train alike up to the branch."""
     step = branch.step
-    decay = _decay(branch, parent)
-    if decay is not None and decay.begin < step:
+    trunk = _trunk(branch, parent)
+    if trunk.decay is not None and trunk.decay.begin < step:
         raise ConfigError(
-            f"the learning rate of {branch.parent.root} falls after step {decay.begin}, "
+            f"the learning rate of {branch.parent.root} falls after step {trunk.decay.begin}, "
             f"before the branch at {step}",
             next=f"a checkpoint up to there: dtt ckpt ls {branch.parent.root}",
         )
     branch.check(_schedule(resolved.config).decay, resolved.config.train.steps)
-    if _schedule(resolved.config).warmup != _schedule(parent).warmup:
+    if _schedule(resolved.config).warmup != trunk.warmup:
         raise ConfigError(
             "schedule.warmup lies before the branch and cannot change",
             where=resolved.origin("schedule.warmup"),

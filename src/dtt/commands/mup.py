@@ -21,6 +21,7 @@ from dtt.track import plot
 from dtt.track.plot import Curve, Panel
 from dtt.train import coordinates
 from dtt.train.coordinates import KINDS, Sizes
+from dtt.train.probe import at_width
 from dtt.train.transfer import Optimum, drift, final_loss, optimum, power
 
 OCTAVES = range(-3, 4)
@@ -35,7 +36,7 @@ def coord_check(
     cfg: RunConfig, widths_given: str, *, tolerance: float, compare: bool, out: Path, as_json: bool
 ) -> None:
     """Measure, print, draw; Diverged if under muP an activation depends on the width."""
-    widths = _numbers("--widths", widths_given, int)
+    widths = _widths(cfg, widths_given)
     plot.require()
     world = dist.start(Ranks(), cfg.train.device)
     said: dict[str, Any] = {}
@@ -67,7 +68,7 @@ def transfer(
     as_json: bool,
 ) -> None:
     """Sweep, print, draw; Diverged if under muP the best learning rate depends on the width."""
-    widths = _numbers("--widths", widths_given, int)
+    widths = _widths(cfg, widths_given)
     if rates_given is None:
         rates = [cfg.optim.lr * 2.0**octave for octave in OCTAVES]
     else:
@@ -195,8 +196,8 @@ def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
             "muP does not keep this model the same at all widths",
             where=picture,
             why="; ".join(said["mup"]["faults"]),
-            next="look at the picture: narrow models are noisy, try others (--widths) or more "
-            "--steps, and lower rates (optim.lr); what stays is a fault of dtt: please report it",
+            next="look at the picture: narrow models are noisy, and a few steps tell little; try other "
+            "--widths, more --steps, lower rates (optim.lr, --lrs), and report what stays",
         )
 
 
@@ -207,6 +208,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _widths(cfg: RunConfig, given: str) -> list[int]:
+    """Those of `--widths`, once the model is known to come in each of them."""
+    widths = _numbers("--widths", given, int)
+    for width in widths:
+        at_width(cfg, width)
+    return widths
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:

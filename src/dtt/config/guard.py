@@ -35,4 +35,5 @@ class GuardConfig(Section):
     rewind_around: NonNegativeInt = free(10)
     """How many steps before and after a bad one `rewind` passes over, too."""
     max_rewinds: PositiveInt = free(3)
-    """Times a run goes back to one checkpoint; then it stops."""
+    """Times a run goes back to one checkpoint; then it stops. Those with only steps between them
+    that were passed over count as one."""

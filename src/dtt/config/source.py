@@ -152,6 +152,15 @@ def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
     return layer
 
 
+def _say(key: Key, text: str, origin: str, layer: Layer) -> None:
+    """Put a value into `layer`; a section as `{type: wsd, decay: 5%}` as its keys, as in files."""
+    value = parse_scalar(text)
+    if value == {}:
+        layer[key] = Leaf(value, origin)
+    else:
+        _flatten(value, key, origin, layer)
+
+
 def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
     """`DTT_TRAIN__STEPS=5` is `train.steps`, `DTT_SEED=1` is `seed`.
 
@@ -163,7 +172,7 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
         if name.startswith("DTT_"):
             key = tuple(name[4:].lower().split("__"))
             if len(key) > 1 or key[0] in known:
-                layer[key] = Leaf(parse_scalar(text), f"environment {name}")
+                _say(key, text, f"environment {name}", layer)
             elif not name.startswith(SWITCHES):
                 raise ConfigError(
                     f"the environment variable {name} is no key of dtt",
@@ -184,7 +193,7 @@ def from_arguments(arguments: Iterable[str]) -> Layer:
                 why="arguments after the options have the form key.path=value",
                 next="for example train.steps=500; `dtt config explain` lists the keys",
             )
-        layer[tuple(name.split("."))] = Leaf(parse_scalar(text), "argument")
+        _say(tuple(name.split(".")), text, "argument", layer)
     return layer
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dtt.model.architecture import Architecture
 from dtt.model.cache import KVCache
-from dtt.model.masks import visible
 from dtt.model.tiles import tiled_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -164,6 +163,24 @@ def flex(scale: float, tokens_BT: Tensor, documents_BT: Tensor | None, window: i
         device=tokens_BT.device,
     )
     return Flex(scale, block_mask, kernel)
+
+
+def visible(documents_BT: Tensor | None, window: int | None) -> Callable[..., Tensor]:
+    """FlexAttention's `mask_mod`: whether query `q` of sequence `b` may attend to key `k`.
+
+    It may to itself and to those before it, as far back as the window and its document go. Each
+    document's number stands at its tokens, which follow one another.
+    """
+
+    def mask_mod(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = k <= q
+        if window is not None:
+            seen = seen & (k > q - window)
+        if documents_BT is not None:
+            seen = seen & (documents_BT[b, q] == documents_BT[b, k])
+        return seen
+
+    return mask_mod
 
 
 @cache

@@ -17,7 +17,6 @@ from dtt.model.cache import KVCache
 from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.loss import linear_cross_entropy
-from dtt.model.masks import document_positions
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
 
@@ -92,6 +91,14 @@ class Decoder(nn.Module):
             softcap=self.arch.logit_softcap,
             z_loss=z_loss,
         )
+
+
+def document_positions(documents_BT: Tensor) -> Tensor:
+    """[B, T]: the place of each token in its document, from 0."""
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return index_T - torch.where(begins_BT, index_T, 0).cummax(dim=1).values
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

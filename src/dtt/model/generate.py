@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dtt.errors import Diverged
 from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
 
@@ -107,10 +108,17 @@ def sample(
     top_p: float,
     generator: torch.Generator | None,
 ) -> int:
-    """Draw one token id; see `generate_batch` for the options."""
+    """Draw one token id; see `generate_batch` for the options. Diverged if a logit is no number."""
+    highest = logits_V.max()
+    if not highest.isfinite():  # NaN where any of them is
+        raise Diverged(
+            "the model gives no probabilities",
+            why=f"its largest logit is {highest.item()}",
+            next="take weights from before training diverged: dtt export JOB --step STEP",
+        )
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = (logits_V - logits_V.max()) / temperature  # finite at any temperature but for -inf
+    logits_V = (logits_V - highest) / temperature  # finite at any temperature but for -inf
     if top_k is None and top_p == 1.0:  # sorting the vocabulary takes longer than drawing from it
         return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
     ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))

@@ -74,8 +74,8 @@ def slopes(measured: Mapping[int, Sequence[Sizes]]) -> list[Sizes]:
 
 
 def _slope(widths: Sequence[float], sizes: Sequence[float]) -> float:
-    """NaN unless all sizes are finite."""
-    if not all(math.isfinite(size) for size in sizes):
+    """NaN unless all sizes are finite and above zero."""
+    if not all(0.0 < size < math.inf for size in sizes):
         return math.nan
     return linear_regression(widths, [math.log(size) for size in sizes]).slope
 

@@ -16,12 +16,14 @@ from dtt.data.dataset import Dataset
 from dtt.data.loader import MicroBatch, Share
 from dtt.data.source import Samples, Source
 from dtt.data.tokenizer import open_tokenizer
+from dtt.errors import Diverged
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
 from dtt.model.loss import IGNORED
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
 from dtt.runtime.dist import World
+from dtt.runtime.log import log
 from dtt.track.base import Record
 from dtt.train.state import Position
 
@@ -133,7 +135,7 @@ class Sampler:
         self._prompt = encoded or [end]
 
     def record(self, model: Decoder, step: int) -> Record:
-        """The `sample` record."""
+        """The `sample` record; the prompt alone if the model has diverged."""
         device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(self._seed + step)
         tokens = generate(
@@ -146,7 +148,11 @@ class Sampler:
             generator=generator,
         )
         with torch.compiler.set_stance("force_eager"):  # each token has another shape
-            ids = list(tokens)
+            try:
+                ids = list(tokens)
+            except Diverged as error:  # what is done about it is for the guard to say, on all ranks
+                log.warning("no sample: %s", error)
+                ids = []
         text = self._config.sample_prompt + self._tokenizer.decode(ids)
         return {"kind": "sample", "step": step, "text": text}
 

@@ -145,11 +145,15 @@ class Guard:
     def avoid(self, bad: BadStep, checkpoint: int, position: Position) -> dict[int, BadStep]:
         """What `Position.avoided` is to be once the run is back at step `checkpoint`.
 
-        Diverged when it has gone back there too often.
+        Diverged when it has gone back there too often. Nothing is changed by steps that are passed
+        over: checkpoints with only such steps between them are one and the same.
         """
-        self._rewinds[checkpoint] += 1
-        if self._rewinds[checkpoint] > (most := self._config.max_rewinds):
-            why = f"the run has gone back to step {checkpoint} {most} times"
+        origin = checkpoint
+        while origin in position.avoided:
+            origin -= 1
+        self._rewinds[origin] += 1
+        if self._rewinds[origin] > (most := self._config.max_rewinds):
+            why = f"the run has gone back to the weights of step {origin} {most} times"
             raise self._diverged(bad, why, "allow more: guard.max_rewinds")
         around = self._config.rewind_around
         first = max(checkpoint + 1, bad.step - around)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtt.data.order import EMPTY_LEDGER
-from dtt.errors import DamagedError
+from dtt.errors import ConfigError
 from dtt.optim import ema
 
 RNG, GUARD = "rng", "guard"
@@ -95,7 +95,7 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 
 def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
-    """Put the state back; DamagedError when it is that of other optimizers or parameters.
+    """Put the state back; ConfigError when it is that of other optimizers or parameters.
 
     Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are left alone.
     """
@@ -111,9 +111,10 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, T
     expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
     if by_parameter.keys() != expected:
         odd = sorted(by_parameter.keys() ^ expected)[0]
-        raise DamagedError(
-            "the checkpoint's optimizer state does not fit this run",
+        raise ConfigError(
+            "the optimizers of this run are not those of the checkpoint",
             why=f"{odd[0]} state of {odd[1]} is on one side only",
+            next="leave optim as it was, or begin a new job with these weights: init.from=JOB",
         )
     for optimizer_name, optimizer in optimizers.items():
         for name, parameter in _named(optimizer):

@@ -347,11 +347,12 @@ class Trainer:
             own = rng_tensors(self.world.rank, self.world.device)
             # As of one step earlier, so that a resume can see the last step's samples again.
             sources = self.dataset.state(self.dataset.first_sample(max(0, step - 1)))
-            decay = self.plan.schedule.decay
+            schedule = self.plan.schedule
             position = self.position.to_json() | {
                 "run_id": self.run_id,
                 "sources": sources,
-                "decay": decay and asdict(decay),
+                "warmup": schedule.warmup,
+                "decay": schedule.decay and asdict(schedule.decay),
                 "speed": self.budget and self.budget.state(),
             }
             self.saver.begin(step, shared, own, position, self.flush)

@@ -44,11 +44,24 @@ class Family:
     architecture: Callable[[ModelConfig, int, int], Architecture]
     """`(cfg, tokenizer_size, seq_len)`: every null of the config resolved, ConfigError when the
     tokenizer or the sequences do not fit."""
-    to_hf_config: Callable[[Architecture, int], dict[str, Any]]
-    """`(arch, end_of_document id)`: what goes into config.json, dtype excepted."""
+    hf_facts: Callable[[Architecture], dict[str, Any]]
+    """What config.json says of this family, besides what it says of all."""
     from_hf_config: Callable[[Mapping[str, Any]], Architecture]
     """From a config.json; InputError when it asks for what `Decoder` does not do."""
     weights: tuple[WeightRule, ...]
+
+    def to_hf_config(self, arch: Architecture, end_of_document: int) -> dict[str, Any]:
+        """What goes into config.json, dtype excepted; documents end with the token of that id."""
+        return {
+            "model_type": self.hf_model_type,
+            "architectures": [self.hf_class],
+            "vocab_size": arch.vocab_size,
+            **self.hf_facts(arch),
+            "initializer_range": arch.init_std,
+            "tie_word_embeddings": arch.tie_embeddings,
+            "bos_token_id": end_of_document,
+            "eos_token_id": end_of_document,
+        }
 
     def weight_rules(self, arch: Architecture) -> Iterator[WeightRule]:
         """The rules of this model, one per Hugging Face tensor; a tied head has none."""

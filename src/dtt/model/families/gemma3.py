@@ -45,13 +45,11 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     )
 
 
-def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a Gemma3ForCausalLM; RoPE stands where old and new readers look."""
-    config = llama.to_hf_config(arch, end_of_document)
+def hf_facts(arch: Architecture) -> dict[str, Any]:
+    """In the config.json of a Gemma3ForCausalLM; RoPE stands where old and new readers look."""
+    config = llama.hf_facts(arch)
     del config["hidden_act"]
     return config | {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": arch.rope_local_theta,
         "rope_parameters": {
@@ -100,7 +98,7 @@ GEMMA3 = Family(
     hf_model_type="gemma3_text",
     hf_class="Gemma3ForCausalLM",
     architecture=architecture,
-    to_hf_config=to_hf_config,
+    hf_facts=hf_facts,
     from_hf_config=from_hf_config,
     weights=(
         *llama.WEIGHTS,

@@ -48,12 +48,9 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     )
 
 
-def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a GPT2LMHeadModel."""
+def hf_facts(arch: Architecture) -> dict[str, Any]:
+    """In the config.json of a GPT2LMHeadModel."""
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": arch.vocab_size,
         "n_positions": arch.max_seq_len,
         "n_embd": arch.dim,
         "n_layer": arch.n_layers,
@@ -64,10 +61,6 @@ def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
         "resid_pdrop": arch.dropout,
         "embd_pdrop": arch.dropout,
         "attn_pdrop": 0.0,
-        "initializer_range": arch.init_std,
-        "tie_word_embeddings": arch.tie_embeddings,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
     }
 
 
@@ -114,7 +107,7 @@ GPT2 = Family(
     hf_model_type="gpt2",
     hf_class="GPT2LMHeadModel",
     architecture=architecture,
-    to_hf_config=to_hf_config,
+    hf_facts=hf_facts,
     from_hf_config=from_hf_config,
     weights=(
         *same_name("transformer.wte", "embed", "weight"),

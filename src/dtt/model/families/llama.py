@@ -52,13 +52,10 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     )
 
 
-def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM; RoPE stands where old and new readers look."""
+def hf_facts(arch: Architecture) -> dict[str, Any]:
+    """In the config.json of a LlamaForCausalLM; RoPE stands where old and new readers look."""
     scaling = rope.to_hf(arch.rope_scaling)
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": arch.vocab_size,
         "max_position_embeddings": arch.max_seq_len,
         "hidden_size": arch.dim,
         "num_hidden_layers": arch.n_layers,
@@ -72,10 +69,6 @@ def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
         "rope_scaling": None if arch.rope_scaling == NoRopeScaling() else scaling,
         "rope_parameters": scaling | {"rope_theta": arch.rope_theta},
         "attention_dropout": 0.0,
-        "initializer_range": arch.init_std,
-        "tie_word_embeddings": arch.tie_embeddings,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
     }
 
 
@@ -134,7 +127,7 @@ LLAMA = Family(
     hf_model_type="llama",
     hf_class="LlamaForCausalLM",
     architecture=architecture,
-    to_hf_config=to_hf_config,
+    hf_facts=hf_facts,
     from_hf_config=from_hf_config,
     weights=(*WEIGHTS, *MLP_NORM),
 )

@@ -21,13 +21,9 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     return replace(arch, family="mistral", windows=(cfg.window,) * arch.n_layers)
 
 
-def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a MistralForCausalLM."""
-    return llama.to_hf_config(arch, end_of_document) | {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": arch.windows[0],
-    }
+def hf_facts(arch: Architecture) -> dict[str, Any]:
+    """In the config.json of a MistralForCausalLM."""
+    return llama.hf_facts(arch) | {"sliding_window": arch.windows[0]}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Architecture:
@@ -42,7 +38,7 @@ MISTRAL = Family(
     hf_model_type="mistral",
     hf_class="MistralForCausalLM",
     architecture=architecture,
-    to_hf_config=to_hf_config,
+    hf_facts=hf_facts,
     from_hf_config=from_hf_config,
     weights=llama.LLAMA.weights,
 )

@@ -18,13 +18,9 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     return replace(arch, family="qwen3", qk_norm=True)
 
 
-def to_hf_config(arch: Architecture, end_of_document: int) -> dict[str, Any]:
-    """config.json of a Qwen3ForCausalLM."""
-    return llama.to_hf_config(arch, end_of_document) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "use_sliding_window": False,
-    }
+def hf_facts(arch: Architecture) -> dict[str, Any]:
+    """In the config.json of a Qwen3ForCausalLM."""
+    return llama.hf_facts(arch) | {"use_sliding_window": False}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Architecture:
@@ -41,7 +37,7 @@ QWEN3 = Family(
     hf_model_type="qwen3",
     hf_class="Qwen3ForCausalLM",
     architecture=architecture,
-    to_hf_config=to_hf_config,
+    hf_facts=hf_facts,
     from_hf_config=from_hf_config,
     weights=(*llama.LLAMA.weights, *llama.QK_NORM),
 )

@@ -13,9 +13,8 @@ from torch import Tensor
 from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder
+from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
-from dtt.model.masks import document_positions
 
 LENGTHS = [[5, 1, 11, 7], [24], [1, 1, 22]]
 DOCUMENTS = torch.tensor(
@@ -82,15 +81,6 @@ def test_one_document_is_what_a_plain_sequence_is(arch: Architecture) -> None:
     model, tokens = make(arch)
     masked = model(tokens, documents_BT=torch.zeros_like(tokens))
     torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
-
-
-def test_blocks_compile_without_a_graph_break(arch: Architecture) -> None:
-    model, tokens = make(arch)
-    expected = model(tokens, documents_BT=DOCUMENTS)
-    torch.compiler.reset()  # the other architectures, of which one function may have only so many
-    for layer in model.layers:
-        layer.compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(model(tokens, documents_BT=DOCUMENTS), expected)
 
 
 @pytest.mark.gpu
