@@ -26,7 +26,7 @@ from dtt.track import summary
 
 LRS = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 SEEDS = (0, 1, 2)
-HORIZONS = (0.5, 0.75, 1.0)
+HORIZONS = (0.5, 1.0)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, processors
 
 from dtt.artifacts import ExportManifest
-from dtt.errors import ConfigError, DamagedError
+from dtt.errors import ConfigError, DamagedError, Diverged
 from dtt.export import hf, verify
 from dtt.export.read import Trained, read_hf_folder
 from dtt.model.decoder import Decoder
@@ -156,6 +156,13 @@ def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path)
     state["layers.1.mlp.down.weight"][3, 5] += 0.2
     with pytest.raises(DamagedError, match="logits of random ids differ"):
         verify.check(out, state, trained.arch, trained.tokenizer)
+
+
+def test_a_model_that_has_diverged_publishes_nothing(llama: Trained, tmp_path: Path) -> None:
+    llama.state["norm.weight"].fill_(torch.nan)
+    with pytest.raises(Diverged, match="no finite numbers; nothing was published"):
+        export(llama, tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_verification_finds_another_tokenizer(llama: Trained, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_a_model_that_has_diverged_gives_no_sample_and_stops_nothing(
 ) -> None:
     cfg = ModelConfig(dim=16, n_layers=1, n_heads=2)
     model = Decoder(families.get(cfg.family).architecture(cfg, 300, 32))
-    torch.nn.init.constant_(model.norm.weight, torch.nan)
+    torch.nn.init.constant_(model.get_parameter("norm.weight"), torch.nan)
     train = TrainConfig(sample_prompt="one", sample_tokens=6)
     with caplog.at_level(logging.WARNING, logger="dtt"):
         record = Sampler(train, tokens / "tokenizer.json", 0, seed=0).record(model, 3)

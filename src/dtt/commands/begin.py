@@ -45,7 +45,7 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         assert found is not None
         trained = read_hf_folder(found)
         check_architecture(model.arch, trained.arch, found)
-        state, theirs, where = trained.state, trained.tokenizer, found
+        state, theirs, where, otherwise = trained.state, trained.tokenizer, found, ""
     else:
         from dtt.model.scaling import scaled
 
@@ -55,10 +55,11 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
-        if otherwise := difference(model.arch, arch):
-            log.warning("the model of %s computes otherwise: %s", job.root, otherwise)
+        otherwise = difference(model.arch, arch)
     report = take_weights(model, state, str(where))
     log.info("%s", report)
+    if otherwise:
+        log.warning("the model of %s computes otherwise: %s", where, otherwise)
     if world.first:
         warn_of_other_text(tokenizer, theirs)
 

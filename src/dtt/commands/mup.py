@@ -196,8 +196,8 @@ def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
             "muP does not keep this model the same at all widths",
             where=picture,
             why="; ".join(said["mup"]["faults"]),
-            next="look at the picture: narrow models are noisy, and a few steps tell little; try other "
-            "--widths, more --steps, lower rates (optim.lr, --lrs), and report what stays",
+            next="look at the picture: narrow models are noisy, and few steps tell little; try "
+            "other --widths, more --steps, lower rates (optim.lr, --lrs), and report what stays",
         )
 
 

@@ -37,7 +37,7 @@ class MupConfig(Section):
     """`model.n_layers` of the base; needed unless `depth` is `none`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """muP says how a model differs from its base: there must be one."""
+        """There must be a base: muP says how a model differs from it."""
         if self.base_dim is None:
             yield "base_dim", "muP needs the width of the model that was tuned, as base_dim=256"
         if self.depth != "none" and self.base_layers is None:

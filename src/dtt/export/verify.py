@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from dtt.data.tokenizer import open_tokenizer
-from dtt.errors import DamagedError
+from dtt.errors import DamagedError, Diverged
 from dtt.export.read import Trained
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -70,7 +70,14 @@ def _random_ids(arch: Architecture) -> Tensor:
 
 
 def _difference(expected: Tensor, got: Tensor, what: str, where: Path | None) -> float:
-    """The largest of a logit; DamagedError when it is more than rounding."""
+    """The largest of a logit; DamagedError when it is more than rounding, Diverged when there is
+    nothing to compare."""
+    if not expected.isfinite().all():
+        raise Diverged(
+            "the model gives logits that are no finite numbers; nothing was published",
+            why="training has diverged, or the weights are too large for export.dtype",
+            next="--step STEP for a checkpoint from before, or export.dtype=fp32",
+        )
     difference = (expected - got).abs().max().item()
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
         raise _refused(where, f"logits of {what} differ by up to {difference:.3g}")
