@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def metrics(tmp_path: Path) -> Path:
 def test_records_come_back_as_they_were_one_a_line(metrics: Path) -> None:
     assert list(jsonl.read(metrics)) == RECORDS
     assert metrics.read_bytes().count(b"\n") == len(RECORDS)
+
+
+def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    losses = {"a": 1.5, "b": math.inf}
+    write(path, None, [{"kind": "eval", "step": 4, "loss": math.nan, "losses": losses}])
+    nulls = {"kind": "eval", "step": 4, "loss": None, "losses": {"a": 1.5, "b": None}}
+    assert list(jsonl.read(path)) == [nulls]
 
 
 def test_no_file_has_no_records(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dtt.runtime.files import write_atomically
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 from dtt.track import plot
+from dtt.track.jsonl import plain
 from dtt.track.plot import Curve, Panel
 from dtt.train import coordinates
 from dtt.train.coordinates import KINDS, Sizes
@@ -188,7 +189,7 @@ def _panel(name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum])
 
 def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
     """Keep the numbers beside the picture; Diverged if muP failed."""
-    document = json.dumps(_plain(said), indent=1)
+    document = json.dumps(plain(said), indent=1)
     write_atomically(picture.with_suffix(".json"), document + "\n")
     print(document if as_json else picture)
     if said["mup"]["faults"]:
@@ -199,15 +200,6 @@ def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
             next="look at the picture: narrow models are noisy, and few steps tell little; try "
             "other --widths, more --steps, lower rates (optim.lr, --lrs), and report what stays",
         )
-
-
-def _plain(value: Any) -> Any:
-    """Without what JSON has no number for: null stands for it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _widths(cfg: RunConfig, given: str) -> list[int]:

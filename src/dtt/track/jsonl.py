@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dtt.runtime.files import write_atomically
 from dtt.runtime.log import log
@@ -73,7 +75,16 @@ class JsonlTracker:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(plain(record), ensure_ascii=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Without what JSON has no number for: null stands for it."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path, kind: str | None = None) -> Iterator[Record]:
