@@ -172,10 +172,11 @@ def test_memory_is_bounded_where_a_document_is_not(dtt: Dtt, suffix: str) -> Non
     as_a_user(dtt, fault)
     # Not getrusage: its peak begins with that of the process that started this one.
     code = (
-        "import sys; from pathlib import Path; from dtt.main import main\n"
-        f"sys.argv = ['dtt', *{JSON_SKIP!r}, 'tokenize.validation_fraction=0']\n"
-        "try: main()\n"
-        "finally: print(Path('/proc/self/status').read_text(), file=sys.stderr)\n"
+        "import sys; from pathlib import Path\n"
+        "from dtt.commands import tokenize; from dtt.config.load import resolve\n"
+        f"cfg = resolve(None, [*{JSON_SKIP[2:]!r}, 'tokenize.validation_fraction=0']).config\n"
+        "tokenize.run(cfg, as_json=True)\n"
+        "print(Path('/proc/self/status').read_text(), file=sys.stderr)\n"
     )
     done = dtt.wait(dtt.start_python("-c", code))
     assert json.loads(done.stdout)["skipped_documents"] == 1
