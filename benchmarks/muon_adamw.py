@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dtt.track import summary
 
-LRS = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
+LRS = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
 SEEDS = (0, 1, 2)
 HORIZONS = (0.5, 1.0)
 
