@@ -54,9 +54,8 @@ class Runs:
         if optimizer == "muon":
             values["optim.adamw.lr"] = lr
         given = [f"{key}={value}" for key, value in values.items()]
-        if not (job / "exit.json").exists():
-            command = [sys.executable, "-m", "dtt.main", "train", "-c", "novels"]
-            subprocess.run([*command, *given, *self.overrides], check=True, cwd=self.work)
+        command = [sys.executable, "-m", "dtt.main", "train", "-c", "novels"]
+        subprocess.run([*command, *given, *self.overrides], check=True, cwd=self.work)
         last = summary.summarize(job / "metrics.jsonl").last_eval
         assert last is not None
         assert last["step"] == steps
