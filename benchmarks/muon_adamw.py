@@ -78,7 +78,10 @@ def spread(values: list[float]) -> str:
 
 
 def steps_needed(losses: dict[int, float], target: float) -> float:
-    """Where the line through the final losses of schedules of several lengths meets `target`."""
+    """Where the line through the final losses of schedules of several lengths meets `target`.
+
+    If even the shortest ends below it: the steps of that, which are then too many.
+    """
     points = sorted(losses.items())
     for (a, high), (b, low) in pairwise(points):
         if low <= target <= high:
@@ -118,9 +121,10 @@ def main() -> None:
     seconds = {optimizer: runs.step_seconds(optimizer) for optimizer in LRS}
     shares = [steps / options.steps for steps in needed]
     ratio = seconds["muon"] / seconds["adamw"]
-    print(f"\nto the loss that adamw ends with, muon takes {spread(shares)} of its steps")
+    most = "at most " if min(shares) <= HORIZONS[0] else ""
+    print(f"\nto the loss that adamw ends with, muon takes {most}{spread(shares)} of its steps")
     print(f"  a step: adamw {seconds['adamw']:.3f} s, muon {seconds['muon']:.3f} s ({ratio:.2f}x)")
-    print(f"  so {spread([share * ratio for share in shares])} of its time")
+    print(f"  so {most}{spread([share * ratio for share in shares])} of its time")
 
 
 if __name__ == "__main__":
