@@ -93,17 +93,22 @@ def run(
             text = "".join(_pieces(tokenizer, reply))
             if as_json:
                 full = len(reply) == max_new_tokens or len(ids + reply) == trained.arch.max_seq_len
-                record = {
-                    "prompt": texts[number],
-                    "text": text,
-                    "finish_reason": "length" if full else "stop",
-                    "prompt_tokens": len(ids),
-                    "completion_tokens": len(reply),
-                }
-                print(json.dumps(record, ensure_ascii=False), flush=True)
+                print(_record(texts[number], text, ids, reply, full), flush=True)
             else:
                 heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
                 print(f"{heading}{texts[number]}{text}", flush=True)
+
+
+def _record(prompt: str, text: str, ids: list[int], reply: list[int], full: bool) -> str:
+    """A line of JSON; `full`: the reply ended for want of room, not with the document."""
+    record = {
+        "prompt": prompt,
+        "text": text,
+        "finish_reason": "length" if full else "stop",
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(reply),
+    }
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
