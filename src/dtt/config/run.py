@@ -25,6 +25,7 @@ from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig, OptimConfig
+from dtt.config.parallel import ParallelConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
@@ -60,6 +61,8 @@ class RunConfig(Section):
     """Learning rate over the run."""
     train: TrainConfig = TrainConfig()
     """The run itself."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run is spread over devices."""
     guard: GuardConfig = GuardConfig()
     """Steps whose numbers are no use."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,0 +1,128 @@
+"""Which part of a tensor this process holds, and which the others do.
+
+torch's DTensor says over which dimensions of a mesh of processes a tensor is cut (`Shard`), and
+over which it is repeated (`Replicate`). Here that becomes boxes: where a part begins, and its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index in the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+class Held(NamedTuple):
+    """What this process holds of a tensor."""
+
+    local: Tensor
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole."""
+    copy: int
+    """Which it is of the processes that hold the same."""
+    copies: int
+    """How many these are."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of `tensor`, in the same memory; a tensor that is not cut is its own."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def held(tensor: Tensor) -> Held:
+    """What this process holds of `tensor`; of a plain one that is all, as all processes do."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return Held(tensor, Box((0,) * len(shape), shape), shape, *world)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    place = mesh.get_coordinate()
+    assert place is not None, "every process is in the mesh"
+    copy, copies = 0, 1
+    for i, placement in enumerate(placements):
+        if placement.is_replicate():
+            copy, copies = copy * mesh.size(i) + place[i], copies * mesh.size(i)
+    return Held(local(tensor), _box(shape, placements, mesh.shape, place), shape, copy, copies)
+
+
+def boxes(tensor: Tensor) -> dict[int, Box]:
+    """What each process holds of `tensor`, by rank."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return dict.fromkeys(range(ranks), Box((0,) * len(shape), shape))
+    mesh = tensor.device_mesh
+    places = product(*(range(size) for size in mesh.shape))
+    return {
+        int(mesh.mesh[place]): _box(shape, tensor.placements, mesh.shape, place) for place in places
+    }
+
+
+def _box(
+    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]
+) -> Box:
+    """The part at `place` in a mesh of `sizes`.
+
+    Each cut is that of `torch.chunk`. FSDP2 cuts what tensor parallelism has cut already, though
+    its dimension of the mesh comes first: torch marks these placements as strided.
+    """
+    offset, extent = [0] * len(shape), list(shape)
+    cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    for i in sorted(cuts, key=lambda i: hasattr(placements[i], "split_factor")):
+        dim = placements[i].dim
+        rows = -(-extent[dim] // sizes[i])
+        first = min(rows * place[i], extent[dim])
+        offset[dim] += first
+        extent[dim] = min(rows, extent[dim] - first)
+    return Box(tuple(offset), tuple(extent))
+
+
+def zeros_beside(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
+    """Zeros of a shape that lies as `parameter` does, where it has its size, and is 1 elsewhere.
+
+    As the state of optimizers: one number for each weight, or for each row.
+    """
+    assert len(shape) == parameter.ndim
+    assert all(n in (1, whole) for n, whole in zip(shape, parameter.shape, strict=True))
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(tuple(shape), **how)
+    mesh = parameter.device_mesh
+    placements = [p if keeps(p, shape) else Replicate() for p in parameter.placements]
+    box = _box(shape, placements, mesh.shape, mesh.get_coordinate() or ())
+    return as_cut(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
+
+
+def keeps(placement: Any, shape: Sequence[int]) -> bool:
+    """Whether a tensor of `shape` is still cut by `placement`: in a dimension of 1 there is nothing
+    to cut."""
+    return isinstance(placement, Shard) and shape[placement.dim] > 1
+
+
+def as_cut(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """The tensor of `shape` of which each process gives its part."""
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    cut: DTensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=tuple(shape), stride=stride
+    )
+    return cut
