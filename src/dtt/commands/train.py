@@ -258,33 +258,35 @@ def build(
 
     from dtt.checkpoint.saver import Saver
     from dtt.data.loader import Share, training_batches
-    from dtt.model.decoder import Decoder, roles
-    from dtt.model.init import initialize
+    from dtt.model.decoder import roles
     from dtt.optim import groups
     from dtt.optim.ema import Ema
-    from dtt.parallel.apply import apply
+    from dtt.train.assemble import assemble
     from dtt.train.evaluate import evaluation_due
     from dtt.train.guard import Guard
     from dtt.train.meter import Meter
     from dtt.train.state import Position
     from dtt.train.trainer import Trainer
 
-    with world.device:
-        model = Decoder(plan.arch)
-    initialize(model, cfg.seed, plan.scaling.base)
+    made = assemble(cfg, plan, world)
+    model, layout = made.model, made.layout
     if resume is None and cfg.init.source is not None:
         begin_with(cfg.init.source, model, dataset.tokenizer, world)
     ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     optimizers = groups.build(
         cfg.optim,
-        dict(model.named_parameters()),
+        made.parameters,
         roles(model),
         ns_dtype,
         plan.scaling.learning_rates(cfg.optim, roles(model)),
     )
     log.info("what trains what:\n%s", groups.describe(optimizers))
     share = Share(
-        world.rank, world.size, cfg.train.micro_batch, world.device, cfg.data.mask_documents
+        layout.data_rank,
+        plan.sizes.data,
+        cfg.train.micro_batch,
+        world.device,
+        cfg.data.mask_documents,
     )
     known, unfinished = None, False
     evaluator = make_evaluator(cfg, plan, world, dataset, share)
@@ -302,11 +304,13 @@ def build(
         cfg=cfg,
         plan=plan,
         world=world,
+        layout=layout,
         job=this.job,
         model=model,
-        module=apply(model, world, plan.compile),
+        parameters=made.parameters,
+        module=made.module,
         optimizers=optimizers,
-        ema=Ema(dict(model.named_parameters()), decay) if (decay := cfg.train.ema_decay) else None,
+        ema=Ema(made.parameters, decay) if (decay := cfg.train.ema_decay) else None,
         dataset=dataset,
         guard=Guard(cfg.guard, world, this.job.root),
         batches_from=partial(training_batches, dataset, share),
@@ -336,7 +340,7 @@ def make_evaluator(
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    return Evaluator(parts, share, plan.precision, world)
+    return Evaluator(parts, share, plan.precision, world, plan.sizes.context)
 
 
 def make_budget(

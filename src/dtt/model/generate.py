@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.errors import Diverged
 from dtt.model.cache import KVCache
@@ -91,6 +91,42 @@ def generate_batch(
                 logits = list(model(tokens_B1, cache=cache)[:, -1])
     finally:
         model.train(was_training)
+
+
+@torch.no_grad()  # FSDP2 reuses its memory in training, which inference mode would forbid
+def generate_uncached(
+    module: nn.Module,
+    multiple: int,
+    context: int,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    stop_id: int,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    """As `generate`, for a model that lies on several ranks, which all call this together.
+
+    Every token takes a forward pass over all before it, padded to one length that is a multiple of
+    `multiple`; at most `context` tokens.
+    """
+    ids = list(prompt_ids)
+    end = min(len(ids) + max_new_tokens, context)
+    padded = torch.zeros(1, -(-end // multiple) * multiple, dtype=torch.int64)
+    was_training = module.training
+    module.eval()
+    try:
+        while len(ids) < end:
+            padded[0, : len(ids)] = torch.tensor(ids)
+            logits = module(padded.to(generator.device))[0, len(ids) - 1]
+            token = sample(logits.float(), temperature, None, top_p, generator)
+            if token == stop_id:
+                return
+            yield token
+            ids.append(token)
+    finally:
+        module.train(was_training)
 
 
 def _read(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:

@@ -10,8 +10,11 @@ from torch import nn
 
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
+from dtt.runtime.sharding import held, local
 
 RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight")
+BLOCK_ELEMENTS = 2**24
+"""Numbers drawn with one generator."""
 
 
 @torch.no_grad()
@@ -23,10 +26,10 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"
-            parameter.fill_(0.0 if zero else 1.0)
+            local(parameter).fill_(0.0 if zero else 1.0)
         else:
             std = init_std(name, model.arch, base or model.arch)
-            parameter.copy_(_normal(parameter, std, seed, name))
+            _fill_normal(parameter, std, seed, name)
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:
@@ -42,10 +45,23 @@ def init_std(name: str, arch: Architecture, base: Architecture) -> float:
     return std / math.sqrt(2 * base.n_layers) if name.endswith(RESIDUAL_WRITERS) else std
 
 
-def _normal(like: nn.Parameter, std: float, seed: int, name: str) -> torch.Tensor:
-    """Draw on the CPU, where a generator gives the same numbers for every kind of device."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.empty(like.shape, dtype=torch.float32, device="cpu").normal_(
-        0.0, std, generator=generator
-    )
+def _fill_normal(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
+    """Draw on the CPU, where a generator gives the same numbers for every kind of device.
+
+    Rows come in blocks, each with a generator of its own: a process that holds a part of the
+    parameter draws the blocks that this is in, and no others.
+    """
+    part, box, (rows, columns) = held(parameter)[:3]
+    height = max(1, BLOCK_ELEMENTS // columns)
+    (first, left), (count, width) = box
+    for start in range(first // height * height, first + count, height):
+        shape = min(height, rows - start), columns
+        drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+        drawn.normal_(0.0, std, generator=_generator(f"{seed}:{name}", start // height))
+        begin, end = max(first, start), min(first + count, start + len(drawn))
+        part[begin - first : end - first] = drawn[begin - start : end - start, left : left + width]
+
+
+def _generator(key: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256((f"{key}:{block}" if block else key).encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -1,47 +1,110 @@
-"""Put a single-device model on this process's device and among its peers: compile, then DDP."""
+"""Put a single-device model on the devices of a mesh, from outside: tensor parallelism, then
+compilation, then FSDP2 or DDP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.parallel.mesh import Layout
 from dtt.runtime.dist import World
+from dtt.runtime.sharding import held
 
 SHAPES = 128
 """That are compiled: more than schedules of batches and contexts come to."""
 
 
-def apply(model: nn.Module, world: World, compile_blocks: bool) -> nn.Module:
+def apply(
+    model: nn.Module,
+    world: World,
+    layout: Layout,
+    *,
+    compile_blocks: bool,
+    precision: str = "fp32",
+    reshard: bool = True,
+) -> nn.Module:
     """Returns the module to call in training; `model` keeps the parameters and their names.
+
+    Where the layout is sharded, parameters become DTensors in place; a model on the meta device
+    can then be given memory for this process's part alone. With `precision` bf16 the weights that
+    are gathered for a product are bf16, gradients are summed in fp32. With `reshard` they are let
+    go between forward and backward pass.
 
     Blocks (`model.layers`) are compiled one by one: they share one compilation, which is much
     quicker than the whole model's and hardly slower to run. Shapes stay static: a last, smaller
     batch of an evaluation, or another size of `train.batch_schedule` and `train.context_schedule`,
     is compiled on its own, rather than making the training graph dynamic.
     """
+    blocks = list(model.get_submodule("layers").children())
     if compile_blocks:
         # After so many shapes (by itself 8) torch runs the others uncompiled.
         torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
-        for block in model.get_submodule("layers").children():
+        for block in blocks:
             block.compile(dynamic=False)
+    if layout.sharded:
+        _shard(model, blocks, layout, precision, reshard)
+        return model
     if world.size == 1:
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
+def _shard(
+    model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, precision: str, reshard: bool
+) -> None:
+    """FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when it needs them.
+
+    What is outside of the blocks is gathered together, as embedding and head may be one.
+    """
+    dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
+    mesh = layout.part(*dims)
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+
 @contextmanager
 def gradient_sync(module: nn.Module, wanted: bool) -> Iterator[None]:
     """Average gradients over ranks in the backward pass inside, or (accumulating) not yet."""
-    if wanted or not isinstance(module, DistributedDataParallel):
-        yield
-    else:
+    if isinstance(module, DistributedDataParallel) and not wanted:
         with module.no_sync():
             yield
+        return
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # the first, outermost one sets it for all
+            part.set_requires_gradient_sync(wanted)
+            break
+    yield
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Scale gradients to a norm of at most `limit` over all of them; returns the norm before, [].
+
+    As `nn.utils.clip_grad_norm_`, which this is for gradients that are not cut. Of those that are,
+    each process squares its parts, divided by how many hold the same: one exchange.
+    """
+    parts = [held(p.grad) for p in parameters if p.grad is not None]
+    if not parts or parts[0].local is parameters[0].grad:
+        return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+    gradients = [part.local for part in parts]
+    norms = torch._foreach_norm(gradients)  # noqa: SLF001  (as torch's own clipping)
+    torch._foreach_mul_(norms, [part.copies**-0.5 for part in parts])
+    square = torch.stack(norms).square().sum()
+    dist.all_reduce(square)
+    norm = square.sqrt()
+    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

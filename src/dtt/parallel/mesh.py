@@ -44,6 +44,13 @@ class Layout:
         """Processes over which the gradients of one weight are averaged."""
         return self.sizes.data * self.sizes.context
 
+    @property
+    def granularity(self) -> int:
+        """What the length of every sequence is a multiple of: causal attention is shared evenly if
+        each context takes a piece from either end."""
+        pieces = 1 if self.sizes.context == 1 else 2 * self.sizes.context
+        return pieces * self.sizes.tensor
+
     def part(self, *names: str) -> DeviceMesh:
         """The mesh of these dimensions alone."""
         assert self.mesh is not None

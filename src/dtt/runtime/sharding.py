@@ -1,7 +1,7 @@
 """Which part of a tensor this process holds, and which the others do.
 
 torch's DTensor says over which dimensions of a mesh of processes a tensor is cut (`Shard`), and
-over which it is repeated (`Replicate`). Here that becomes boxes: where a part begins, and its shape.
+over which it is repeated (`Replicate`). Here that becomes boxes: where a part begins, how large.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 
 class Box(NamedTuple):
@@ -114,7 +115,7 @@ def zeros_beside(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
 def keeps(placement: Any, shape: Sequence[int]) -> bool:
     """Whether a tensor of `shape` is still cut by `placement`: in a dimension of 1 there is nothing
     to cut."""
-    return isinstance(placement, Shard) and shape[placement.dim] > 1
+    return not placement.is_replicate() and shape[placement.dim] > 1
 
 
 def as_cut(
@@ -123,6 +124,6 @@ def as_cut(
     """The tensor of `shape` of which each process gives its part."""
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     cut: DTensor = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=tuple(shape), stride=stride
+        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     return cut

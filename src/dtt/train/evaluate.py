@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.config.train import TrainConfig
 from dtt.data.dataset import Dataset
@@ -18,7 +19,7 @@ from dtt.data.source import Samples, Source
 from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import Diverged
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate
+from dtt.model.generate import generate, generate_uncached
 from dtt.model.loss import IGNORED
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
@@ -60,9 +61,11 @@ class Evaluator:
     share: Share
     precision: str
     world: World
+    contexts: int = 1
+    """Ranks that share a sequence."""
 
     def record(
-        self, model: Decoder, step: int, stop: Callable[[], bool], ema: Ema | None = None
+        self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
     ) -> Record | None:
         """The `eval` record: mean loss in nats per token, and in bits per byte of text.
 
@@ -86,7 +89,7 @@ class Evaluator:
         return record
 
     @torch.no_grad()
-    def _losses(self, model: Decoder, stop: Callable[[], bool]) -> list[float] | None:
+    def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[float] | None:
         """Mean loss of each source; None once `stop()`."""
         model.eval()
         totals = torch.zeros(len(self.parts), 2, device=self.world.device, dtype=torch.float64)
@@ -95,23 +98,32 @@ class Evaluator:
                 if stop():
                     model.train()
                     return None
-                for micro_batch in self.share.to_device(part.source, samples):
+                for micro_batch in self._mine(part.source, samples):
                     total += self._loss(model, micro_batch)
         model.train()
         return [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
 
     def _chunks(self, count: int) -> Iterator[Samples]:
         """The first `count` samples, a micro-batch for each rank at a time."""
-        rows = self.share.micro_batch * self.world.size
+        rows = self.share.micro_batch * self.share.size
         for first in range(0, count, rows):
             yield np.arange(first, min(first + rows, count), dtype=np.uint64)
 
-    def _loss(self, model: Decoder, micro_batch: MicroBatch) -> Tensor:
-        """Sum of the loss, and number of targets."""
+    def _mine(self, source: Source, samples: Samples) -> list[MicroBatch]:
+        """This rank's part; where there is none, a sample without targets: the others need this
+        rank to gather weights."""
+        mine = self.share.to_device(source, samples)
+        if mine or self.share.size == 1:
+            return mine
+        (other,) = replace(self.share, rank=0, size=1).to_device(source, samples[:1])
+        return [replace(other, targets=torch.full_like(other.targets, IGNORED))]
+
+    def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Sum of the loss, and number of targets; ranks that share a sequence share these."""
         targets = micro_batch.targets
         with autocast(self.world.device, self.precision):
             loss = model(micro_batch.tokens, targets, documents_BT=micro_batch.documents)
-        return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+        return torch.stack([loss.double(), (targets != IGNORED).sum() / self.contexts])
 
     def _overall(self, losses: Sequence[float]) -> dict[str, float | None]:
         shares = [part.share for part in self.parts]
@@ -134,19 +146,27 @@ class Sampler:
         encoded = self._tokenizer.encode(config.sample_prompt, add_special_tokens=False).ids
         self._prompt = encoded or [end]
 
-    def record(self, model: Decoder, step: int) -> Record:
-        """The `sample` record; the prompt alone if the model has diverged."""
+    def record(
+        self, model: Decoder, step: int, together: tuple[nn.Module, int] | None = None
+    ) -> Record:
+        """The `sample` record; the prompt alone if the model has diverged.
+
+        `together`: the module that ranks with a part of the model each must call at once, and what
+        the lengths of its sequences must be a multiple of.
+        """
         device = next(model.parameters()).device
-        generator = torch.Generator(device).manual_seed(self._seed + step)
-        tokens = generate(
-            model,
-            self._prompt,
-            max_new_tokens=self._config.sample_tokens,
-            temperature=0.8,
-            top_p=0.95,
-            stop_id=self._end,
-            generator=generator,
-        )
+        how: dict[str, Any] = {
+            "max_new_tokens": self._config.sample_tokens,
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "stop_id": self._end,
+            "generator": torch.Generator(device).manual_seed(self._seed + step),
+        }
+        if together is None:
+            tokens = generate(model, self._prompt, **how)
+        else:
+            context = model.arch.max_seq_len
+            tokens = generate_uncached(*together, context, self._prompt, **how)
         with torch.compiler.set_stance("force_eager"):  # each token has another shape
             try:
                 ids = list(tokens)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
 from dtt.data import fit
 from dtt.data.dataset import Dataset
@@ -22,6 +23,8 @@ from dtt.runtime.dist import World, native_bf16
 class Plan:
     """The numbers every part of training needs."""
 
+    sizes: Sizes
+    """Of the mesh of devices."""
     scaling: Scaling
     """The architecture, and what rates and initial weights come to at its shape."""
     parameters: int
@@ -65,17 +68,22 @@ class Plan:
         """A few lines for the start of the log."""
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
-            f"{world.size} x {world.device.type}{', compiled' if self.compile else ''}\n"
+            f"{world.size} x {world.device.type}{self._mesh()}"
+            f"{', compiled' if self.compile else ''}\n"
             f"  {'at most ' if self.schedule.waits else ''}{self.steps} steps of {self.step_size}: "
             f"{self.tokens / 1e6:.1f}M tokens, {self.tokens / self.parameters:.1f} per parameter\n"
             f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"
         )
 
+    def _mesh(self) -> str:
+        return f" ({self.sizes.describe()})" if self.sizes.describe() else ""
+
 
 def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     """Resolve what depends on data and devices; ConfigError when they do not fit the config."""
     train, stages = cfg.train, dataset.stages
-    fit.check_batches(train, world.size)
+    sizes = resolve(cfg.parallel, world.size)
+    fit.check_batches(train, sizes.data)
     if dataset.steps == 0:
         raise ConfigError(
             "the data is exhausted before the end of the first step",
@@ -88,6 +96,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     if precision == "auto":
         precision = "bf16" if native_bf16(world.device) else "fp32"
     return Plan(
+        sizes=sizes,
         scaling=scaling,
         parameters=count.parameters(arch),
         precision=precision,

@@ -22,7 +22,8 @@ from dtt.errors import DamagedError
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.groups import set_learning_rate
-from dtt.parallel.apply import autocast, gradient_sync
+from dtt.parallel.apply import autocast, clip_gradients, gradient_sync
+from dtt.parallel.mesh import Layout
 from dtt.runtime.dist import World
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -52,9 +53,12 @@ class Trainer:
     cfg: RunConfig
     plan: Plan
     world: World
+    layout: Layout
     job: JobDir
     model: Decoder
-    """Holds the parameters, under their plain names."""
+    """Holds the parameters; where these are sharded, all ranks must call it together."""
+    parameters: Mapping[str, nn.Parameter]
+    """By their plain names; each rank's part, where they are sharded."""
     module: nn.Module
     """What is called in training: `model`, or `model` wrapped."""
     optimizers: Mapping[str, Optimizer]
@@ -214,9 +218,9 @@ class Trainer:
         if self.position.step + 1 in self.position.avoided:
             self.advance(batch, multiplier, self.guard.pass_over())
             return
-        # DDP averages gradients over ranks; the loss is a mean over the whole global batch.
+        # Gradients are averaged over ranks; the loss is a mean over the whole global batch.
         # A packed sequence may hold a single token, and so no target.
-        scale = self.world.size / max(1, batch.targets)
+        scale = self.layout.copies / max(1, batch.targets)
         loss = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(batch.micro_batches):
             with gradient_sync(self.module, wanted=i == len(batch.micro_batches) - 1):
@@ -230,7 +234,7 @@ class Trainer:
                 part.backward()
             loss += part.detach()
         limit = self.cfg.train.clip_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        norm = clip_gradients(list(self.parameters.values()), limit)
         judgement = self.guard.judge(loss, norm)
         for optimizer in self.optimizers.values():
             optimizer.found_inf = judgement.bad  # type: ignore[attr-defined]  # torch's own name
@@ -307,9 +311,8 @@ class Trainer:
         assert self.evaluator is not None
         self.read_losses()
         with self.watchdog.phase("evaluate"), self.meter.paused("evaluate"):
-            record = self.evaluator.record(
-                self.model, self.position.step, self.stop_wanted, self.ema
-            )
+            module = self.module if self.layout.sharded else self.model  # DDP would sum nothing
+            record = self.evaluator.record(module, self.position.step, self.stop_wanted, self.ema)
         if record is not None:
             self.position.evaluated, self.position.eval_loss = record["step"], record["loss"]
             self.emit(record)
@@ -320,12 +323,13 @@ class Trainer:
         return self.requests.stop_wanted(self.world)
 
     def sample(self) -> None:
-        """A sample, on the first rank."""
+        """A sample, on the first rank; where it holds but a part of the model, on all together."""
         if self.sampler is not None:
             self.read_losses()
-            if self.world.first:
+            if self.world.first or self.layout.sharded:
+                together = (self.module, self.layout.granularity) if self.layout.sharded else None
                 with self.watchdog.phase("sample"), self.meter.paused("sample"):
-                    self.emit(self.sampler.record(self.model, self.position.step))
+                    self.emit(self.sampler.record(self.model, self.position.step, together))
 
     def emit(self, record: Record) -> None:
         """Give a record to every tracker."""
@@ -339,7 +343,7 @@ class Trainer:
         with self.watchdog.phase("save"), self.meter.paused("save"):
             self.check_ranks()
             shared = {
-                store.MODEL: self.model.state_dict(),
+                store.MODEL: self.parameters,
                 store.STATE: optimizer_tensors(self.optimizers)
                 | self.guard.tensors()
                 | ({} if self.ema is None else self.ema.tensors()),

@@ -1,0 +1,65 @@
+"""How fast a device multiplies matrices: by its data sheet, and as measured here."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity).
+# The first entry that the device's name contains is taken, so the longer names come first.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+}
+
+SECONDS = {"cuda": 0.1, "cpu": 0.04}
+"""For which products are timed; a GPU takes some of it to raise its clocks."""
+SIZE = {"cuda": 8192, "cpu": 1024}
+"""Of the square matrices; larger ones are no faster."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
+    return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """`peak_flops` of the device that its driver calls `name`."""
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+
+
+@torch.no_grad()
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of several products of large square matrices, on this device now."""
+    size = SIZE[device.type]
+    # Of random numbers: with zeros a GPU draws less power, and clocks higher.
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    torch.mm(a, b, out=out)  # the first one loads a library
+    fastest, end = float("inf"), time.perf_counter() + SECONDS[device.type]
+    while time.perf_counter() < end or fastest == float("inf"):
+        _finish(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        _finish(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2.0 * size**3 / fastest
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

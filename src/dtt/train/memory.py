@@ -1,0 +1,114 @@
+"""What a process holds in memory, and what to change when that is too much."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from dtt.config.run import RunConfig
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""What `getrusage` counts resident memory in."""
+
+
+class Memory:
+    """Peak and steady memory of this process's device, in bytes.
+
+    On a GPU what torch has allocated and reserved, on a CPU the resident memory of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Nothing has been seen yet."""
+        self._device = device
+        self._peak = 0
+
+    def peak(self) -> int:
+        """Most that was ever held."""
+        if self._device.type != "cuda":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+        return self._peak
+
+    def read(self) -> dict[str, float | None]:
+        """In GB: the peak; the peak since the last reading (now, on a CPU); what is reserved.
+
+        The first steps compile, and make the optimizer's state: the steady peak is that of later
+        readings.
+        """
+        peak, reserved = self.peak(), None
+        if self._device.type == "cuda":
+            steady = torch.cuda.max_memory_allocated(self._device)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            steady = int(psutil.Process().memory_info().rss)
+        return {
+            "memory_gb": _gb(peak),
+            "memory_steady_gb": _gb(steady),
+            "memory_reserved_gb": None if reserved is None else _gb(reserved),
+        }
+
+
+def _gb(size: int) -> float:
+    return round(size / 1e9, 3)
+
+
+@contextmanager
+def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]:
+    """Turn memory that ran out inside into EnvironmentUnfit, which says what to change.
+
+    On a GPU what it held then is kept for https://pytorch.org/memory_viz.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+        where = None
+        if world.device.type == "cuda":
+            where = job.profiles / f"oom-rank-{world.rank:05d}.pickle"
+            try:
+                where.parent.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(where))  # noqa: SLF001  its documented name
+            except (OSError, RuntimeError) as failure:  # there may be no memory for this, either
+                log.warning("no memory snapshot: %s", failure)
+                where = None
+        peak = Memory(world.device).peak()
+        said = str(error).splitlines()[0] if str(error) else "no memory"
+        raise EnvironmentUnfit(
+            f"the {'GPU' if world.device.type == 'cuda' else 'machine'} of rank {world.rank} "
+            "has too little memory for this run",
+            where=where,
+            why=f"{said} (at most {_gb(peak):.2f} GB were held)",
+            next="in this order, until it fits: " + "; ".join(remedies(cfg, world.size)),
+        ) from None
+
+
+def is_exhaustion(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of a device or of the machine."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch's allocator for CPUs raises just this.
+    return "DefaultCPUAllocator" in str(error) or "not enough memory" in str(error)
+
+
+def remedies(cfg: RunConfig, processes: int) -> Iterator[str]:
+    """What takes less memory, the cheapest first."""
+    rows = cfg.train.micro_batch
+    if rows > 1:
+        yield f"train.micro_batch={rows // 2}"
+    if cfg.train.remat == "none":
+        yield "train.remat=full"
+    if processes > 1 and cfg.parallel.shard == 1:
+        yield f"parallel.shard={processes}"
+    yield "more processes with parallel.shard=-1" if processes == 1 else "more processes"
+    yield "a smaller model"
