@@ -1,6 +1,6 @@
 """What is left of a checkpoint when its save is struck, or its files are damaged.
 
-    python benchmarks/faults.py [--json FILE] [--only NAME] [--quick]
+    python benchmarks/faults.py [--json FILE] [--only NAME ...] [--quick]
 
 Each save is run again and again under `strace` (6 or newer). Every system call of it in turn is
 where the process gets a SIGKILL, or where an operation on files fails with EIO (bad disk, file
@@ -330,14 +330,16 @@ def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", help="just the ways to save whose name begins so")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="just the ways to save whose name begins so"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer of each")
     parser.add_argument("--json", type=Path, help="write the counts here, too")
     options = parser.parse_args()
     log.setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # DCP's, of saving alone
     files.PATIENCE = (0.0, 0.0, 0.0)  # a failing call is tried again, but at once
-    keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(options.only or "")]
+    keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(tuple(options.only))]
     faults = ["SIGKILL"] if options.quick else list(FAULTS)
     strikes = {k.name: {fault: strike(k, fault) for fault in faults} for k in keepers}
     show("A save struck at each of its system calls", strikes, GOOD, "survived")

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtt.checkpoint import retain, store
 from dtt.checkpoint.saver import Saver
@@ -29,6 +33,15 @@ def content(step: int) -> Content:
     weights = {f"w{i}": torch.randn(20 + i, 50, generator=generator) for i in range(4)}
     moments = {f"{name}.moment": weight**2 for name, weight in weights.items()}
     return weights | moments | {"step": torch.tensor([step])}
+
+
+def cut(state: Content, rank: int, size: int) -> Content:
+    """Of each tensor the part of one of `size` ranks, as FSDP2 cuts it: uneven, some are empty."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,))
+    parts = {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in state.items()}
+    dist.destroy_process_group()  # nothing is asked of it: saving has ways of its own to talk
+    return dict(parts)
 
 
 class Keeper(Protocol):
@@ -74,6 +87,8 @@ class Dtt:
     name: str
     ranks: int = 1
     asynchronous: bool = False
+    sharded: bool = False
+    """Whether each rank holds but its shard of every tensor."""
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
         """Save, verify, prune to the newest two."""
@@ -83,6 +98,8 @@ class Dtt:
         facts = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {}}
         saver = Saver(JobDir(folder), 1, world, config, facts)
         state = content(step)
+        if self.sharded:
+            state = cut(state, rank, size)
         model = {name: t for name, t in state.items() if "." not in name and name != "step"}
         optimizer = {name: t for name, t in state.items() if "." in name}
         own = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
@@ -161,6 +178,7 @@ OURS: tuple[Keeper, ...] = (
     Dtt("dtt"),
     Dtt("dtt, asynchronous", asynchronous=True),
     Dtt("dtt, two ranks", ranks=2),
+    Dtt("dtt, two ranks, sharded", ranks=2, sharded=True),
 )
 THEIRS: tuple[Keeper, ...] = (
     TorchSave("torch.save"),

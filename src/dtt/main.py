@@ -307,6 +307,33 @@ def pipeline(
         pipeline.run(config, overrides or [], dataset)
 
 
+@cli.command(
+    epilog=_examples(
+        "dtt doctor",
+        "dtt doctor --processes 8 --path /scratch/me/jobs",
+        "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor",
+        "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
+    )
+)
+def doctor(
+    path: Annotated[Path, typer.Option(help="Folder that jobs are to write to.")] = Path("jobs"),
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Start N here, and let them exchange.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Check that this machine, or all nodes of a job, are fit to train on.
+
+    Versions, devices, the disk, and, of several processes, every exchange that training makes:
+    whether its answer is right and how long it takes. Names what is bad or slow; exits with 78.
+    """
+    with command():
+        from dtt.commands import doctor
+
+        doctor.run(path, device=device, processes=processes, as_json=json)
+
+
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")]
 
 
@@ -478,6 +505,22 @@ def job_save(job: Job, wait: Wait = 30.0) -> None:
         from dtt.commands import job as body
 
         body.save(job, wait=wait)
+
+
+@job_cli.command("profile", epilog=_examples("dtt job profile jobs/run"))
+def job_profile(
+    job: Job,
+    kind: Annotated[
+        Literal["torch", "memory", "nsys"] | None,
+        typer.Option(help="What to record, where the job has a GPU; as profile.kind says."),
+    ] = None,
+    wait: Wait = 30.0,
+) -> None:
+    """Ask a running job for a profile of its next three steps, into its folder profiles/."""
+    with command():
+        from dtt.commands import job as body
+
+        body.profile(job, kind=kind, wait=wait)
 
 
 @job_cli.command("resume", epilog=_examples("dtt job resume jobs/run"))

@@ -58,12 +58,18 @@ def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) 
     wait_until(lambda: list((dtt.folder / "jobs/t/checkpoints").glob("step-*")))
     assert endless.poll() is None
 
+    assert "the next steps are recorded" in dtt("job", "profile", "jobs/t", "--kind", "torch").stdout
+    wait_until(lambda: list((dtt.folder / "jobs/t/profiles").glob("*.txt")))
+    assert not (dtt.folder / "jobs/t/control/profile").exists()
+
     assert "it saves and stops" in dtt("job", "stop", "jobs/t").stdout
     assert Dtt.wait(endless).returncode == 75
     stopped = told(dtt)
     assert stopped["state"] == "stopped"
     assert stopped["detail"].endswith("dtt job stop")
     assert stopped["checkpoint"] == f"step-{stopped['step']:06d}"
+    assert 0 < stopped["goodput"]["share"] < 1
+    assert "goodput     " in dtt("job", "status", "jobs/t").stdout
     assert "jobs/t  stopped  " in dtt("job", "ls").stdout
 
 

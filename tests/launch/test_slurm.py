@@ -490,7 +490,7 @@ def test_a_preflight_that_fails_keeps_the_training_from_starting(
     code, _ = execute(text, tmp_path, fakes, PYTHON_CODE="78")
     assert code == 78
     assert [c for c in calls(tmp_path) if c.startswith("python")] == [
-        "python -m dtt.runtime.preflight --cpu "
+        "python -m dtt.main doctor --device cpu --path jobs/run "
     ]
     assert execute(text, tmp_path, fakes)[0] == 0
     assert calls(tmp_path)[-1].startswith("python -m dtt.main train jobs/run")

@@ -88,6 +88,34 @@ def test_tiles_give_what_a_dense_mask_gives_and_the_same_gradients(
     assert_the_same(got, expected, (q, k, v), 1e-5)
 
 
+def chunks_of(rank: int, ranks: int, length: int) -> list[range]:
+    """One from either end, as `length` tokens are shared by processes."""
+    starts = rank * length, (2 * ranks - 1 - rank) * length
+    return [range(start, start + length) for start in starts]
+
+
+@given(
+    seed=st.integers(0, 999),
+    rank=st.integers(0, 2),
+    length=st.integers(1, TILE + 20),
+    window=st.none() | st.integers(1, 3 * TILE),
+    share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
+)
+@settings(max_examples=40, deadline=None)
+def test_tiles_of_some_queries_give_their_rows_of_a_dense_mask(
+    seed: int, rank: int, length: int, window: int | None, share: float | None
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = heads(2, 6 * length, 4, 2)
+    documents = None if share is None else documents_of(2, 6 * length, share)
+    chunks = chunks_of(rank, 3, length)
+    places = [place for chunk in chunks for place in chunk]
+    starts = [chunk.start for chunk in chunks]
+    got = tiled_attention(q[:, :, places], k, v, documents, window, SCALE, starts)
+    expected = dense(q, k, v, may_attend(6 * length, documents, window))[:, :, places]
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 4e-2)])
 def test_tiles_take_every_precision_of_training(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
@@ -115,7 +143,8 @@ def test_tiles_take_heads_whose_numbers_lie_apart() -> None:
 
 def test_the_operators_are_what_torch_expects_of_one() -> None:
     q, k, v = heads(2, 300, 4, 2)
-    arguments = (q, k, v, documents_of(2, 300, 0.01), 100, SCALE)
+    some = q.detach()[:, :, :100].requires_grad_()
+    arguments = (some, k, v, documents_of(2, 300, 0.01), 100, SCALE, [50, 200])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.dtt.tiled_attention.default, arguments, test_utils=checks)
 
@@ -132,6 +161,8 @@ def run(length):
     documents = (torch.arange(length) // 500)[None]
     for limits in ((None, 256), (documents, None), (documents, 256)):
         tiled_attention(q, q, q, *limits, 0.25).sum().backward()
+    some, starts = q[:, :, : length // 4], (length // 8, length // 4 * 3)
+    tiled_attention(some, q, q, None, None, 0.25, starts).sum().backward()
 
 run(600)
 before = peak()
@@ -162,6 +193,49 @@ def test_flex_attention_sees_what_tiles_see(window: int | None, share: float | N
     torch.testing.assert_close(got, tiled_attention(q, k, v, documents, window, SCALE))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("share", [None, 0.03])
+@torch.no_grad()
+def test_flex_attention_of_some_queries_sees_what_tiles_see(
+    window: int | None, share: float | None
+) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
+    documents = None if share is None else documents_of(2, 200, share)
+    chunks = chunks_of(1, 2, 50)
+    places = torch.tensor([place for chunk in chunks for place in chunk])
+    rule = attend.visible(documents, window, places)
+    blocks = create_block_mask(rule, 2, None, 100, 200, device="cpu", BLOCK_SIZE=16)
+    some = q[:, :, places]
+    got = flex_attention(some, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
+    assert isinstance(got, Tensor)
+    starts = [chunk.start for chunk in chunks]
+    expected = tiled_attention(some, k, v, documents, window, SCALE, starts)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
+def test_on_a_gpu_some_queries_give_their_rows_of_a_dense_mask(
+    window: int | None, share: float | None, rank: int
+) -> None:
+    torch.manual_seed(1)
+    arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
+    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 800, 4, 2, 64))
+    documents = None if share is None else documents_of(2, 800, share)
+    chunks = chunks_of(rank, 2, 200)
+    tokens = torch.zeros(2, 800, device="cuda")
+    on_gpu = None if documents is None else documents.cuda()
+    (made,) = attend.attends_from_chunks(arch, tokens, on_gpu, chunks, lambda x: x)
+    places = [place for chunk in chunks for place in chunk]
+    got = made(q[:, :, places], k, v)
+    expected = dense(q, k, v, may_attend(800, documents, window))[:, :, places]
+    assert_the_same(got, expected, (q, k, v), 1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("width", [8, 64])
@@ -185,6 +259,13 @@ def test_plain_causal_attention_is_left_to_sdpa() -> None:
     assert attend.choose(CPU, 100, True, None) == "SDPA in tiles"
     assert attend.choose(GPU, 101, False, 100) == "FlexAttention"
     assert attend.choose(GPU, 100, True, None) == "FlexAttention"
+
+
+def test_processes_that_share_a_sequence_leave_nothing_to_sdpa() -> None:
+    assert attend.choose(CPU, 100, False, None, whole=False) == "SDPA in tiles"
+    assert attend.choose(GPU, 100, False, 100, whole=False) == "FlexAttention"
+    arch = windowed(16, None)
+    assert attend.describe(arch, CPU, 16, False, whole=False) == "attention: SDPA in tiles"
 
 
 def windowed(*windows: int | None) -> Architecture:

@@ -1,53 +1,144 @@
-"""Before training: every rank hears every other, and who gives a wrong answer is named."""
+"""Before training: every rank hears every other, right and fast, and who does not is named."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
+from dtt.errors import EnvironmentUnfit
 from dtt.runtime import preflight
 from dtt.runtime.dist import World
+from dtt.runtime.preflight import Heard, Pair, Timing, blamed
+
+NODE = socket.gethostname()
 
 
-def exchange(world: World, liar: int | None) -> list[str]:
-    """What rank `liar` breaks by giving other numbers than the others expect of it."""
-    lie = 7 if world.rank == liar else 0
-    return preflight.check(world, lambda rank: preflight.number(rank) + lie * (rank == liar))
+def spoil(world: World, liar: int, *names: str) -> tuple[list[Timing], list[str]]:
+    """Exchange, while the collectives `names` begin with a wrong number on rank `liar`."""
+
+    def spoilt(collective: Callable[..., object]) -> Callable[..., object]:
+        def call(out: torch.Tensor, *given: Any) -> object:
+            (given[0] if given else out)[0] += 1
+            return collective(out, *given)
+
+        return call
+
+    torch.set_num_threads(1)
+    preflight.SIZES["cpu"] = dict.fromkeys(preflight.SIZES["cpu"], 2)  # calls
+    if world.rank == liar:
+        for name in names:
+            module = preflight if hasattr(preflight, name) else dist
+            setattr(module, name, spoilt(getattr(module, name)))
+    timings, problems = preflight.exchange(world)
+    return timings, [str(problem) for problem in problems]
 
 
-def test_ranks_that_hear_each_other_have_nothing_to_tell() -> None:
-    assert on_ranks(2, exchange, None) == [[], []]
+def test_three_ranks_that_hear_each_other_have_nothing_to_tell() -> None:
+    results = on_ranks(3, spoil, -1)
+    timings, problems = results[0]
+    assert problems == []
+    assert results == [results[0]] * 3
+    assert {(one.collective, one.dtype) for one in timings} == {
+        (collective, dtype)
+        for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+        for dtype in ("float32", "bfloat16", "int64")
+    }
+    assert {one.bytes for one in timings if one.dtype == "bfloat16"} == {6, 2004, 1_000_002}
+    assert all(0 < one.p50 <= one.p99 for one in timings)
 
 
-def test_a_rank_that_gives_a_wrong_answer_is_named_to_all() -> None:
-    first, second = on_ranks(2, exchange, 1)
-    assert first == second
-    for size in preflight.SIZES:
-        assert f"all_gather of {size}: rank 1 gave a wrong answer" in first
-        assert f"broadcast of {size}: rank 1 gave a wrong answer" in first
-        assert f"all_reduce of {size}: the sum is wrong" in first
+def test_a_rank_that_gives_wrong_numbers_is_named_to_all_with_its_node() -> None:
+    results = on_ranks(3, spoil, 1, "all_gather_single")
+    for _, problems in results:
+        (problem,) = problems
+        assert "rank 1 exchanges wrong numbers" in problem
+        assert f"node {NODE}" in problem
+        assert "all_gather of 1,002 bfloat16" in problem
+        assert f"launch.exclude={NODE}" in problem
 
 
-def test_processes_that_srun_started_meet_at_the_given_address() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        slurm = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_ID": 0,
-                 "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}  # fmt: skip
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "dtt.runtime.preflight", "--cpu"],
-                env=os.environ | place | {name: str(value) for name, value in slurm.items()},
-                stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert "2 x cpu, all exchanges are right" in said[0]
+def test_a_sum_that_nobody_can_be_blamed_for_is_told_all_the_same() -> None:
+    for _, problems in on_ranks(3, spoil, 2, "all_reduce"):
+        (problem,) = problems
+        assert "sums are wrong on rank 0, 1, 2" in problem
+        assert "all_reduce of 3 float32; all_reduce of 1,002 float32" in problem
+        assert "reduce_scatter" not in problem
+
+
+def leave(world: World, told: Path) -> None:
+    """The second rank ends; `told` is what the first one then says."""
+    if not world.first:
+        os._exit(0)
+    with pytest.raises(EnvironmentUnfit) as caught:
+        preflight.exchange(world)
+    told.write_text(str(caught.value))
+
+
+def test_who_waits_in_vain_says_for_what_and_where(tmp_path: Path) -> None:
+    with pytest.raises(EOFError):  # the second rank has left without a word
+        on_ranks(2, leave, tmp_path / "told")
+    said = (tmp_path / "told").read_text()
+    assert f"all_reduce of 2 float32 failed on rank 0, node {NODE}" in said
+    assert "why:   " in said
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 100, 2048])
+def test_bf16_holds_every_sum_whoever_adds_first(size: int) -> None:
+    stride = -(-size // preflight.LARGEST)
+    ranks, positions = torch.arange(size)[:, None], torch.arange(16 * stride)
+    numbers = preflight._ramp(ranks, positions, stride)
+    assert numbers.min() >= 0  # so no partial sum is larger than the whole
+    assert numbers.sum(0).max() <= 256  # the first integer that bf16 cannot hold is 257
+    assert (numbers.sum(1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "ranks"),
+    [
+        ([], []),
+        ([(1, 0), (1, 1)], [1]),  # it hears itself wrong, too
+        ([(2, 3)], [2, 3]),
+        ([(0, 1), (1, 3), (1, 5)], [1]),
+        ([(0, 1), (1, 3), (1, 5), (4, 6), (6, 7)], [1, 6]),
+    ],
+)
+def test_the_rank_that_explains_most_is_blamed(pairs: list[Pair], ranks: list[int]) -> None:
+    assert blamed(pairs) == ranks
+
+
+def swaps(nodes: str, seconds: Callable[[int, int], float]) -> list[Heard]:
+    """What ranks, each on the node of its letter, hear in swaps that take `seconds`."""
+    return [
+        Heard(node, swaps={r ^ bit: seconds(r, r ^ bit) for bit in (1, 2, 4)})
+        for r, node in enumerate(nodes)
+    ]
+
+
+def slow(told: list[Heard]) -> list[str]:
+    return [str(problem) for problem in preflight._slow(told)]
+
+
+def test_a_slow_rank_is_named_and_those_that_wait_for_it_are_not() -> None:
+    (problem,) = slow(swaps("aaaabbbb", lambda r, p: 0.4 if 6 in (r, p) else 0.1))
+    assert "rank 6 exchanges slowly" in problem
+    assert "node b" in problem
+    assert "4.0 times with rank 7, 4.0 times with rank 4, 4.0 times with rank 2" in problem
+
+
+def test_a_link_between_nodes_is_not_slow_for_being_none_within_a_node() -> None:
+    node = "aaabbbcc"
+    assert slow(swaps(node, lambda r, p: 0.1 if node[r] == node[p] else 0.9)) == []
+
+
+def test_a_slow_link_is_told_as_both_of_its_ends() -> None:
+    first, second = slow(swaps("aaaabbbb", lambda r, p: 0.9 if {r, p} == {1, 5} else 0.1))
+    assert "rank 1 exchanges slowly" in first
+    assert "rank 5 exchanges slowly" in second

@@ -43,10 +43,10 @@ def held(pid: int) -> Iterator[None]:
     holder.join()
 
 
-def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
+def test_two_nodes_found_fit_train_and_a_restarted_controller_changes_nothing(
     cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
-    job = submit()
+    job = submit(launch__preflight=True)
     assert job.told()["state"] in ("queued", "running")
     job.wait_for_step(50)
     told = job.told()
@@ -61,10 +61,11 @@ def test_two_nodes_train_and_a_restarted_controller_changes_nothing(
     cluster.wait_for_state(job.id, "COMPLETED")
     told = job.told()
     assert (told["state"], told["step"], told["checkpoint"]) == ("done", 320, "step-000320")
-    nodes = {
-        path.name.split("-")[-1] for path in (job.dtt.folder / job.path / "logs").glob("train-*")
-    }
-    assert nodes == {"n1.log", "n2.log"}
+    logs = job.dtt.folder / job.path / "logs"
+    assert {path.name.split("-")[-1] for path in logs.glob("train-*")} == {"n1.log", "n2.log"}
+    (doctor,) = logs.glob("preflight-*-n1.log")
+    assert "processes     2 (torchrun)" in doctor.read_text()
+    assert "nothing is wrong" in doctor.read_text()
     assert_as_undisturbed(job)
 
 

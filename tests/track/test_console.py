@@ -19,7 +19,10 @@ for step, mfu, rate in ((10, None, 12_345.0), (20, 0.4567, 1_234_567.0)):
     console.log({"kind": "train", "step": step, "loss": 4.0 - step / 100, "lr": 3e-4,
                  "grad_norm": 1.25, "tokens": 64 * step, "ledger": "ab"})
     console.log({"kind": "perf", "step": step, "tokens_per_second": rate, "mfu": mfu,
-                 "memory_gb": 1.5, "seconds_per_step": 2.0, "steps": 2000})
+                 "memory_gb": 1.5, "seconds_per_step": 2.0, "steps": 2000,
+                 "seconds": {"data": 4.0, "forward_backward": 96.0},
+                 "communication_seconds": {"gradients": 4.9},
+                 "slowest_rank": None, "slowest_behind": None})
 log.info("saved step-000020")
 console.log({"kind": "sample", "step": 20, "text": "def f():\\n    pass"})
 ledger = {"ledger": "ab", "bad_step": 29}
@@ -27,7 +30,9 @@ for step, action in ((28, "rewind"), (29, "skip"), (29, "stop")):
     console.log({"kind": "guard", "step": step, "why": "non_finite", "action": action, **ledger})
 console.log({"kind": "train", "step": 30, "loss": None, "grad_norm": None, "lr": 3e-4})
 console.log({"kind": "perf", "step": 30, "tokens_per_second": 1e3, "mfu": None, "memory_gb": 1.5,
-             "seconds_per_step": 2.0, "steps": 2000})
+             "seconds_per_step": 2.0, "steps": 2000, "seconds": {"data": 1.0, "other": 3.0},
+             "communication_seconds": {}, "slowest_rank": 3, "slowest_node": "n2",
+             "slowest_behind": 0.2})
 console.close()
 """
 FIRST = (
@@ -45,7 +50,10 @@ SAID = [
 LEFT_OUT = [
     "step 28: skipped (near the non-finite step 29)",
     "step 29: skipped (non-finite)",
-    "step 30/2000  loss n/a  lr 3.00e-04  grad n/a  1.0ktok/s  mfu n/a  mem 1.5GB  eta 1h05m",
+    (
+        "step 30/2000  loss n/a  lr 3.00e-04  grad n/a  1.0ktok/s  mfu n/a  mem 1.5GB  eta 1h05m"
+        "  data 25%  rank 3 (n2) 20% slower"
+    ),
 ]
 
 

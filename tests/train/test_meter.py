@@ -1,71 +1,85 @@
-"""Speed is tokens over time; a share of the peak is given only where the peak is known."""
+"""Every moment is counted once; speed is tokens over the time of steps; a slow rank is named."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from dtt.config.model import ModelConfig
+from dtt.model import count, families
+from dtt.model.architecture import Architecture
+from dtt.runtime.dist import World, start
+from dtt.runtime.ranks import Ranks
 from dtt.train import meter
-from dtt.train.meter import PEAK_FLOPS, Meter, peak_by_name, peak_flops
+from dtt.train.meter import Meter, Rank, slow_devices
 
-CPU = torch.device("cpu")
+SEQ_LEN = 32
+
+
+def architecture() -> Architecture:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
+    return families.get(config.family).architecture(config, 64, SEQ_LEN)
+
+
+FLOPS = count.flops_per_token(architecture(), SEQ_LEN)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that stands still until `now` is set."""
+    """A clock that stands still until `now` is set; a device that multiplies at 1 MFLOP/s."""
     clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(meter, "measured_flops", lambda device, dtype: 1e6)
     monkeypatch.setattr(meter.time, "perf_counter", lambda: clock.now)
     return clock
 
 
-def one_step(meter: Meter, tokens: int, flops_per_token: int = 1000) -> None:
-    with meter.step(tokens, flops_per_token):
+def make(products: torch.dtype = torch.bfloat16) -> Meter:
+    return Meter(architecture(), products, start(Ranks(), "cpu"))
+
+
+def one_step(meter: Meter, tokens: int) -> None:
+    with meter.step(tokens, SEQ_LEN):
         pass
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("AMD Instinct MI300X", 1307e12),
-        ("NVIDIA L40", None),
-        ("Some Accelerator 9000", None),
-        ("", None),
-    ],
-)
-def test_the_peak_is_that_of_the_data_sheet_or_none(name: str, peak: float | None) -> None:
-    assert peak_by_name(name) == peak
-
-
-def test_a_longer_name_comes_before_one_it_contains() -> None:
-    names = list(PEAK_FLOPS)
-    for i, name in enumerate(names):
-        assert not [later for later in names[i + 1 :] if name in later]
-
-
-def test_a_cpu_has_no_peak_and_no_share_of_it(clock: SimpleNamespace) -> None:
-    assert peak_flops(CPU) is None
-    cpu = Meter(CPU, 1, "bf16")
-    one_step(cpu, 64)
+def test_every_moment_belongs_to_one_part(clock: SimpleNamespace) -> None:
+    speed = make()
+    for _ in range(2):
+        clock.now += 0.5  # asking for requests, logging
+        with speed.step(100, SEQ_LEN):
+            clock.now += 1
+            speed.lap("data")
+            clock.now += 4
+            speed.lap("forward_backward")
+            clock.now += 2
+            speed.lap("optimizer")
+            clock.now += 0.25
+        with speed.paused("evaluate"):
+            clock.now += 100
+    reading = speed.read()
+    assert reading["seconds"] == {
+        "other": 1.5, "data": 2.0, "forward_backward": 8.0, "optimizer": 4.0, "evaluate": 200.0,
+    }  # fmt: skip
+    assert reading["seconds_per_step"] == 15.5 / 2
+    assert reading["tokens_per_second"] == round(200 / 15.5, 1)
+    assert sum(reading["communication_seconds"].values()) == 0.0  # a process alone has none
+    assert reading["slowest_rank"] is None
+    assert speed.totals == reading["seconds"]
     clock.now += 1
-    assert cpu.read()["mfu"] is None
+    assert speed.read()["seconds"] == {"other": 1.0}
+    assert speed.totals["other"] == 2.5
 
 
 def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 2, "bf16")
+    speed = make()
     for _ in range(4):
         one_step(speed, 500)
     clock.now += 8
@@ -76,18 +90,19 @@ def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -
     assert speed.read()["tokens_per_second"] == 500.0
 
 
-def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, "bf16")
+def test_time_before_a_restart_does_not_count_for_the_speed(clock: SimpleNamespace) -> None:
+    speed = make()
     one_step(speed, 10)
     clock.now += 1000
     speed.restart()
     one_step(speed, 10)
     clock.now += 1
     assert speed.read()["tokens_per_second"] == 10.0
+    assert speed.totals["other"] == 1001.0
 
 
 def test_time_of_a_pause_does_not_count(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, "bf16")
+    speed = make()
     one_step(speed, 10)
     clock.now += 1
     worked = speed.worked()
@@ -98,34 +113,53 @@ def test_time_of_a_pause_does_not_count(clock: SimpleNamespace) -> None:
     assert speed.read()["tokens_per_second"] == 10.0
 
 
-def test_there_is_no_share_of_the_bf16_peak_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
-    assert Meter(CPU, 4, "fp32").read()["mfu"] is None
+def test_an_unknown_device_has_a_share_of_what_was_measured_alone(clock: SimpleNamespace) -> None:
+    speed = make()
+    one_step(speed, 1000)
+    clock.now += FLOPS / 1000
+    reading = speed.read()
+    assert (reading["mfu"], reading["mfu_causal"], reading["matmul_share"]) == (None, None, 1.0)
 
 
-def test_the_share_counts_all_devices(
+def test_shares_are_of_the_peak_of_bf16_and_causal_attention_is_half_of_it(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "peak_flops", lambda device: 1e6)
-    share = Meter(CPU, 4, "bf16")
+    monkeypatch.setattr(meter, "peak_flops", lambda device: 2e6)
+    share = make()
     one_step(share, 1000)
-    one_step(share, 2000, flops_per_token=500)  # in a shorter context
-    clock.now += 1
-    assert share.read()["mfu"] == 0.5  # 2e6 FLOP/s of 4e6
+    one_step(share, 1000)
+    clock.now += FLOPS / 1000
+    reading = share.read()
+    assert (reading["mfu"], reading["matmul_share"]) == (1.0, 2.0)
+    arch = architecture()
+    attention = 12 * arch.n_layers * arch.n_heads * arch.head_dim * SEQ_LEN
+    assert reading["mfu_causal"] == round(1 - attention / 2 / FLOPS, 4)
+    assert make(torch.float32).read()["mfu"] is None
+
+
+def test_the_first_step_is_told_with_what_it_took_longer(clock: SimpleNamespace) -> None:
+    speed = make()
+    for seconds in (9.0, 1.0, 1.0):
+        with speed.step(1, SEQ_LEN):
+            clock.now += seconds
+    assert speed.first_step() == (9.0, 8.0)
+    assert speed.steps == 3
 
 
 def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
-    reading = Meter(CPU, 1, "bf16").read()
+    reading = make().read()
     resident = psutil.Process().memory_info().rss / 1e9
-    assert reading["memory_gb"] == pytest.approx(resident, rel=0.2)
+    assert reading["memory_steady_gb"] == pytest.approx(resident, rel=0.2)
+    assert reading["memory_gb"] >= reading["memory_steady_gb"] - 0.01
+    assert reading["memory_reserved_gb"] is None
 
 
 def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespace) -> None:
-    speed = Meter(CPU, 1, "bf16")
+    speed = make()
     assert speed.slowdown(100.0, 101.0) == (None, None)
 
     def step(seconds: float) -> None:
-        with speed.step(1, 1):
+        with speed.step(1, SEQ_LEN):
             clock.now += seconds
 
     for seconds in (9.0, 1.0, 1.0, 1.0):  # the median: the first one compiles
@@ -138,3 +172,85 @@ def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespa
     step(1.0)
     assert speed.slowdown(begin, end) == (pytest.approx(0.5), pytest.approx(0.3))
     assert speed.slowdown(begin, begin) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_a_device_that_multiplies_slower_than_the_others_is_named() -> None:
+    ranks = [Rank("n1", 9e14), Rank("n1", 9.1e14), Rank("n2", 7e14), Rank("n2", 8.9e14)]
+    assert list(slow_devices(ranks, 0.1)) == [
+        "rank 2 (n2) multiplies 22% slower than the median one"
+    ]
+
+
+class Waits(torch.optim.SGD):
+    """Waits for others, and says so."""
+
+    waited_seconds = 0.0
+
+
+def test_what_an_optimizer_waited_is_communication(clock: SimpleNamespace) -> None:
+    optimizer = Waits([nn.Parameter(torch.zeros(1))])
+    others = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    world = start(Ranks(), "cpu")
+    speed = Meter(architecture(), torch.float32, world, [others, optimizer])
+    for waited in (0.5, 0.75):
+        optimizer.waited_seconds = waited
+        reading = speed.read()
+    assert reading["communication_seconds"] == {"optimizer": 0.25, "gradients": 0.0}
+
+
+class Uneven(nn.Module):
+    """Its second layer holds up the backward pass of rank 1."""
+
+    def __init__(self, slow: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.register_full_backward_hook(lambda *_: time.sleep(0.05 if slow else 0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def uneven_steps(world: World) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    model = Uneven(slow=world.rank == 1)
+    module = DistributedDataParallel(model)
+    speed = Meter(architecture(), torch.float32, world)
+    speed.watch_gradients(model.first.weight)
+    readings = []
+    for _ in range(2):
+        for _ in range(4):
+            with speed.step(1, SEQ_LEN):
+                for i in range(2):  # the first micro-batch exchanges nothing
+                    module.require_backward_grad_sync = i == 1
+                    module(torch.randn(8, 64)).sum().backward()
+                speed.lap("forward_backward")
+        readings.append(speed.read())
+    return readings
+
+
+def test_ranks_that_wait_for_gradients_say_so_and_name_the_one_they_wait_for() -> None:
+    first, second = (readings[-1] for readings in on_ranks(2, uneven_steps))
+    waited = first["communication_seconds"]["gradients"]
+    assert waited > second["communication_seconds"]["gradients"]
+    assert waited > 0.5 * 4 * 2 * 0.05
+    for reading in (first, second):  # all ranks are told alike
+        assert reading["slowest_rank"] == 1
+        assert reading["slowest_behind"] > 0.5
+        assert reading["slowest_node"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_time_is_the_devices() -> None:
+    speed = Meter(architecture(), torch.bfloat16, start(Ranks(), "cuda"))
+    x = torch.randn(4096, 4096, device="cuda")
+    with speed.step(1, SEQ_LEN):
+        time.sleep(0.05)  # the batch is late, and the device has nothing to do
+        speed.lap("data")
+        for _ in range(50):
+            x = x @ x
+        speed.lap("forward_backward")
+    torch.cuda.synchronize()
+    seconds = speed.read()["seconds"]
+    assert seconds["data"] > 0.04
+    assert seconds["forward_backward"] > 50 * 2 * 4096**3 / 1e15

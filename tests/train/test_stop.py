@@ -117,9 +117,9 @@ def wish(world: World, folder: Path, save: bool, signalled: int | None) -> tuple
     ("save", "signalled", "expected"),
     [
         (False, None, [(0, "", 0), (0, "", 0)]),
-        (True, None, [(1, "", 90), (1, "", 90)]),
-        (True, 1, [(2, "SIGTERM", 90), (2, "SIGTERM", 90)]),
-        (False, 0, [(2, "SIGTERM", 0), (2, "SIGTERM", 0)]),
+        (True, None, [(2, "", 90), (2, "", 90)]),
+        (True, 1, [(3, "SIGTERM", 90), (3, "SIGTERM", 90)]),
+        (False, 0, [(3, "SIGTERM", 0), (3, "SIGTERM", 0)]),
     ],
 )
 def test_the_largest_wish_of_two_ranks_and_the_end_the_first_wants_are_everyones(

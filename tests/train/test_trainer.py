@@ -18,7 +18,9 @@ from running import Dtt
 from safetensors.torch import load_file
 
 from dtt.checkpoint import store
+from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
+from dtt.train.goodput import goodput
 
 Settings = Any
 
@@ -111,6 +113,10 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
     dtt("train", *long(tokens))
     assert kills == 3
     assert_same_run(undisturbed, job, 120)
+    spent = goodput(JobDir(job))
+    assert spent is not None
+    assert spent.attempts == 4
+    assert 0 < spent.share < 1
 
 
 def reached(job: Path) -> int:

@@ -104,9 +104,10 @@ class Saver:
     ) -> None:
         """Take a copy and begin to write it; on return the tensors may change.
 
-        `shared` tensors, by kind and name, are the same on every rank; `own` are this rank's, under
-        names no other rank uses, and become part of the kind STATE. `flush` is called by the first
-        rank, from the thread. Waits for the save before; raises what went wrong with that one.
+        `shared` tensors, by kind and name, are the same on every rank, or DTensors of which each
+        has its part; `own` are this rank's, under names no other rank uses, and become part of the
+        kind STATE. `flush` is called by the first rank, from the thread. Waits for the save before;
+        raises what went wrong with that one.
         """
         started = time.perf_counter()
         self.wait()
@@ -114,7 +115,7 @@ class Saver:
         pieces = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
         whole = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
         pieces.setdefault(store.STATE, []).extend(whole)
-        size = sum(t.nbytes for named in shared.values() for t in named.values())
+        size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
         save = Save(step, self._copied(pieces), position, size, flush)
         if self._config.asynchronous:
             self._thread = threading.Thread(

@@ -26,6 +26,8 @@ from dtt.runtime.log import log
 if TYPE_CHECKING:  # `dtt ckpt ls` needs no torch
     from torch import Tensor
 
+    from dtt.checkpoint.tensors import Stored
+
 MODEL, STATE = "model", "state"
 """Kinds of tensor files: weights; optimizer state and random number generators."""
 POSITION = "position.json"
@@ -51,6 +53,10 @@ class Checkpoint:
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
         """All tensors of a kind, whole, on the CPU; by parameter name for MODEL."""
+        return {name: stored[()] for name, stored in self.stored(kind).items()}
+
+    def stored(self, kind: str) -> dict[str, Stored]:
+        """The same, but of each only what is asked of it is read, and only then."""
         from dtt.checkpoint import tensors
 
         names = [f.path for f in self.manifest.files if f.path.startswith(f"{kind}-")]

@@ -1,9 +1,9 @@
 """Tensors in safetensors files: cut over ranks when written, put together when read.
 
-Every rank writes one file of its pieces. A tensor that lies on every rank is cut along its first
-dimension so that all ranks write the same number of bytes; one that is sharded already would be
-written as its shards. A piece that is not the whole tensor is described in the file's own header,
-so any number of ranks can read what any other number wrote.
+Every rank writes one file of its pieces. What several ranks hold alike, whole tensors or shards, is
+cut along its first dimension so that these ranks write the same number of bytes. A piece that is
+not the whole tensor is described in the file's own header, so any number of ranks, however they
+share the tensors, can read what any other number wrote, and each reads no more than its part.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtt.artifacts import FileRecord
 from dtt.errors import DamagedError
+from dtt.runtime.sharding import Box, Held, held
 
 CHUNK = 2**24
 """Bytes hashed and written at once: few enough to stay in a cache between the two."""
@@ -57,25 +61,38 @@ class Piece:
 
 
 def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]:
-    """The pieces that `rank` of `size` writes of tensors that every rank holds in full.
+    """The pieces that `rank` of `size` writes of tensors that all of them save together.
 
-    All bytes, one tensor after the other, are divided evenly; a row belongs to the rank in whose
-    part it begins. The order is of names, as dicts that were filled otherwise have another; large
-    elements come first, so that all are aligned.
+    Of a DTensor these are of its shard, which it shares with the ranks that hold a copy; other
+    tensors lie on every rank in full. Of what the same ranks hold, all bytes, one tensor after the
+    other, are divided evenly; a row belongs to the rank in whose part it begins. The order is of
+    names, as dicts that were filled otherwise have another; large elements come first, so that all
+    are aligned.
     """
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    begin, end = total * rank // size, total * (rank + 1) // size
-    pieces, position = [], 0
+    alike: dict[tuple[int, ...], list[tuple[str, Held]]] = defaultdict(list)
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        rows = tensor.shape[0] if tensor.dim() else 1
-        per_row = max(1, tensor.nbytes // max(1, rows))
+        part = held(tensor.detach())
+        if not isinstance(tensor, DTensor):
+            part = part._replace(peers=tuple(range(size)), copy=rank)
+        alike[part.peers].append((name, part))
+    pieces = [piece for parts in alike.values() for piece in _divided(parts)]
+    return sorted(pieces, key=lambda piece: -piece.tensor.itemsize)
+
+
+def _divided(parts: Sequence[tuple[str, Held]]) -> Iterator[Piece]:
+    """This rank's share of parts that the same ranks hold."""
+    copy, copies = parts[0][1].copy, parts[0][1].copies
+    total, position = sum(part.local.nbytes for _, part in parts), 0
+    begin, end = total * copy // copies, total * (copy + 1) // copies
+    for name, (local, box, shape, *_) in parts:
+        rows = local.shape[0] if local.dim() else 1
+        per_row = max(1, local.nbytes // max(1, rows))
         first, last = (min(max(-((position - b) // per_row), 0), rows) for b in (begin, end))
-        if last > first:
-            part = tensor[first:last] if tensor.dim() else tensor
-            offset = (first, *[0] * (tensor.dim() - 1)) if tensor.dim() else ()
-            pieces.append(Piece(name, part, offset, tuple(tensor.shape)))
-        position += tensor.nbytes
-    return pieces
+        if last > first and local.numel():
+            share = local[first:last] if local.dim() else local
+            offset = (box.offset[0] + first, *box.offset[1:]) if local.dim() else ()
+            yield Piece(name, share, offset, shape)
+        position += local.nbytes
 
 
 def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
@@ -123,27 +140,54 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
             yield flat[start : start + CHUNK].data
 
 
-def read(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """All tensors of some files, put together, on the CPU; DamagedError when a piece is absent."""
-    tensors: dict[str, Tensor] = {}
-    missing: dict[str, int] = {}
-    for path in paths:
-        with safetensors.safe_open(path, "pt") as file:
-            parts = json.loads((file.metadata() or {}).get("pieces", "{}"))
-            for name in file.keys():  # noqa: SIM118  not a dict
-                piece = file.get_tensor(name)
-                if name not in parts:
-                    tensors[name] = piece
-                    continue
-                offset, shape = parts[name]["offset"], parts[name]["shape"]
-                whole = tensors.setdefault(name, torch.empty(shape, dtype=piece.dtype))
-                box = tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))
-                whole[box] = piece
-                missing[name] = missing.get(name, math.prod(shape)) - piece.numel()
-    for name, elements in missing.items():
-        if elements:
+@dataclass
+class Stored:
+    """A tensor in files: `stored[10:20, :]` reads that part of it, `stored[()]` all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[Any, Box]] = field(default_factory=list)
+    """Open files, and the part of the tensor that lies in each."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """On the CPU; DamagedError if some of it is in no file."""
+        index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        wanted = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
+        tensor = torch.empty([end - begin for begin, end in wanted], dtype=self.dtype)
+        missing = tensor.numel()
+        for file, (offset, shape) in self.pieces:
+            ranges = zip(wanted, offset, shape, strict=True)
+            common = [(max(b, o), min(e, o + n)) for (b, e), o, n in ranges]
+            if all(begin < end for begin, end in common):
+                there = _shifted(common, offset)
+                here = _shifted(common, [begin for begin, _ in wanted])
+                tensor[here] = file.get_slice(self.name)[there]
+                missing -= math.prod(end - begin for begin, end in common)
+        if missing:
             raise DamagedError(
-                f"the checkpoint's {name} is not whole",
-                why=f"{elements} of {tensors[name].numel()} elements are in none of its files",
+                f"the checkpoint's {self.name} is not whole",
+                why=f"{missing} of {tensor.numel()} elements are in none of its files",
             )
-    return tensors
+        return tensor
+
+
+def _shifted(ranges: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(b - o, e - o) for (b, e), o in zip(ranges, offset, strict=True))
+
+
+def read(paths: Iterable[Path]) -> dict[str, Stored]:
+    """The tensors in some files, by name; only the files' headers are read."""
+    found: dict[str, Stored] = {}
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    for path in paths:
+        file: Any = safetensors.safe_open(path, "pt")  # it has no types
+        parts = json.loads((file.metadata() or {}).get("pieces", "{}"))
+        for name in file.keys():  # noqa: SIM118  not a dict
+            piece = file.get_slice(name)
+            extent = tuple(piece.get_shape())
+            part = parts.get(name, {"offset": [0] * len(extent), "shape": extent})
+            stored = Stored(name, tuple(part["shape"]), dtypes[piece.get_dtype()])
+            box = Box(tuple(part["offset"]), extent)
+            found.setdefault(name, stored).pieces.append((file, box))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
+    from dtt.runtime.sharding import Whole
 
 HF = "hf:"
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
@@ -38,6 +40,7 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
     from dtt.checkpoint import store
     from dtt.train.begin import take_weights
 
+    state: Mapping[str, Whole]
     if source.startswith(HF):
         from dtt.export.read import read_hf_folder
 
@@ -51,7 +54,7 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
 
         checkpoint = world.from_first(store.find(source) if world.first else None)
         assert checkpoint is not None
-        state, where = checkpoint.tensors(store.MODEL), checkpoint.path
+        state, where = checkpoint.stored(store.MODEL), checkpoint.path
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch

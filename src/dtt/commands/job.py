@@ -1,4 +1,4 @@
-"""`dtt job ls | status | stop | save | resume | logs`: what jobs do, and what they are asked to."""
+"""`dtt job …`: what jobs do, and what they are asked to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dtt.config.profile import Kind
 from dtt.errors import ConfigError, DttError, InputError
 from dtt.launch import ledger, squeue, submissions
 from dtt.launch.evidence import newest_log, requester
@@ -22,8 +23,15 @@ from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
+from dtt.train.goodput import goodput
 
 POLL_SECONDS = 0.1
+THEN = {
+    "stop": "it saves and stops",
+    "save": "it saves and goes on",
+    "profile": "the next steps are recorded into its folder profiles/",
+}
+"""What a job does that has heard a request."""
 
 
 def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
@@ -98,6 +106,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "seconds_left": status.seconds_left,
         "parent": status.job.parent_record(),
         "checkpoint": status.job.newest_checkpoint_name(),
+        "goodput": useful.record() if (useful := goodput(status.job)) is not None else None,
         "heartbeat": own.heartbeat,
         "heartbeat_age": own.now - own.heartbeat["time"] if own.heartbeat else None,
         "acknowledged": own.acknowledged,
@@ -125,6 +134,8 @@ def _report(status: Status) -> Iterator[str]:
             where = os.path.normpath(status.job.root / parent["job"])
             yield f"parent      {where}@{parent['step']}"
         yield f"checkpoint  {status.job.newest_checkpoint_name() or 'none'}"
+        if (useful := goodput(status.job)) is not None:
+            yield f"goodput     {useful.describe()}"
     if found is not None:
         where = f" on {found.nodes}" if found.nodes else ""
         why = f" ({found.reason})" if found.reason else ""
@@ -185,22 +196,37 @@ def _cancel(found: Status, id: str, *, yes: bool) -> None:
 
 def save(path: Path, *, wait: float) -> None:
     """Ask a running job for a checkpoint; ConfigError if it does not run."""
+    _ask(_training(path, "save"), "save", wait)
+
+
+def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
+    """Ask a running job for a profile of its next steps; ConfigError if it does not run."""
+    _ask(_training(path, "profile"), "profile", wait, kind or "")
+
+
+def _training(path: Path, what: str) -> Status:
+    """The state of a job that trains now; ConfigError if it does not."""
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
     if not found.alive:
         raise ConfigError(f"{job.root} does not run: it is {found.state}", why=found.detail or None)
     if (command := submissions.argv(job)[0]) != "train":
-        raise ConfigError(f"{job.root} has nothing to save: it runs dtt {command}")
-    _ask(found, "save", wait)
+        raise ConfigError(f"{job.root} has nothing to {what}: it runs dtt {command}")
+    return found
 
 
-def _ask(found: Status, what: Literal["stop", "save"], wait: float) -> None:
-    """Touch the trigger file, and wait until somebody says that it was heard."""
+def _ask(
+    found: Status, what: Literal["stop", "save", "profile"], wait: float, more: str = ""
+) -> None:
+    """Touch the trigger file, and wait until somebody says that it was heard.
+
+    `more`: a second line for it.
+    """
     job, before = found.job, _answer(found.job)
-    trigger = job.stop if what == "stop" else job.save
+    trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
     # Who asked first is the one to be named. But after Slurm's own request the job would go on.
     if not trigger.exists() or requester(trigger).startswith("slurm:"):
-        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n")
+        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         answer = _answer(job)
@@ -209,8 +235,7 @@ def _ask(found: Status, what: Literal["stop", "save"], wait: float) -> None:
             and answer["request"] == what
             and (answer != before or found.state is State.STOPPING)
         ):
-            then = "it saves and stops" if what == "stop" else "it saves and goes on"
-            print(f"acknowledged at step {answer['step']}: {then}")
+            print(f"acknowledged at step {answer['step']}: {THEN[what]}")
             if what == "stop" and answer["by"].startswith("slurm:"):
                 print(
                     f"it was stopping by itself ({answer['by']}), to go on; now it does not go on"
@@ -258,6 +283,7 @@ def resume(path: Path) -> None:
     # A request that nobody was left to hear is not meant for the next attempt.
     job.stop.unlink(missing_ok=True)
     job.save.unlink(missing_ok=True)
+    job.profile.unlink(missing_ok=True)
     argv = submissions.argv(job)
     if SweepManifest.exists(job.root.parent):
         argv = ["sweep", "retry", str(job.root.parent), job.root.name]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from dtt import __version__
 from dtt.artifacts import fingerprint
@@ -19,7 +19,6 @@ from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
-from dtt.config.train import TensorBoardConfig, WandbConfig
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, Preempted
 from dtt.runtime.files import write_atomically
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from dtt.data.dataset import Dataset
     from dtt.data.loader import Share
     from dtt.runtime.dist import World
-    from dtt.track.base import Tracker
     from dtt.train.budget import Budget
     from dtt.train.evaluate import Evaluator, Sampler
     from dtt.train.plan import Plan
@@ -82,8 +80,10 @@ def run(
         ):
             if ranks.first:
                 fit.check_files(resolved.config.token_paths)
+            this.start.lap("imports")
             world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
+            this.start.lap("process group")
             train(resolved, this, world, from_step, begun)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
@@ -142,8 +142,10 @@ def train(
 ) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
     from dtt.data.dataset import open_dataset
+    from dtt.train.memory import exhaustion_told
     from dtt.train.plan import make_plan
 
+    this.start.lap("imports")
     cfg, job = resolved.config, this.job
     dataset = open_dataset(cfg)
     plan = make_plan(cfg, dataset, world)
@@ -156,6 +158,7 @@ def train(
         job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
     ) as watchdog:
         resume = find_checkpoint(this, dataset, world, from_step)
+        this.start.lap("data")
         if resume is not None and cfg.train.timed:
             plan = plan.going_on(branch.own_decay(job, resume))
             watchdog.steps = plan.steps
@@ -175,8 +178,9 @@ def train(
                     cfg.train.steps,
                 )
             write_provenance(job)
-        trainer = build(cfg, plan, this, world, dataset, watchdog, resume)
         with ExitStack() as stack:
+            stack.enter_context(exhaustion_told(cfg, job, world))
+            trainer = build(cfg, plan, this, world, dataset, watchdog, resume)
             for tracker in trainer.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.saver.close)
@@ -261,26 +265,37 @@ def build(
     from dtt.model.decoder import roles
     from dtt.optim import groups
     from dtt.optim.ema import Ema
+    from dtt.optim.rounding import StochasticRounding
+    from dtt.track.trackers import make_trackers
+    from dtt.train.account import Account
     from dtt.train.assemble import assemble
     from dtt.train.evaluate import evaluation_due
     from dtt.train.guard import Guard
     from dtt.train.meter import Meter
+    from dtt.train.profiler import Profiler
     from dtt.train.state import Position
     from dtt.train.trainer import Trainer
 
+    this.start.lap("imports")
     made = assemble(cfg, plan, world)
     model, layout = made.model, made.layout
     if resume is None and cfg.init.source is not None:
         begin_with(cfg.init.source, model, dataset.tokenizer, world)
-    ns_dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    this.start.lap("model")
+    rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
     optimizers = groups.build(
         cfg.optim,
         made.parameters,
         roles(model),
-        ns_dtype,
+        plan.precision.products,
         plan.scaling.learning_rates(cfg.optim, roles(model)),
+        rounding,
     )
     log.info("what trains what:\n%s", groups.describe(optimizers))
+    this.start.lap("optimizer")
+    meter = Meter(plan.arch, plan.precision.products, world, list(optimizers.values()))
+    if world.size > 1 and not layout.sharded:
+        meter.watch_gradients(made.parameters["embed.weight"])
     share = Share(
         layout.data_rank,
         plan.sizes.data,
@@ -310,13 +325,16 @@ def build(
         parameters=made.parameters,
         module=made.module,
         optimizers=optimizers,
+        rounding=rounding,
         ema=Ema(made.parameters, decay) if (decay := cfg.train.ema_decay) else None,
         dataset=dataset,
         guard=Guard(cfg.guard, world, this.job.root),
         batches_from=partial(training_batches, dataset, share),
         evaluator=evaluator,
         sampler=make_sampler(cfg, dataset),
-        trackers=make_trackers(cfg, plan, this.job, resume, evaluated=not unfinished)
+        trackers=make_trackers(
+            cfg, this.job, resume.step if resume else None, evaluated=not unfinished
+        )
         if world.first
         else [],
         requests=this.requests,
@@ -324,7 +342,10 @@ def build(
         saver=Saver(
             this.job, this.number, world, cfg.checkpoint, facts, this.requests.stop_asked_here
         ),
-        meter=Meter(world.device, world.size, plan.precision),
+        meter=meter,
+        profiler=Profiler(cfg.profile, world, this.job.profiles, meter),
+        account=Account(this.start, this.clock),
+        start=this.start,
         budget=make_budget(cfg, dataset, this, resume),
         run_id=run_id,
     )
@@ -349,7 +370,7 @@ def make_budget(
     """On the first rank of a run that the clock ends; says when it will."""
     from dtt.train.budget import Budget
 
-    if this.clock is None:
+    if this.clock is None or not cfg.train.timed:
         return None
     assert isinstance(cfg.schedule, WsdConfig), "the configuration was checked"
     budget = Budget(
@@ -373,30 +394,3 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     if cfg.train.sample_tokens == 0:
         return None
     return Sampler(cfg.train, dataset.tokenizer, dataset.manifest.end_of_document, cfg.seed)
-
-
-def make_trackers(
-    cfg: RunConfig, plan: Plan, job: JobDir, resume: Checkpoint | None, *, evaluated: bool
-) -> list[Tracker]:
-    """The job's own record first, then what a person watches, then what the config asks for.
-
-    `evaluated`: what was to be measured at the step of `resume` has been.
-    """
-    from dtt.track.console import ConsoleTracker
-    from dtt.track.jsonl import JsonlTracker
-    from dtt.track.tensorboard import TensorBoardTracker
-    from dtt.track.wandb import WandbTracker
-
-    step = None if resume is None else resume.step
-    record = JsonlTracker(job.metrics, step, evaluated=evaluated)
-    trackers: list[Tracker] = [record, ConsoleTracker()]
-    for tracker in cfg.track:
-        match tracker:
-            case WandbConfig():
-                settings = cfg.model_dump(mode="json")
-                trackers.append(WandbTracker(tracker, cfg.name, job.run_id(), job.root, settings))
-            case TensorBoardConfig():
-                trackers.append(TensorBoardTracker(job.tensorboard, step))
-            case _:
-                assert_never(tracker)
-    return trackers

@@ -169,7 +169,8 @@ class LaunchConfig(Section):
     container: ContainerConfig = NoContainer()
     """The container that the processes run in."""
     preflight: bool = free(False)
-    """Before training, let all processes exchange known values: a bad link or GPU is named."""
+    """Before training, run `dtt doctor` as all of its processes: a bad disk, GPU or link is named,
+    and nothing is trained with it."""
     nccl_debug: bool = free(False)
     """NCCL's log of every process, in the job's `logs/`."""
     nsys: bool = free(False)

@@ -26,6 +26,7 @@ from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig, OptimConfig
 from dtt.config.parallel import ParallelConfig
+from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
@@ -70,6 +71,8 @@ class RunConfig(Section):
     track: tuple[TrackerConfig, ...] = free(())
     """Where metrics go besides metrics.jsonl and the console: a list of `{type: wandb, …}`,
     `{type: tensorboard}`."""
+    profile: ProfileConfig = ProfileConfig()
+    """Where the time and the memory of a step go."""
     export: ExportConfig = ExportConfig()
     """The Hugging Face folder."""
     pipeline: PipelineConfig = PipelineConfig()

@@ -50,11 +50,22 @@ class TrainConfig(Section):
     so that it soon forgets where it began. Costs 4 bytes a parameter; null: none."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """`auto`: a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = free("auto")
-    """Arithmetic of the forward and backward pass; weights and optimizer stay fp32. `auto`: bf16
-    where the hardware multiplies it natively, else fp32."""
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = free("auto")
+    """Arithmetic of the forward and backward pass. With `bf16` weights and optimizer stay fp32;
+    with `bf16-pure` they, and gradients, are bf16 too, which halves their memory and loses small
+    updates. `fp8` is `bf16` with those linear layers in fp8 that a trial at the start finds faster
+    so (needs torchao). `auto`: bf16 where the hardware multiplies it natively, else fp32."""
+    stochastic_rounding: bool = free(False)
+    """With `precision: bf16-pure`, round new weights up or down at random, so that updates too
+    small for bf16 count on average."""
+    remat: Literal["none", "full", "selective"] = free("none")
+    """Activations that the backward pass computes again rather than keeps: `full`, all within a
+    block, which saves most memory and costs a third more time; `selective`, all but what attention,
+    every second matrix product and exchanges between processes give."""
+    remat_every: PositiveInt = free(1)
+    """Of so many blocks, `remat` is for one."""
     compile: bool | None = free(None)
-    """torch.compile each block; null: on a GPU only."""
+    """torch.compile each block; null: on a GPU only. Where that fails, the run goes on without."""
     log_every: PositiveInt = free(10)
     """Steps between console lines; metrics.jsonl always gets every step."""
     eval_every: NonNegativeInt = free(200)
@@ -80,6 +91,10 @@ class TrainConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Batches hold whole sequences, and sequences whole contexts."""
         full, seq_len = self.global_batch_tokens, self.seq_len
+        if self.stochastic_rounding and self.precision != "bf16-pure":
+            yield "stochastic_rounding", "it is for train.precision = bf16-pure"
+        if self.precision == "fp8" and seq_len % 16:
+            yield "precision", f"fp8 takes a train.seq_len that is a multiple of 16, not {seq_len}"
         if full % seq_len:
             yield "global_batch_tokens", f"{full} is not a multiple of train.seq_len = {seq_len}"
         for key, why in batch_problems(self.batch_schedule, full, seq_len):

@@ -1,15 +1,17 @@
 """Who attends to whom, and which kernel computes it: one `Attend` for each layer and forward pass.
 
-Shapes: B sequences, T tokens, S tokens in a cache, H query heads, G key/value heads, K head_dim.
+Shapes: B sequences, T tokens, S tokens in a cache or on all processes that share a sequence,
+H query heads, G key/value heads, K head_dim.
 
 Plain causal attention is SDPA's. Documents and windows are skipped, not masked out, by tiles on a
-CPU and by FlexAttention on a GPU: no mask has [T, T] numbers.
+CPU and by FlexAttention on a GPU: no mask has [T, T] numbers. These also attend from a part of the
+sequence to all of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -29,30 +31,41 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Backend = Literal["SDPA", "SDPA in tiles", "FlexAttention"]
 
 
-def choose(device: torch.device, seq_len: int, documents: bool, window: int | None) -> Backend:
-    """What computes attention over `seq_len` tokens, in documents of their own or a window."""
-    if not documents and (window is None or window >= seq_len):
+def choose(
+    device: torch.device, seq_len: int, documents: bool, window: int | None, whole: bool = True
+) -> Backend:
+    """What computes attention over `seq_len` tokens, in documents of their own or a window.
+
+    `whole`: no other process has some of the tokens.
+    """
+    if whole and not documents and (window is None or window >= seq_len):
         return "SDPA"
     return "FlexAttention" if device.type == "cuda" else "SDPA in tiles"
 
 
-def describe(arch: Architecture, device: torch.device, seq_len: int, documents: bool) -> str:
+def describe(
+    arch: Architecture, device: torch.device, seq_len: int, documents: bool, whole: bool = True
+) -> str:
     """The choice for each layer in a line, for the start of a run."""
-    layers = Counter(_describe(window, device, seq_len, documents) for window in arch.windows)
+    layers = Counter(
+        _describe(window, device, seq_len, documents, whole) for window in arch.windows
+    )
     if len(layers) == 1:
         return f"attention: {next(iter(layers))}"
     parts = (f"{what} ({n} of {arch.n_layers} layers)" for what, n in layers.items())
     return f"attention: {', '.join(parts)}"
 
 
-def _describe(window: int | None, device: torch.device, seq_len: int, documents: bool) -> str:
-    backend = choose(device, seq_len, documents, window)
+def _describe(
+    window: int | None, device: torch.device, seq_len: int, documents: bool, whole: bool
+) -> str:
+    backend = choose(device, seq_len, documents, window, whole)
     if backend == "SDPA":
         return "SDPA with FlashAttention 3" if flash_3(device) else "SDPA"
     limits = ["documents"] * documents
     if window is not None and window < seq_len:
         limits.append(f"a window of {window}")
-    return f"{backend} within {' and '.join(limits)}"
+    return f"{backend} within {' and '.join(limits)}" if limits else backend
 
 
 @cache
@@ -89,17 +102,41 @@ def attends(
     return [made[w] for w in arch.windows]
 
 
+def attends_from_chunks(
+    arch: Architecture,
+    tokens_BS: Tensor,
+    documents_BS: Tensor | None,
+    chunks: Sequence[range],
+    gather: Callable[[Tensor], Tensor],
+) -> list[Attend]:
+    """What each layer attends with where other processes have other tokens of the same sequences.
+
+    This one has `chunks` of one length, given by their places among the S tokens. `gather` puts
+    together what all processes have of a tensor [..., T, K]: [..., S, K], in the tokens' order.
+    """
+    made = {
+        w: Gathered(gather, _attend(arch.attn_scale, tokens_BS, documents_BS, w, chunks))
+        for w in set(arch.windows)
+    }
+    return [made[w] for w in arch.windows]
+
+
 def _attend(
-    scale: float, tokens_BT: Tensor, documents_BT: Tensor | None, window: int | None
+    scale: float,
+    tokens_BS: Tensor,
+    documents_BS: Tensor | None,
+    window: int | None,
+    chunks: Sequence[range] | None = None,
 ) -> Attend:
-    seq_len, device = tokens_BT.shape[1], tokens_BT.device
-    match choose(device, seq_len, documents_BT is not None, window):
+    seq_len, device = tokens_BS.shape[1], tokens_BS.device
+    match choose(device, seq_len, documents_BS is not None, window, whole=chunks is None):
         case "SDPA":
             return Causal(scale)
         case "SDPA in tiles":
-            return Tiled(scale, documents_BT, window)
+            starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
+            return Tiled(scale, documents_BS, window, starts)
         case "FlexAttention":
-            return flex(scale, tokens_BT, documents_BT, window)
+            return flex(scale, tokens_BS, documents_BS, window, chunks)
 
 
 @dataclass(frozen=True)
@@ -118,12 +155,14 @@ class Tiled:
     """On a CPU: to the last `window` tokens of its document."""
 
     scale: float
-    documents_BT: Tensor | None
+    documents_BS: Tensor | None
     window: int | None
+    starts: tuple[int, ...] = (0,)
 
-    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`."""
-        return tiled_attention(q_BHTK, k_BGTK, v_BGTK, self.documents_BT, self.window, self.scale)
+    def __call__(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+        """As `Attend`; with more keys than queries, these are chunks that begin at `starts`."""
+        limits = self.documents_BS, self.window, self.scale, self.starts
+        return tiled_attention(q_BHTK, k_BGSK, v_BGSK, *limits)
 
 
 @dataclass(frozen=True)
@@ -150,34 +189,52 @@ class Flex:
         return out_BHTK[..., :width]
 
 
-def flex(scale: float, tokens_BT: Tensor, documents_BT: Tensor | None, window: int | None) -> Flex:
-    """Find the blocks of queries and keys that meet at all; the kernels pass over the others."""
+def flex(
+    scale: float,
+    tokens_BS: Tensor,
+    documents_BS: Tensor | None,
+    window: int | None,
+    chunks: Sequence[range] | None = None,
+) -> Flex:
+    """Find the blocks of queries and keys that meet at all; the kernels pass over the others.
+
+    `chunks`: the places of the queries among the S tokens, if they are not all of these.
+    """
     kernel, create_block_mask = _flex_attention()
-    rows, length = tokens_BT.shape
+    rows, length = tokens_BS.shape
+    places_T = None
+    if chunks is not None:
+        ranges = (torch.arange(c.start, c.stop, device=tokens_BS.device) for c in chunks)
+        places_T = torch.cat(list(ranges))
     block_mask = create_block_mask(
-        visible(documents_BT, window),
-        None if documents_BT is None else rows,
+        visible(documents_BS, window, places_T),
+        None if documents_BS is None else rows,
         None,
+        length if places_T is None else len(places_T),
         length,
-        length,
-        device=tokens_BT.device,
+        device=tokens_BS.device,
     )
     return Flex(scale, block_mask, kernel)
 
 
-def visible(documents_BT: Tensor | None, window: int | None) -> Callable[..., Tensor]:
+def visible(
+    documents_BS: Tensor | None, window: int | None, places_T: Tensor | None = None
+) -> Callable[..., Tensor]:
     """FlexAttention's `mask_mod`: whether query `q` of sequence `b` may attend to key `k`.
 
     It may to itself and to those before it, as far back as the window and its document go. Each
-    document's number stands at its tokens, which follow one another.
+    document's number stands at its tokens, which follow one another. Query `q` is that of the token
+    at `places_T[q]`, or at q.
     """
 
     def mask_mod(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if places_T is not None:
+            q = places_T[q]
         seen = k <= q
         if window is not None:
             seen = seen & (k > q - window)
-        if documents_BT is not None:
-            seen = seen & (documents_BT[b, q] == documents_BT[b, k])
+        if documents_BS is not None:
+            seen = seen & (documents_BS[b, q] == documents_BS[b, k])
         return seen
 
     return mask_mod
@@ -190,6 +247,23 @@ def _flex_attention() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
 
     kernel: Any = torch.compile(flex_attention)
     return kernel, torch.compile(create_block_mask)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """From this process's tokens to those of all that share the sequence.
+
+    Keys and values are gathered first, not sent around in a ring (Llama 3, arXiv 2407.21783,
+    section 3.3.2): with grouped heads they are small, and no kernel has to know of it.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    attend: Attend
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """As `Attend`."""
+        k_BGSK, v_BGSK = self.gather(torch.stack((k_BGTK, v_BGTK)))
+        return self.attend(q_BHTK, k_BGSK, v_BGSK)
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,18 @@ def parameters(arch: Architecture) -> int:
     return heads + positions + arch.n_layers * layer + _norm(arch, arch.dim)
 
 
-def flops_per_token(arch: Architecture, seq_len: int) -> int:
+def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -> int:
     """Floating-point operations of forward and backward per trained token, for MFU.
 
     6 per parameter in a matrix product (the head is one, the input embedding is none) plus
     12 * (n_heads * head_dim) * seq_len for the attention of each layer, the causal half not
     discounted: torchtitan's count, after PaLM (Chowdhery et al., 2022), appendix B. Unlike there,
-    a layer with a window counts that many tokens, where the sequence is longer.
+    a layer with a window counts that many tokens, where the sequence is longer. `causal`: only the
+    tokens that each can see count, w - w^2 / (2 * seq_len) of w on average.
     """
     products = arch.n_layers * _matrices(arch) + arch.vocab_size * arch.dim
-    attended = sum(min(window or seq_len, seq_len) for window in arch.windows)
+    widths = [min(window or seq_len, seq_len) for window in arch.windows]
+    attended = sum(w - w * w // (2 * seq_len) if causal else w for w in widths)
     return 6 * products + 12 * arch.n_heads * arch.head_dim * attended
 
 

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, D dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
-from dtt.model.attend import attends
+from dtt.model.attend import Attend, attends
 from dtt.model.cache import KVCache
 from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
-from dtt.model.loss import linear_cross_entropy
+from dtt.model.loss import Part, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
+from dtt.runtime.sharding import local
 
 Role = Literal["matrix", "embed", "head", "vector"]
 
@@ -44,6 +46,8 @@ class Decoder(nn.Module):
         self.ropes = [arch.rope(i) for i in range(arch.n_layers)]
         self.norm = make_norm(arch, arch.dim)
         self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
+        self.part: Part | None = None
+        """Of the vocabulary, where the head's rows are divided over processes."""
 
     def forward(
         self,
@@ -52,6 +56,8 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         documents_BT: Tensor | None = None,
         z_loss: float = 0.0,
+        positions_BT: Tensor | None = None,
+        attend: Sequence[Attend] | None = None,
     ) -> Tensor:
         """Logits [B, T, V]; with targets, the fp32 *sum* over tokens of the cross-entropy in nats.
 
@@ -59,13 +65,12 @@ class Decoder(nn.Module):
         With a cache, the tokens follow those it holds, it grows, and only the last token's logits
         [B, 1, V] are computed. With documents, which number that of each token, tokens attend
         within their own, and positions begin anew at its start; not together with a cache.
+
+        Tokens that are a part of their sequences come with their positions, and with what each
+        layer attends with, in place of documents and cache.
         """
-        if documents_BT is not None:
-            positions_BT = document_positions(documents_BT)
-        elif cache is not None:
-            positions_BT = cache.positions(tokens_BT.shape[1])
-        else:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        if positions_BT is None:
+            positions_BT = _positions(tokens_BT, documents_BT, cache)
         x_BTD = _scaled(self.embed(tokens_BT), self.arch.embed_scale)
         if self.pos_embed is not None:
             x_BTD = x_BTD + self.pos_embed(positions_BT)
@@ -74,23 +79,35 @@ class Decoder(nn.Module):
             rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
             for rope in set(self.ropes)
         }
-        attend = attends(self.arch, tokens_BT, documents_BT, cache)
+        if attend is None:
+            attend = attends(self.arch, tokens_BT, documents_BT, cache)
         for i, layer in enumerate(self.layers):
             x_BTD = layer(x_BTD, angles[self.ropes[i]], attend[i])
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
-        head_VD = self.embed.weight if self.head is None else self.head.weight
+        head_VD = local(self.embed.weight if self.head is None else self.head.weight)
         if targets_BT is None:
-            return _softcapped(F.linear(x_BTD, head_VD), self.arch.logit_softcap)
+            logits_BTV = _softcapped(F.linear(x_BTD, head_VD), self.arch.logit_softcap)
+            return logits_BTV if self.part is None else _whole(logits_BTV, self.part)
         return linear_cross_entropy(
             x_BTD.flatten(0, 1),
             head_VD,
             targets_BT.flatten(),
             softcap=self.arch.logit_softcap,
             z_loss=z_loss,
+            part=self.part,
         )
+
+
+def _positions(tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> Tensor:
+    """[B or 1, T]."""
+    if documents_BT is not None:
+        return document_positions(documents_BT)
+    if cache is not None:
+        return cache.positions(tokens_BT.shape[1])
+    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
 
 
 def document_positions(documents_BT: Tensor) -> Tensor:
@@ -108,6 +125,11 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _whole(logits: Tensor, part: Part) -> Tensor:
+    """Logits of the whole vocabulary, from those of its parts."""
+    return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
 def roles(model: nn.Module) -> dict[str, Role]:

@@ -1,6 +1,7 @@
 """The head's projection and its cross-entropy in one, without ever holding [N, V] logits.
 
-Shapes: N tokens, D dim, V vocabulary, C tokens of one chunk.
+Shapes: N tokens, D dim, V vocabulary, C tokens of one chunk. Where P processes divide the head's
+rows, V is what this one has of them.
 
 torch has its own since 2.13; dtt supports older ones. It knows neither soft-cap nor z-loss, nor
 autocast, and is several times slower on a CPU (benchmarks/loss.py).
@@ -9,7 +10,7 @@ autocast, and is several times slower on a CPU (benchmarks/loss.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 adding each chunk's part to the weight's gradient is the dearer, the smaller the chunks are."""
 
 
+class Part(Protocol):
+    """The rows of the head that this process holds, where others hold the rest of the vocabulary.
+
+    All of them call for the same tokens at the same time.
+    """
+
+    first: int
+    """The token of the first row."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[P, ...]: the `x` of every process, the same on all of them; no gradient goes back."""
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -27,6 +41,7 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    part: Part | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T, target), in nats, as an fp32 scalar.
@@ -40,6 +55,10 @@ def linear_cross_entropy(
     `chunk` tokens are worked on at a time; when gradients are wanted they are computed along the
     way, so that the logits are computed once and never kept. Under autocast the products are taken
     in its dtype; the loss and the sum of the weight's gradient are fp32 (fp64 for fp64 inputs).
+
+    With `part`, `weight_VD` is this process's rows. The loss, on every process, is then that over
+    the whole vocabulary; the gradient of `hidden_ND` is what these rows add to it (Megatron-LM,
+    arXiv 1909.08053, section 3). Of each token two numbers are exchanged.
     """
     device = hidden_ND.device.type
     chunk = chunk or max(1, CHUNK_ELEMENTS[device] // weight_VD.shape[0])
@@ -47,12 +66,12 @@ def linear_cross_entropy(
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
             apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-            return apply(hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk, dtype)
+            return apply(hidden_ND, weight_VD, targets_N, softcap, z_loss, part, chunk, dtype)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
-            loss += _chunk_loss(hidden_ND[rows], weight_VD, targets_N[rows], softcap)[0]
+            loss += _chunk_loss(hidden_ND[rows], weight_VD, targets_N[rows], softcap, part)[0]
         return loss
 
 
@@ -61,23 +80,43 @@ def _sum_dtype(like: Tensor) -> torch.dtype:
 
 
 def _chunk_loss(
-    h_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, softcap: float | None
+    h_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, softcap: float | None, part: Part | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of some tokens, their log-probabilities [C, V], and the logsumexp of their logits
-    [C, 1]; each in fp32 or wider."""
+    [C, 1] over the whole vocabulary; each in fp32 or wider."""
     logits_CV = h_CD @ weight_VD.T
     if softcap is not None:
         wide_CV = logits_CV.to(_sum_dtype(h_CD))
         logits_CV = wide_CV.div_(softcap).tanh_().mul_(softcap)
     logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(h_CD))
-    column_C1 = targets_C.clamp(min=0)[:, None]
+    column_C1, here_C1 = _columns(targets_C, logits_CV.shape[1], part)
     picked_C1 = logp_CV.gather(1, column_C1)
-    lse_C1 = logits_CV.gather(1, column_C1) - picked_C1
+    logit_C1 = logits_CV.gather(1, column_C1)
+    lse_C1 = logit_C1 - picked_C1
+    if part is not None:  # so far of these rows alone
+        logit_C1 = logit_C1.masked_fill(~here_C1, 0.0)
+        each_PC2 = part.gather(torch.cat((lse_C1, logit_C1.type_as(lse_C1)), dim=1))
+        whole_C1 = each_PC2[..., :1].logsumexp(dim=0)
+        picked_C1 = each_PC2[..., 1:].sum(dim=0) - whole_C1
+        logp_CV += lse_C1 - whole_C1
+        lse_C1 = whole_C1
     return -picked_C1[:, 0].masked_fill(targets_C == IGNORED, 0.0).sum(), logp_CV, lse_C1
 
 
+def _columns(targets_C: Tensor, rows: int, part: Part | None) -> tuple[Tensor, Tensor]:
+    """Where among these logits each target's is, and whether it is there at all; [C, 1] each."""
+    wanted_C = targets_C if part is None else targets_C - part.first
+    column_C = wanted_C.clamp(0, rows - 1)
+    return column_C[:, None], (column_C == wanted_C)[:, None]
+
+
 def _grad_logits(
-    logp_CV: Tensor, lse_C1: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float
+    logp_CV: Tensor,
+    lse_C1: Tensor,
+    targets_C: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    part: Part | None,
 ) -> Tensor:
     """Gradient of the loss with respect to the logits before the cap; takes the memory of `logp`.
 
@@ -89,8 +128,8 @@ def _grad_logits(
     grad_CV = logp_CV.exp_()  # softmax * (1 + 2 z lse) - one_hot(target), in place
     if z_loss:
         grad_CV.mul_(1.0 + 2.0 * z_loss * lse_C1)
-    one = grad_CV.new_full((), -1.0).expand(len(targets_C), 1)
-    grad_CV.scatter_add_(1, targets_C.clamp(min=0)[:, None], one)
+    column_C1, here_C1 = _columns(targets_C, grad_CV.shape[1], part)
+    grad_CV.scatter_add_(1, column_C1, -here_C1.type_as(grad_CV))
     return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
@@ -103,6 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         z_loss: float,
+        part: Part | None,
         chunk: int,
         dtype: torch.dtype | None,
     ) -> Tensor:
@@ -117,9 +157,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             targets_C = targets_N[rows]
             ignored_C1 = (targets_C == IGNORED)[:, None]
-            part, logp_CV, lse_C1 = _chunk_loss(hidden[rows], weight, targets_C, softcap)
-            loss += part
-            grad_logits = _grad_logits(logp_CV, lse_C1, targets_C, softcap, z_loss)
+            chunk_loss, logp_CV, lse_C1 = _chunk_loss(
+                hidden[rows], weight, targets_C, softcap, part
+            )
+            loss += chunk_loss
+            grad_logits = _grad_logits(logp_CV, lse_C1, targets_C, softcap, z_loss, part)
             grad_logits = grad_logits.to(hidden.dtype)
             # Ignored rows are zeroed in the narrow [C, D] factors, not in the wide gradient.
             if grad_hidden is not None:
@@ -142,4 +184,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_loss).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)

@@ -1,17 +1,18 @@
 """Attention within documents and windows on a CPU: exact, in memory that grows as the tokens do.
 
-Shapes: B sequences, T tokens, H query heads, G key/value heads, K head_dim.
+Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, K head_dim. There are as
+many queries as keys, unless other processes have the other queries: then some chunks of them.
 
 torch's flash kernel for CPUs takes dense masks only. So it is called for one tile at a time: some
-queries, and those keys that they may attend to. That is a whole document, or the last W keys before
-each of `TILE` queries, under one small mask that all tiles share. Two operators of our own do it,
-one for each direction: the compiler sees neither the tiles, which every batch has others of, nor a
-tensor for each of them.
+queries, and those keys that they may attend to. That is a whole document, or, where a document is
+longer than the window or began before the chunk, all keys that `TILE` queries see, under a mask
+that all such tiles share. Two operators of our own do it, one for each direction: the compiler sees
+neither the tiles, which every batch has others of, nor a tensor for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 TILE = 128
-"""Queries of a tile in a window: more would look at keys that few of them may see."""
+"""Queries of a tile with a mask: more would look at keys that few of them may see."""
 
 # What SDPA calls; it has no public name that also gives what the backward pass needs.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -27,7 +28,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Tile(NamedTuple):
-    """Queries and keys as slices of T. Without a mask they are the same, and attention causal."""
+    """Slices of B, T and S. Without a mask queries and keys are of the same tokens, and attention
+    is causal."""
 
     rows: slice
     queries: slice
@@ -37,46 +39,58 @@ class Tile(NamedTuple):
 
 def tiled_attention(
     q_BHTK: Tensor,
-    k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    documents_BT: Tensor | None,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    documents_BS: Tensor | None,
     window: int | None,
     scale: float,
+    starts: Sequence[int] = (0,),
 ) -> Tensor:
     """softmax(scale * q kᵀ) v [B, H, T, K] over the last `window` tokens of the same document.
 
-    Documents are numbered, and each is in one piece; None: every sequence is one.
+    Documents are numbered, and each is in one piece; None: every sequence is one. The queries are
+    chunks of one length, and those of chunk i stand at the places from `starts[i]` on of the S.
     """
     out: Tensor
-    out, _ = torch.ops.dtt.tiled_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT, window, scale)
+    out, _ = torch.ops.dtt.tiled_attention(
+        q_BHTK, k_BGSK, v_BGSK, documents_BS, window, scale, starts
+    )
     return out
 
 
 def tiles(
-    shape: tuple[int, int], documents_BT: Tensor | None, window: int | None, dtype: torch.dtype
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    documents_BS: Tensor | None,
+    window: int | None,
+    starts: Sequence[int],
 ) -> Iterator[Tile]:
-    """Cut [B, T] tokens: every query is in one tile, with all keys that it may attend to."""
-    window = shape[1] if window is None else window
-    for row, start, stop in _documents(shape, documents_BT):
-        first = min(stop, start + window)
-        yield Tile(row, slice(start, first), slice(start, first), None)
-        for begin in range(first, stop, TILE):
-            end = min(begin + TILE, stop)
-            keys = slice(begin - window + 1, end)
-            mask = _near(window, dtype)[: end - begin, : end - keys.start]
-            yield Tile(row, slice(begin, end), keys, mask)
+    """Every query is in one tile, with all keys that it may attend to."""
+    S, chunk = k_BGSK.shape[2], q_BHTK.shape[2] // len(starts)
+    window = S if window is None else min(window, S)
+    for row, first, stop in _documents(S, documents_BS):
+        for i, start in enumerate(starts):
+            begin, end = max(first, start), min(stop, start + chunk)
+            shift = start - i * chunk  # from a query's number to its place
+            if begin == first < end:
+                begin = min(end, first + window)
+                yield Tile(row, slice(first - shift, begin - shift), slice(first, begin), None)
+            for left in range(begin, end, TILE):
+                right, oldest = min(left + TILE, end), left - window + 1
+                keys = slice(max(first, oldest), right)
+                near = _near(window, q_BHTK.dtype)
+                mask = near[: right - left, keys.start - oldest : right - oldest]
+                yield Tile(row, slice(left - shift, right - shift), keys, mask)
 
 
-def _documents(
-    shape: tuple[int, int], documents_BT: Tensor | None
-) -> Iterator[tuple[slice, int, int]]:
+def _documents(S: int, documents_BS: Tensor | None) -> Iterator[tuple[slice, int, int]]:
     """Rows, first token, and the one after the last, of each document."""
-    if documents_BT is None:
-        yield slice(None), 0, shape[1]
+    if documents_BS is None:
+        yield slice(None), 0, S
         return
-    for row, documents_T in enumerate(documents_BT):
+    for row, documents_S in enumerate(documents_BS):
         stop = 0
-        for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist():
+        for length in torch.unique_consecutive(documents_S, return_counts=True)[1].tolist():
             start, stop = stop, stop + length
             yield slice(row, row + 1), start, stop
 
@@ -98,12 +112,18 @@ def _side_by_side(*tensors: Tensor) -> list[Tensor]:
 
 
 def _tiled(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of each softmax's denominator [B, H, T], at least fp32."""
     out, lse = _outputs(q)
     q, k, v = _side_by_side(q, k, v)
-    for rows, queries, keys, mask in tiles((q.shape[0], q.shape[2]), documents, window, q.dtype):
+    for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
         out[rows, :, queries], lse[rows, :, queries] = _flash(
             q[rows, :, queries],
             k[rows, :, keys],
@@ -132,12 +152,13 @@ def _tiled_backward(
     documents: Tensor | None,
     window: int | None,
     scale: float,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. A key is in several tiles of a window: its sum is at least fp32."""
+    """Gradients of q, k and v. A key is in several tiles with masks: its sum is at least fp32."""
     grad_q, grad_k, grad_v = _gradients(grad, q, k, v)
     sum_k, sum_v = torch.zeros_like(k, dtype=_wide(k)), torch.zeros_like(v, dtype=_wide(v))
     grad, q, k, v = _side_by_side(grad, q, k, v)
-    for rows, queries, keys, mask in tiles((q.shape[0], q.shape[2]), documents, window, q.dtype):
+    for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
         grad_q[rows, :, queries], part_k, part_v = _flash_backward(
             grad[rows, :, queries],
             q[rows, :, queries],
@@ -163,25 +184,25 @@ def _gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.window, ctx.scale = inputs
+    q, k, v, documents, *ctx.limits = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    grads = torch.ops.dtt.tiled_attention_backward(grad, *saved, ctx.window, ctx.scale)
-    return *grads, None, None, None
+    grads = torch.ops.dtt.tiled_attention_backward(grad, *saved, *ctx.limits)
+    return *grads, None, None, None, None
 
 
 torch.library.define(
     "dtt::tiled_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? documents, int? window, float scale)"
-    " -> (Tensor out, Tensor lse)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? documents, int? window, float scale,"
+    " int[] starts) -> (Tensor out, Tensor lse)",
 )
 torch.library.define(
     "dtt::tiled_attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents,"
-    " int? window, float scale) -> (Tensor, Tensor, Tensor)",
+    " int? window, float scale, int[] starts) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.impl("dtt::tiled_attention", "cpu", _tiled)
 torch.library.impl("dtt::tiled_attention_backward", "cpu", _tiled_backward)

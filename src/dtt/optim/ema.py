@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dtt.errors import DamagedError
 from dtt.runtime.log import log
+from dtt.runtime.sharding import Whole, fill, local
+
+T = TypeVar("T")
 
 OWNER = "ema"
 """First part of the paths of its state in a checkpoint."""
@@ -40,22 +44,24 @@ class Ema:
         optimizers.
         """
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        weights = [(1 - decay) * (1 - skip)] * len(self._averages)
-        torch._foreach_lerp_(self._averages, self._parameters, weights)
+        weight = (1 - decay) * (1 - skip)
+        for average, p in zip(_locals(self._averages), _locals(self._parameters), strict=True):
+            average.lerp_(p.float(), weight)
         self._updates += 1 - skip
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Meanwhile the parameters hold the averages; nothing is copied."""
-        self._swap()
+        """Meanwhile the parameters hold the averages, in their own precision.
+
+        Takes the memory that gradients take in a step.
+        """
+        parameters = _locals(self._parameters)  # their contents: FSDP knows them by their memory
+        kept = [p.clone() for p in parameters]
+        _copy(parameters, _locals(self._averages))
         try:
             yield
         finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for i, parameter in enumerate(self._parameters):
-            parameter.data, self._averages[i] = self._averages[i], parameter.data
+            _copy(parameters, kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of its state, by `ema/parameter/value`, and `ema/updates/count`."""
@@ -63,13 +69,13 @@ class Ema:
         return {UPDATES: self._updates} | {f"{OWNER}/{n}/value": average for n, average in named}
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Whole]) -> None:
         """Go on from the `tensors()` in the state of a checkpoint; DamagedError if they are of
         other parameters. Where there are none it begins with the parameters, and says so."""
         found = averages(state)
         if not found:
             log.info("the checkpoint holds no average of the weights: it begins with them now")
-            torch._foreach_copy_(self._averages, self._parameters)
+            torch._foreach_copy_(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
         if found.keys() != set(self._names):
@@ -79,11 +85,20 @@ class Ema:
                 why=f"{odd} is on one side only",
             )
         for name, average in zip(self._names, self._averages, strict=True):
-            average.copy_(found[name])
-        self._updates.copy_(state[UPDATES])
+            fill(average, found[name])
+        fill(self._updates, state[UPDATES])
 
 
-def averages(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+def _locals(tensors: list[Tensor]) -> list[Tensor]:
+    return [local(tensor) for tensor in tensors]
+
+
+def averages(state: Mapping[str, T]) -> dict[str, T]:
     """The averaged weights in the state of a checkpoint, by parameter name; may be none."""
     return {
         path.split("/")[1]: tensor

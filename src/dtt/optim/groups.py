@@ -14,7 +14,9 @@ from torch.optim import AdamW, Optimizer
 
 from dtt.config.optim import GroupConfig, MuonConfig, OptimConfig, RoleConfig
 from dtt.errors import ConfigError
+from dtt.optim.adamw import RoundedAdamW
 from dtt.optim.muon import Muon
+from dtt.optim.rounding import StochasticRounding
 
 T = TypeVar("T")
 
@@ -41,14 +43,16 @@ def build(
     roles: Mapping[str, str],
     ns_dtype: torch.dtype,
     multipliers: Mapping[str, Mapping[str, float]] | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> dict[str, Optimizer]:
     """The optimizers by name (`muon`, `adamw`); together they hold each parameter exactly once.
 
     `roles` must name every parameter: matrix | embed | head | vector. Under Muon the matrices are
     Muon's, the rest AdamW's, unless `config.groups` says otherwise by name. `multipliers` are
     factors of learning rates, by optimizer and name, 1 if absent; weight decay is divided by them,
-    so that a step decays by as much. Groups carry their parameters' `names`, their `label` and
-    `peak_lr`. ConfigError where an entry of `config.groups` does not fit.
+    so that a step decays by as much. `rounding` is for bf16 parameters. Groups carry their
+    parameters' `names`, their `label` and `peak_lr`. ConfigError where an entry of `config.groups`
+    does not fit.
     """
     unassigned = parameters.keys() - roles.keys()
     if unassigned:
@@ -68,10 +72,24 @@ def build(
     optimizers: dict[str, Optimizer] = {}
     if groups["muon"]:
         assert isinstance(config, MuonConfig)
-        optimizers["muon"] = Muon(groups["muon"], config, ns_dtype)
+        optimizers["muon"] = Muon(groups["muon"], config, ns_dtype, rounding=rounding)
     if groups["adamw"]:
-        optimizers["adamw"] = AdamW(groups["adamw"], fused=True)
+        adamw = groups["adamw"]
+        optimizers["adamw"] = (
+            AdamW(adamw, fused=True) if rounding is None else RoundedAdamW(adamw, rounding)
+        )
     return optimizers
+
+
+def takers(
+    config: OptimConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
+) -> dict[str, str]:
+    """Which optimizer (`muon`, `adamw`) would take each parameter; ConfigError as `build`."""
+    chosen = _choose(config.groups, list(parameters))
+    return {
+        name: _settings(config, name, parameter, roles[name], chosen.get(name)).optimizer
+        for name, parameter in parameters.items()
+    }
 
 
 def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, GroupConfig]:

@@ -4,34 +4,25 @@ kellerjordan.github.io/posts/muon), with what has been added to it since."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtt.config.optim import MuonConfig
+from dtt.optim.exchange import Waiting, stagger
 from dtt.optim.newton_schulz import orthogonalize, quintics
+from dtt.optim.rounding import StochasticRounding
+from dtt.optim.routes import Batch, Bucket, plan
+from dtt.runtime.sharding import zeros_beside
 
 BATCH_ELEMENTS = 2**26
 """Numbers updated at once, which bounds the memory of a step: 256 MB a copy in fp32."""
 
 EPS = 1e-10
 """Keeps divisions by the norm of a zero row finite."""
-
-
-class Matrix(NamedTuple):
-    """One matrix [R, C] of a parameter, and its state: views."""
-
-    weight: Tensor
-    gradient: Tensor
-    momentum: Tensor
-    row_moment: Tensor | None
-    """[R, 1], with NorMuon."""
-    step: Tensor | None
-    """That of the whole parameter, when momentum warms up."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -54,8 +45,17 @@ class Muon(torch.optim.Optimizer):
     """0-dim; 1.0: the step changes nothing, bit for bit, whatever the gradients are. As with
     torch's fused optimizers, it is set before `step`, and the host never looks at it."""
 
-    def __init__(self, params: Iterable[Any], config: MuonConfig, ns_dtype: torch.dtype) -> None:
-        """`params` are parameters or groups; `ns_dtype` is what Newton-Schulz computes in."""
+    def __init__(
+        self,
+        params: Iterable[Any],
+        config: MuonConfig,
+        ns_dtype: torch.dtype,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
+        """`params` are parameters or groups; `ns_dtype` is what Newton-Schulz computes in.
+
+        With `rounding` weights are bf16, and groups hold the `names` of their parameters.
+        """
         defaults = {
             "lr": config.lr,
             "weight_decay": config.weight_decay,
@@ -63,92 +63,144 @@ class Muon(torch.optim.Optimizer):
             "split": None,
         }
         super().__init__(params, defaults)
-        self._config, self._ns_dtype = config, ns_dtype
+        self._config, self._ns_dtype, self._rounding = config, ns_dtype, rounding
         self._polynomials = quintics(config.ns_coefficients, config.ns_steps)
+        self._buckets: list[Bucket] = []
+        self._planned: list[int] = []
+        """Ids of the parameters in them."""
+        self._waiting = Waiting()
+        self._names: dict[Tensor, str] = {}
         for group in self.param_groups:
+            self._names |= zip(group["params"], group.get("names", ()), strict=False)
             for p in group["params"]:
                 if p.ndim not in (2, 3):
                     raise ValueError(f"Muon is for matrices, got a parameter of shape {p.shape}")
 
+    @property
+    def waited_seconds(self) -> float:
+        """How long in all this process has waited for others; on a GPU how long its stream has."""
+        return self._waiting.seconds()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; all processes do so together."""
         assert closure is None
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            by_shape: dict[torch.Size, list[Matrix]] = defaultdict(list)
-            for p in params:
-                for matrix in self._matrices(p, group["split"]):
-                    by_shape[matrix.weight.shape].append(matrix)
-            for shape, matrices in by_shape.items():
-                at_once = max(1, BATCH_ELEMENTS // shape.numel())
-                for start in range(0, len(matrices), at_once):
-                    self._update(matrices[start : start + at_once], group)
-            if params and self._config.momentum_warmup:
-                counts = [self.state[p]["step"] for p in params]
-                done = torch.stack(counts)
-                self._write(counts, done, done + 1)
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        updated = list(chain(*groups))
+        for p in updated:
+            self._make_state(p)
+        if list(map(id, updated)) != self._planned:
+            members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
+            rows = self._config.normuon_beta2 is not None
+            self._buckets = plan(members, BATCH_ELEMENTS, self._ns_dtype, rows)
+            self._planned = list(map(id, updated))
+        stagger(map(self._update, self._buckets))
+        if self._config.momentum_warmup and updated:
+            counts = [self.state[p]["step"] for p in updated]
+            done = torch.stack(counts)
+            self._write(counts, done, done + 1)
 
-    def _matrices(self, p: Tensor, split: Sequence[int] | None) -> list[Matrix]:
-        """The matrices of a parameter; makes the state that it lacks."""
-        assert p.grad is not None
+    def _make_state(self, p: Tensor) -> None:
+        """What it lacks; it lies as the parameter does."""
         config, state = self._config, self.state[p]
         if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
+            state["momentum"] = zeros_beside(p, p.shape)
         if config.normuon_beta2 is not None and "row_moment" not in state:
-            state["row_moment"] = torch.zeros_like(p[..., :1])
+            state["row_moment"] = zeros_beside(p, (*p.shape[:-1], 1))
         if config.momentum_warmup and "step" not in state:
             state["step"] = torch.zeros((), device=p.device)
-        row_moment, step = state.get("row_moment"), state.get("step")
-        cut = [pieces(tensor, split) for tensor in (p, p.grad, state["momentum"])]
-        rows = repeat(None) if row_moment is None else pieces(row_moment, split)
-        return [Matrix(w, g, m, r, step) for w, g, m, r in zip(*cut, rows, strict=False)]
 
-    def _update(self, matrices: Sequence[Matrix], group: Mapping[str, Any]) -> None:
-        """Step matrices of one shape."""
-        averaged = self._averaged(matrices, group["momentum"])
-        update = orthogonalize(averaged, self._polynomials, self._ns_dtype)
-        weights = [matrix.weight for matrix in matrices]
-        old = torch.stack(weights)
-        update = update.to(old.dtype)
-        if self._config.normuon_beta2 is not None:
-            update = self._normalized(matrices, update, self._config.normuon_beta2)
-        decayed = old
-        if self._config.cautious_weight_decay:
-            decayed = torch.where(update * old >= 0, old, 0.0)
-        lr = group["lr"]
-        change = update.mul_(-lr * self._scale(*old.shape[1:]))
-        change.add_(decayed, alpha=-lr * group["weight_decay"])
-        self._write(weights, old, change.add_(old))
+    def _update(self, bucket: Bucket) -> Iterator[None]:
+        """Step the matrices of a bucket. While it waits for messages, others may step theirs."""
+        to_owners, to_holders = bucket.parts
+        rows_to_owners, rows_to_holders = bucket.rows
+        parts = to_owners.start([self._averaged(batch) for batch in bucket.batches])
+        moments = rows_to_owners.start(self._row_moments(bucket))
+        if parts.away:
+            yield
+        updates = [
+            orthogonalize(whole, self._polynomials, self._ns_dtype)
+            for whole in parts.wait(self._waiting)
+        ]
+        stacked = zip(updates, moments.wait(self._waiting), strict=False)  # none without NorMuon
+        evened = [self._evened(update, moment) for update, moment in stacked]
+        parts = to_holders.start(updates)
+        rows = rows_to_holders.start(evened)
+        del updates, evened
+        if parts.away:
+            yield
+        here = parts.wait(self._waiting), rows.wait(self._waiting)
+        for batch, update, row in zip_longest(bucket.batches, *here):
+            self._apply(batch, update, row)
 
-    def _averaged(self, matrices: Sequence[Matrix], momentum: float) -> Tensor:
-        """Advance the momenta; returns what is to be orthogonalised [N, R, C]."""
-        decay = self._warmed_up(matrices, momentum)
-        gradients = torch.stack([matrix.gradient for matrix in matrices])
-        momenta = [matrix.momentum for matrix in matrices]
+    def _averaged(self, batch: Batch) -> Tensor:
+        """Advance the momenta; returns what is to be orthogonalised [N, r, c]."""
+        decay = self._warmed_up(batch)
+        gradients = torch.stack(batch.of(_gradient))
+        momenta = batch.of(lambda p: self.state[p]["momentum"])
         old = torch.stack(momenta)
         new = torch.lerp(old, gradients, 1 - decay)
         self._write(momenta, old, new)
         return gradients.lerp_(new, decay) if self._config.nesterov else new
 
-    def _warmed_up(self, matrices: Sequence[Matrix], momentum: float) -> float | Tensor:
+    def _warmed_up(self, batch: Batch) -> float | Tensor:
         """The momentum of this step; [N, 1, 1] if it depends on the steps that each has done."""
+        momentum: float = self.param_groups[batch.group]["momentum"]
         start, steps = self._config.momentum_start, self._config.momentum_warmup
         if steps == 0:
             return momentum
-        done = torch.stack([matrix.step for matrix in matrices if matrix.step is not None])
+        done = torch.stack([self.state[p]["step"] for p, _, _ in batch.places])
         return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
 
-    def _normalized(self, matrices: Sequence[Matrix], update: Tensor, beta2: float) -> Tensor:
-        """NorMuon: `update` [N, R, C] with rows of about one norm, and with the norm it had."""
-        moments = [matrix.row_moment for matrix in matrices if matrix.row_moment is not None]
-        old = torch.stack(moments)
-        new = old.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
-        self._write(moments, old, new)
-        divided = update / (new.sqrt() + EPS)
-        norm, divided_norm = (u.norm(dim=(-2, -1), keepdim=True) for u in (update, divided))
-        normalized: Tensor = divided * (norm / (divided_norm + EPS))
-        return normalized
+    def _row_moments(self, bucket: Bucket) -> list[Tensor]:
+        """NorMuon's [N, r, 1] of each batch."""
+        if self._config.normuon_beta2 is None:
+            return []
+        return [torch.stack(batch.of(self._row_moment)).float() for batch in bucket.batches]
+
+    def _evened(self, update: Tensor, old: Tensor) -> Tensor:
+        """NorMuon, for whole matrices: the next moments of their rows, and what the rows are to be
+        multiplied by to be of about one norm, while the matrix keeps its own. [N, R, 2]."""
+        assert self._config.normuon_beta2 is not None
+        squares = update.float().square().mean(dim=-1, keepdim=True)
+        new = old.lerp(squares, 1 - self._config.normuon_beta2)
+        factor = 1 / (new.sqrt() + EPS)
+        columns = update.size(-1)
+        norm, evened = (
+            (columns * x.sum(dim=-2, keepdim=True)).sqrt() for x in (squares, squares * factor**2)
+        )
+        return torch.cat([new, factor * (norm / (evened + EPS))], dim=-1)
+
+    def _apply(self, batch: Batch, update: Tensor, rows: Tensor | None) -> None:
+        """Step the parts [N, r, c] of weights that this process holds."""
+        group = self.param_groups[batch.group]
+        weights = batch.of(lambda p: p)
+        old = torch.stack(weights)
+        if self._rounding is not None:
+            old = old.float()
+        update = update.to(old.dtype)
+        if rows is not None:
+            moments = batch.of(self._row_moment)
+            self._write(moments, torch.stack(moments), rows[..., :1])
+            update = update * rows[..., 1:]
+        decayed = old
+        if self._config.cautious_weight_decay:
+            decayed = torch.where(update * old >= 0, old, 0.0)
+        lr = group["lr"]
+        change = update.mul_(-lr * self._scale(*batch.shape))
+        change.add_(decayed, alpha=-lr * group["weight_decay"])
+        new = change.add_(old)
+        if self._rounding is None:
+            self._write(weights, old, new)
+            return
+        new = self._unless_skipped(old, new)
+        for weight, value, place in zip(weights, new, batch.places, strict=True):
+            name = self._names[place.parameter]
+            self._rounding.write(weight, value, f"{name}{place.offset}")
+
+    def _row_moment(self, p: Tensor) -> Tensor:
+        moment: Tensor = self.state[p]["row_moment"]
+        return moment
 
     def _scale(self, rows: int, columns: int) -> float:
         match self._config.scale:
@@ -159,12 +211,14 @@ class Muon(torch.optim.Optimizer):
 
     def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
         """Put the slices of `new` into `targets`, or those of `old` if this step is skipped."""
-        if self.found_inf is not None:
-            torch.where(self.found_inf == 1, old, new, out=new)
-        torch._foreach_copy_(targets, list(new.unbind()))
+        torch._foreach_copy_(targets, list(self._unless_skipped(old, new).unbind()))
+
+    def _unless_skipped(self, old: Tensor, new: Tensor) -> Tensor:
+        if self.found_inf is None:
+            return new
+        return torch.where(self.found_inf == 1, old, new, out=new)
 
 
-def pieces(tensor: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """Views of the matrices in `tensor` [R, C] or [E, R, C], R cut into parts as `split` says."""
-    parts = [tensor] if split is None else torch.split(tensor, list(split), dim=-2)
-    return [m for part in parts for m in (part.unbind() if part.ndim == 3 else [part])]
+def _gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad

@@ -1,23 +1,26 @@
 """Put a single-device model on the devices of a mesh, from outside: tensor parallelism, then
-compilation, then FSDP2 or DDP."""
+rematerialisation, then compilation, then FSDP2 or DDP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.parallel.compile import compile_each_block
 from dtt.parallel.mesh import Layout
+from dtt.parallel.remat import rematerialize
+from dtt.parallel.tensor import apply_tensor, overlap
 from dtt.runtime.dist import World
+from dtt.runtime.log import log
 from dtt.runtime.sharding import held
-
-SHAPES = 128
-"""That are compiled: more than schedules of batches and contexts come to."""
 
 
 def apply(
@@ -26,27 +29,27 @@ def apply(
     layout: Layout,
     *,
     compile_blocks: bool,
+    remat: Literal["none", "full", "selective"] = "none",
+    remat_every: int = 1,
     precision: str = "fp32",
     reshard: bool = True,
 ) -> nn.Module:
     """Returns the module to call in training; `model` keeps the parameters and their names.
 
     Where the layout is sharded, parameters become DTensors in place; a model on the meta device
-    can then be given memory for this process's part alone. With `precision` bf16 the weights that
-    are gathered for a product are bf16, gradients are summed in fp32. With `reshard` they are let
-    go between forward and backward pass.
-
-    Blocks (`model.layers`) are compiled one by one: they share one compilation, which is much
-    quicker than the whole model's and hardly slower to run. Shapes stay static: a last, smaller
-    batch of an evaluation, or another size of `train.batch_schedule` and `train.context_schedule`,
-    is compiled on its own, rather than making the training graph dynamic.
+    can then be given memory for this process's part alone. Unless `precision` is fp32, the weights
+    that are gathered for a product are bf16, and gradients are summed in fp32. With `reshard` they
+    are let go between forward and backward pass.
     """
     blocks = list(model.get_submodule("layers").children())
+    if layout.sizes.tensor > 1:
+        apply_tensor(model, layout.part("tensor"))
+    if remat != "none":
+        rematerialize(model, remat, remat_every)
+    if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
+        log.info("%s", overlap(layout.part("tensor")))
     if compile_blocks:
-        # After so many shapes (by itself 8) torch runs the others uncompiled.
-        torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
-        for block in blocks:
-            block.compile(dynamic=False)
+        compile_each_block(model)
     if layout.sharded:
         _shard(model, blocks, layout, precision, reshard)
         return model
@@ -66,8 +69,12 @@ def _shard(
     dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
     mesh = layout.part(*dims)
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision != "fp32":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # angles of rotations must stay fp32
+        )
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
@@ -94,11 +101,11 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     As `nn.utils.clip_grad_norm_`, which this is for gradients that are not cut. Of those that are,
     each process squares its parts, divided by how many hold the same: one exchange.
     """
-    parts = [held(p.grad) for p in parameters if p.grad is not None]
-    if not parts or parts[0].local is parameters[0].grad:
+    if not isinstance(parameters[0], DTensor):
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+    parts = [held(p.grad) for p in parameters if p.grad is not None]
     gradients = [part.local for part in parts]
-    norms = torch._foreach_norm(gradients)  # noqa: SLF001  (as torch's own clipping)
+    norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
     torch._foreach_mul_(norms, [part.copies**-0.5 for part in parts])
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square)
@@ -108,5 +115,5 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Forward passes inside multiply in `precision` (`fp32` or `bf16`)."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    """Forward passes inside multiply fp32 weights in bf16, if `precision` is that, or fp8."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "fp8"))

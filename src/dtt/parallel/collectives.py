@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ def gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     Its gradient is that of the sum over ranks: each rank gets what all of them say of its part.
     """
-    whole: Tensor = _Gather.apply(part, dim, group)
+    apply: Callable[..., Tensor] = _Gather.apply
+    return apply(part, dim, group)
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """`tensor`, once the exchange that makes it is over; a GPU waits for it, not the host."""
+    whole: Tensor = _ops.wait_tensor(tensor)
     return whole
 
 
@@ -27,8 +34,9 @@ class _Gather(torch.autograd.Function):
         """All-gather."""
         ctx.dim, ctx.group = dim, group
         part = part.movedim(dim, 0).contiguous()
-        whole = _ops.all_gather_into_tensor(part, group.size(), group.group_name)
-        return _ops.wait_tensor(whole).movedim(0, dim)
+        size, name = group.size(), group.group_name
+        whole: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, name))
+        return whole.movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

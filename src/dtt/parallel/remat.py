@@ -66,4 +66,4 @@ def _contexts() -> Any:
             kept = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -67,6 +67,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank, on every rank; a host-side exchange."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def exchange(self, value: T) -> list[T]:
         """Every rank's `value`, by rank; for the background thread."""
         if self.background is None:
@@ -88,10 +96,11 @@ class World:
         return box[0]
 
 
-def start(ranks: Ranks, device: str) -> World:
+def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30)) -> World:
     """Choose the device (`auto`, `cpu`, `cuda`) and join the process group of all ranks.
 
     They find each other at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets.
+    An exchange that takes longer than `timeout` fails.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentUnfit(
@@ -110,10 +119,10 @@ def start(ranks: Ranks, device: str) -> World:
     )
     if ranks.launcher != "torchrun" and not by_srun:
         raise EnvironmentUnfit(
-            f"train was started by {ranks.launcher} as {ranks.size} processes",
-            next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main train …",
+            f"{ranks.launcher} has started {ranks.size} processes, which do not know where to meet",
+            next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main …; "
+            "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
         )
-    timeout = timedelta(minutes=30)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )

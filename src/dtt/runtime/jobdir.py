@@ -72,6 +72,11 @@ class JobDir:
         return self.root / "control" / "save"
 
     @property
+    def profile(self) -> Path:
+        """Whoever touches this asks the job for a profile of its next steps."""
+        return self.root / "control" / "profile"
+
+    @property
     def acknowledged(self) -> Path:
         """Which request the job has heard last, and at which step."""
         return self.root / "control" / "acknowledged.json"
@@ -90,6 +95,11 @@ class JobDir:
     def tensorboard(self) -> Path:
         """Folder of event files."""
         return self.root / "tensorboard"
+
+    @property
+    def profiles(self) -> Path:
+        """Folder of profiles and memory snapshots."""
+        return self.root / "profiles"
 
     @property
     def logs(self) -> Path:

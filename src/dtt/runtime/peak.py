@@ -47,7 +47,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of several products of large square matrices, on this device now."""
     size = SIZE[device.type]
     # Of random numbers: with zeros a GPU draws less power, and clocks higher.
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
     torch.mm(a, b, out=out)  # the first one loads a library
     fastest, end = float("inf"), time.perf_counter() + SECONDS[device.type]
@@ -57,6 +57,9 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         torch.mm(a, b, out=out)
         _finish(device)
         fastest = min(fastest, time.perf_counter() - start)
+    del a, b, out
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model needs the room
     return 2.0 * size**3 / fastest
 
 

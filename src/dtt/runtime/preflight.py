@@ -1,87 +1,306 @@
-"""`python -m dtt.runtime.preflight`: whether all processes hear each other, before training starts.
+"""Whether all processes hear each other, right and fast: exchanges whose answer is known before.
 
-Run by the launcher of the training itself. Every rank contributes numbers that all others know in
-advance, so a wrong answer names the rank it came from.
+Every rank gives numbers that all others know in advance, so a wrong one names the rank it came
+from. All collectives of training are tried, in sizes that show the latency, a packet and the
+bandwidth, and then a swap of every rank with log2(ranks) others, which tells a slow one.
 """
 
 from __future__ import annotations
 
+import math
 import socket
-import sys
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World, lost_peers_told, start, stop
-from dtt.runtime.log import log
-from dtt.runtime.process import command
-from dtt.runtime.ranks import Ranks
+from dtt.runtime.devices import SLOW, wait
+from dtt.runtime.dist import World
+from dtt.runtime.environment import without
 
-SIZES = (1, 1_000, 1_000_000)
-"""Numbers in one exchange: a latency, a packet, a bandwidth."""
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**24: 20}}
+"""How often to exchange so many numbers: those of the larger side, rounded up to a multiple of the
+ranks."""
+WARM_UP = 2
+SWAPPED, SWAPS = 500_000, 7
+LARGEST = 16
+"""Numbers are 1 to 16 and at most 16 ranks add one to a sum, so bf16 holds every sum exactly."""
+
+# torch 2.13 renamed them.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+Pair = tuple[int, int]
+"""Two ranks; twice the same one where it heard itself wrong."""
 
 
-def number(rank: int) -> int:
-    """What a rank contributes; sums of up to 2,000 ranks are exact in fp32."""
-    return rank + 1
+@dataclass(frozen=True)
+class Timing:
+    """A collective at one size and type, as the slowest rank had it: seconds as the host sees them,
+    from the call to the result on the device."""
+
+    collective: str
+    dtype: str
+    bytes: int
+    """Of the larger of what a rank gives and gets."""
+    p50: float
+    p99: float
+    """The slowest, as there are fewer than a hundred calls."""
+
+    @property
+    def gb_s(self) -> float:
+        """Algorithm bandwidth as nccl-tests defines it, bytes / p50, in 10^9 bytes a second."""
+        return self.bytes / self.p50 / 1e9
 
 
-def check(world: World, number: Callable[[int], int] = number) -> list[str]:
-    """Exchange known numbers; returns what was wrong anywhere, the same list on every rank."""
+@dataclass
+class Heard:
+    """What one rank has to tell of the others."""
+
+    node: str = field(default_factory=socket.gethostname)
+    timings: list[Timing] = field(default_factory=list)
+    wrong: list[tuple[str, int]] = field(default_factory=list)
+    """What was exchanged, and the rank whose numbers came out wrong here."""
+    wrong_sums: list[str] = field(default_factory=list)
+    swaps: dict[int, float] = field(default_factory=dict)
+    """Seconds of a swap with each partner."""
+
+
+class Exchange(NamedTuple):
+    """A collective whose result is known."""
+
+    name: str
+    before: Tensor
+    """What the result's memory holds before the call."""
+    call: Callable[[Tensor], object]
+    """Fills it."""
+    expected: Tensor
+    """[sources, numbers]: a row of the result came from one rank, or is the sum of all."""
+    sources: Sequence[int | None]
+
+
+def exchange(world: World) -> tuple[list[Timing], list[EnvironmentUnfit]]:
+    """Try all exchanges with all ranks; timings and problems, the same on every rank.
+
+    EnvironmentUnfit at once where an exchange does not end.
+    """
     if world.control is None:
-        return []
-    mine = [problem for size in SIZES for problem in _exchanges(world, size, number(world.rank))]
-    told: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(told, mine, group=world.control)
-    return sorted({problem for problems in told for problem in problems})
+        return [], []
+    heard = Heard()
+    for dtype in DTYPES:
+        for size, calls in SIZES[world.device.type].items():
+            for one in _exchanges(world, dtype, size):
+                _try(world, one, calls, heard)
+    _swap(world, heard)
+    told = world.gather(heard)
+    return _slowest(told), [*_wrong(told), *_slow(told)]
 
 
-def _exchanges(world: World, size: int, mine: int) -> Iterator[str]:
-    own = torch.full((size,), float(mine), device=world.device)
-    gathered = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(gathered, own)
-    for rank, got in enumerate(gathered):
-        if not _all_are(got, number(rank)):
-            yield f"all_gather of {size}: rank {rank} gave a wrong answer"
-    total = own.clone()
-    dist.all_reduce(total)
-    if not _all_are(total, sum(map(number, range(world.size)))):
-        yield f"all_reduce of {size}: the sum is wrong"
-    for rank in {0, world.size - 1}:
-        box = own.clone()
-        dist.broadcast(box, src=rank)
-        if not _all_are(box, number(rank)):
-            yield f"broadcast of {size}: rank {rank} gave a wrong answer"
+def _exchanges(world: World, dtype: torch.dtype, size: int) -> Iterator[Exchange]:
+    ranks = torch.arange(world.size, device=world.device)[:, None]
+    each = math.ceil(size / world.size)
+    positions = torch.arange(each * world.size, device=world.device)
+    piece = slice(world.rank * each, (world.rank + 1) * each)
+    mine = _ramp(world.rank, positions).to(dtype)
+    zeros = torch.zeros_like(mine)
+
+    # In a sum not every rank speaks at every position: no more than bf16 can add up.
+    stride = math.ceil(world.size / LARGEST)
+    period = positions[: math.lcm(LARGEST, stride)]
+    summand = _ramp(world.rank, positions, stride).to(dtype)
+    sums = _ramp(ranks, period, stride).sum(0).to(dtype)
+    sums = sums.repeat(math.ceil(len(positions) / len(period)))[: len(positions)]
+
+    yield Exchange("all_reduce", summand, dist.all_reduce, sums[None], [None])
+    yield Exchange(
+        "reduce_scatter",
+        zeros[:each],
+        lambda out: reduce_scatter_single(out, summand),
+        sums[None, piece],
+        [None],
+    )
+    yield Exchange(
+        "all_gather",
+        zeros,
+        lambda out: all_gather_single(out, mine[:each]),
+        _ramp(ranks, positions[:each]).to(dtype),
+        range(world.size),
+    )
+    yield Exchange(
+        "all_to_all",
+        zeros,
+        lambda out: dist.all_to_all_single(out, mine),
+        _ramp(ranks, positions[piece]).to(dtype),
+        range(world.size),
+    )
+    yield Exchange(
+        "broadcast",
+        mine if world.first else zeros,
+        lambda out: dist.broadcast(out, src=0),
+        _ramp(0, positions).to(dtype)[None],
+        [0],
+    )
 
 
-def _all_are(tensor: torch.Tensor, value: int) -> bool:
-    return bool((tensor == value).all().item())
+def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
+    """What a rank gives at each position: 1 to 16, and so on; 0 but at every `stride`-th."""
+    place = positions + rank
+    return (place % LARGEST + 1) * (place % stride == 0)
 
 
-def main(device: str) -> None:
-    """Check, and tell where each rank is when something is wrong; EnvironmentUnfit then."""
+def _try(world: World, one: Exchange, calls: int, heard: Heard) -> None:
+    """Time an exchange, and compare every result of it."""
+    out = torch.empty_like(one.before)
+    rows = out.view(len(one.sources), -1)
+    wrong = torch.zeros(len(one.sources), dtype=torch.bool, device=world.device)
+    dtype = str(out.dtype).removeprefix("torch.")
+    largest = one.expected.numel() * (world.size if one.name == "reduce_scatter" else 1)
+    what = f"{one.name} of {largest:,} {dtype}"
+    seconds = []
+    with _answered(what, world.rank, heard.node):
+        for _ in range(WARM_UP + calls):
+            out.copy_(one.before)
+            wait(world.device)
+            began = time.perf_counter()
+            one.call(out)
+            wait(world.device)
+            seconds.append(time.perf_counter() - began)
+            wrong |= (rows != one.expected).any(1)
+    ordered = sorted(seconds[WARM_UP:])
+    p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
+    heard.timings.append(Timing(one.name, dtype, largest * out.element_size(), p50, p99))
+    for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
+        if is_wrong and source is None:
+            heard.wrong_sums.append(what)
+        elif is_wrong and source is not None:
+            heard.wrong.append((what, source))
+
+
+def _swap(world: World, heard: Heard) -> None:
+    """Swap numbers with the ranks at a distance of one bit, all such pairs at the same time."""
+    positions = torch.arange(SWAPPED, device=world.device)
+    mine = _ramp(world.rank, positions).float()
+    theirs = torch.empty_like(mine)
+    for bit in range((world.size - 1).bit_length()):
+        partner = world.rank ^ (1 << bit)
+        if partner >= world.size:
+            continue
+        what = f"swap of {len(mine):,} float32"
+        with _answered(f"{what} with rank {partner}", world.rank, heard.node):
+            seconds = [_swap_once(world, partner, mine, theirs) for _ in range(SWAPS)]
+        heard.swaps[partner] = min(seconds)
+        if bool((theirs != _ramp(partner, positions)).any().item()):
+            heard.wrong.append((what, partner))
+
+
+def _swap_once(world: World, partner: int, mine: Tensor, theirs: Tensor) -> float:
+    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+    wait(world.device)
+    began = time.perf_counter()
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    wait(world.device)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _answered(what: str, rank: int, node: str) -> Iterator[None]:
     try:
-        with lost_peers_told():
-            world = start(Ranks.detect(), device)
-            problems = check(world)
-            nodes: list[str | None] = [None] * world.size
-            if world.control is not None:
-                dist.all_gather_object(nodes, socket.gethostname(), group=world.control)
-    finally:
-        stop()
-    if problems:
-        places = ", ".join(f"rank {rank} on {node}" for rank, node in enumerate(nodes))
+        yield
+    except RuntimeError as error:
         raise EnvironmentUnfit(
-            "the processes do not exchange numbers right",
-            where=places,
-            why="; ".join(problems),
-            next="leave that node out: launch.exclude=NODE",
+            f"{what} failed on rank {rank}, node {node}",
+            why=str(error).splitlines()[0],
+            next="every rank that waited says this; look at the node of one that does not",
+        ) from None
+
+
+# ---- what it means -------------------------------------------------------------------------------
+
+
+def _slowest(told: Sequence[Heard]) -> list[Timing]:
+    """Each exchange as the rank had it for which it took longest."""
+    return [
+        Timing(
+            ours[0].collective,
+            ours[0].dtype,
+            ours[0].bytes,
+            max(one.p50 for one in ours),
+            max(one.p99 for one in ours),
         )
-    log.info("preflight: %d x %s, all exchanges are right", world.size, world.device.type)
+        for ours in zip(*(heard.timings for heard in told), strict=True)
+    ]
 
 
-if __name__ == "__main__":
-    with command():
-        main("cpu" if "--cpu" in sys.argv[1:] else "auto")
+def _wrong(told: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
+    faults = [(what, (a, b)) for b, heard in enumerate(told) for what, a in heard.wrong]
+    culprits = blamed(pair for _, pair in faults)
+    for rank in culprits:
+        yield EnvironmentUnfit(
+            f"rank {rank} exchanges wrong numbers",
+            where=f"node {told[rank].node}",
+            why="; ".join(dict.fromkeys(what for what, pair in faults if rank in pair)),
+            next=without(told[rank].node),
+        )
+    sums = {rank: heard.wrong_sums for rank, heard in enumerate(told) if heard.wrong_sums}
+    if sums and not culprits:
+        yield EnvironmentUnfit(
+            f"sums are wrong on rank {', '.join(map(str, sums))}",
+            where=f"node {', '.join(dict.fromkeys(told[rank].node for rank in sums))}",
+            why="; ".join(dict.fromkeys(what for wrong in sums.values() for what in wrong)),
+            next="what a single rank gives is right: try half of the nodes, then half of those",
+        )
+
+
+def _slow(told: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
+    """Swaps that took long beside others of their kind: the same distance, in a node or between."""
+    kinds: dict[tuple[int, bool], dict[Pair, float]] = {}
+    for rank, heard in enumerate(told):
+        for partner, seconds in heard.swaps.items():
+            kind = (rank ^ partner, heard.node == told[partner].node)
+            pairs = kinds.setdefault(kind, {})
+            pair = (min(rank, partner), max(rank, partner))
+            pairs[pair] = min(seconds, pairs.get(pair, seconds))
+    typical = {kind: median_low(pairs.values()) for kind, pairs in kinds.items()}
+    late = {
+        pair: seconds / typical[kind]
+        for kind, pairs in kinds.items()
+        for pair, seconds in pairs.items()
+        if seconds > SLOW * typical[kind]
+    }
+    for rank in blamed(late):
+        times = ", ".join(
+            f"{ratio:.1f} times with rank {sum(pair) - rank}"
+            for pair, ratio in late.items()
+            if rank in pair
+        )
+        yield EnvironmentUnfit(
+            f"rank {rank} exchanges slowly",
+            where=f"node {told[rank].node}",
+            why=f"what others need for a swap, it needs {times}",
+            next=without(told[rank].node),
+        )
+
+
+def blamed(pairs: Iterable[Pair]) -> list[int]:
+    """The fewest ranks, about, that explain all these pairs; both of a pair if it may be either."""
+    left, named = list(pairs), set[int]()
+    while left:
+        counts = Counter(rank for pair in left for rank in set(pair))
+        most = max(counts.values())
+        named |= {rank for rank, count in counts.items() if count == most}
+        left = [pair for pair in left if named.isdisjoint(pair)]
+    return sorted(named)

@@ -23,6 +23,7 @@ REMEDIES = {
     errno.EFBIG: "raise the limit that `ulimit -f` shows, then run the same command again",
     errno.EACCES: "ask its owner (`ls -ld` shows who it is), or name another folder",
     errno.EROFS: "name a folder on a disk that can be written",
+    errno.EIO: "name a folder on another disk, and tell who looks after this one",
 }
 
 

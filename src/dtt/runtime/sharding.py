@@ -7,9 +7,10 @@ over which it is repeated (`Replicate`). Here that becomes boxes: where a part b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from functools import cache
+from itertools import compress, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,30 @@ class Held(NamedTuple):
     box: Box
     shape: tuple[int, ...]
     """Of the whole."""
+    peers: tuple[int, ...]
+    """Ranks of the processes that hold the same, this one among them."""
     copy: int
-    """Which it is of the processes that hold the same."""
-    copies: int
-    """How many these are."""
+    """Which of these it is."""
+
+    @property
+    def copies(self) -> int:
+        """How many these are."""
+        return len(self.peers)
+
+
+class Whole(Protocol):
+    """A tensor that is all there, in memory or in files: an index is read from it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all of it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """A part of it; with () all."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,16 +74,31 @@ def held(tensor: Tensor) -> Held:
     """What this process holds of `tensor`; of a plain one that is all, as all processes do."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return Held(tensor, Box((0,) * len(shape), shape), shape, *world)
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return Held(tensor, Box((0,) * len(shape), shape), shape, tuple(range(size)), rank)
     mesh, placements = tensor.device_mesh, tensor.placements
     place = mesh.get_coordinate()
     assert place is not None, "every process is in the mesh"
-    copy, copies = 0, 1
+    copy, fixed = 0, list[int | None](place)
     for i, placement in enumerate(placements):
         if placement.is_replicate():
-            copy, copies = copy * mesh.size(i) + place[i], copies * mesh.size(i)
-    return Held(local(tensor), _box(shape, placements, mesh.shape, place), shape, copy, copies)
+            copy, fixed[i] = copy * mesh.size(i) + place[i], None
+    box = _box(shape, placements, mesh.shape, place)
+    return Held(local(tensor), box, shape, _peers(mesh, tuple(fixed)), copy)
+
+
+@cache
+def _peers(mesh: DeviceMesh, place: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The ranks at a place of the mesh; None: anywhere in that dimension."""
+    index = tuple(slice(None) if n is None else n for n in place)
+    return tuple(mesh.mesh[index].flatten().tolist())
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, whole: Whole) -> None:
+    """Copy this process's part of `whole` into `tensor`, which has its shape."""
+    part = held(tensor)
+    part.local.copy_(whole[part.box.slices])
 
 
 def boxes(tensor: Tensor) -> dict[int, Box]:
@@ -76,6 +112,17 @@ def boxes(tensor: Tensor) -> dict[int, Box]:
     return {
         int(mesh.mesh[place]): _box(shape, tensor.placements, mesh.shape, place) for place in places
     }
+
+
+def copies(tensor: Tensor) -> dict[int, tuple[int, ...]]:
+    """Which copy of `tensor` the part of each process belongs to, by rank: those of one copy hold
+    the whole between them."""
+    if not isinstance(tensor, DTensor):
+        return {rank: (rank,) for rank in boxes(tensor)}
+    mesh = tensor.device_mesh
+    repeated = [placement.is_replicate() for placement in tensor.placements]
+    places = product(*(range(size) for size in mesh.shape))
+    return {int(mesh.mesh[place]): tuple(compress(place, repeated)) for place in places}
 
 
 def _box(

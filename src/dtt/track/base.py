@@ -9,11 +9,12 @@ A record is a dict with `kind` and `step`:
             there are several, by name; ema_loss if weights are averaged
     data    epochs of each source, by name
     sample  text
-    perf    steps (of the run, as far as is known), tokens_per_second, seconds_per_step, mfu,
-            memory_gb
+    start   seconds from the command to the end of the first step, by phase; matmul_flops
+    perf    steps (of the run, as far as is known), tokens_per_second, seconds_per_step, mfu and
+            other shares, memory, seconds of each part, the slowest rank: `dtt.train.meter`
     save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
             next_step_slowdown, slowdown (of the next step and of all meanwhile, as a share)
-Only `perf` and `save` records differ between two runs of one config.
+Only `start`, `perf` and `save` records differ between two runs of one config.
 """
 
 from __future__ import annotations

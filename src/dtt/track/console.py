@@ -7,6 +7,9 @@ import sys
 from dtt.runtime.log import ERASE_LINE, log
 from dtt.track.base import Record
 
+NOTABLE = 0.05
+"""Shares of the time from which on a person is told."""
+
 
 class ConsoleTracker:
     """Shows progress on stderr at each `perf` record, validation and samples as they come."""
@@ -49,7 +52,7 @@ class ConsoleTracker:
         return (
             f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
             f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
-            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}"
+            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_losses(perf)}"
         )
 
     def _progress(self, line: str) -> None:
@@ -58,6 +61,20 @@ class ConsoleTracker:
             sys.stderr.flush()
         else:
             log.info("%s", line)
+
+
+def _losses(perf: Record) -> str:
+    """What took enough of the time to be worth a look, as `  data 12%`."""
+    seconds, told = perf["seconds"], ""
+    whole = sum(seconds.values()) or 1.0
+    communication = sum(perf["communication_seconds"].values())
+    for name, taken in {"data": seconds.get("data", 0.0), "communication": communication}.items():
+        if taken / whole >= NOTABLE:
+            told += f"  {name} {taken / whole:.0%}"
+    behind = perf["slowest_behind"]
+    if behind is not None and behind >= NOTABLE:
+        told += f"  rank {perf['slowest_rank']} ({perf['slowest_node']}) {behind:.0%} slower"
+    return told
 
 
 def _reason(guard: Record) -> str:

@@ -47,7 +47,7 @@ class WandbTracker:
                 mode=_mode(config),
                 settings=wandb.Settings(init_timeout=20, finish_timeout=10),
             )
-            for kind in ("train", "eval", "guard", "data", "perf", "save"):
+            for kind in ("train", "eval", "guard", "data", "start", "perf", "save"):
                 self._run.define_metric(f"{kind}/*", step_metric="step")
 
         self._guarded(begin)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from dtt.config.run import RunConfig
-from dtt.model.decoder import Decoder
+from dtt.model.attend import attends_from_chunks
+from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
+from dtt.parallel import fp8
 from dtt.parallel.apply import apply
+from dtt.parallel.context import ContextParallel
 from dtt.parallel.mesh import Layout, make_layout
 from dtt.runtime.dist import World
+from dtt.runtime.log import log
 from dtt.train.plan import Plan
+from dtt.train.precision import Precision, warning
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,25 @@ def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
     """All ranks together. Where it is sharded, no rank ever holds the whole model."""
     layout = make_layout(plan.sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
-        model = Decoder(plan.arch)
+        model = Decoder(plan.arch).to(plan.precision.weights)
+    if said := warning(plan.precision, cfg.train.stochastic_rounding):
+        log.info("%s", said)
+    if plan.precision is Precision.FP8:
+        tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
+        log.info("%s", fp8.convert(model, world, tokens, plan.compile))
     module = apply(
         model,
         world,
         layout,
         compile_blocks=plan.compile,
+        remat=cfg.train.remat,
+        remat_every=cfg.train.remat_every,
         precision=plan.precision,
         reshard=cfg.parallel.reshard,
     )
+    if layout.sizes.context > 1:
+        attends = partial(attends_from_chunks, plan.arch)
+        module = ContextParallel(model, layout, document_positions, attends)
     if layout.sharded:
         model.to_empty(device=world.device)
     initialize(model, cfg.seed, plan.scaling.base)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtt.errors import DttError, ExitCode
 from dtt.runtime.files import exclusive
 from dtt.runtime.jobdir import JobDir
+from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 from dtt.secrets import redacted
 from dtt.train.clock import Clock
+from dtt.train.goodput import goodput
 from dtt.train.stop import Requests
 
 
@@ -31,16 +33,18 @@ class Attempt:
     """0 on other ranks than the first until they are told: a look of their own may find an old
     one."""
     clock: Clock | None = None
-    """On the first rank of a run that the clock ends."""
+    """On the first rank."""
+    start: Laps = field(default_factory=Laps)
+    """What the time until the first step went into."""
 
 
 @contextmanager
 def attempt(
     job: JobDir, ranks: Ranks, requests: Requests, *, timed: bool = False
 ) -> Iterator[Attempt]:
-    """Begin an attempt; however it ends, `exit.json` says how. `timed`: keep how long it runs."""
+    """Begin an attempt; however it ends, `exit.json` says how. `timed`: the clock ends the run."""
     this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
-    this.clock = Clock(job, this.number) if timed and ranks.first else None
+    this.clock = Clock(job, this.number, timed=timed) if ranks.first else None
     code, reason = ExitCode.BUG, ""
     try:
         yield this
@@ -66,3 +70,5 @@ def attempt(
                 log.warning("exit.json could not be written: %s", error)
         if this.clock is not None:
             this.clock.close()
+            if together and (spent := goodput(job)) is not None and spent.useful:
+                log.info("goodput: %s", spent.describe())

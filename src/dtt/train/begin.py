@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtt.errors import ConfigError
+from dtt.runtime.sharding import Whole, fill, held
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")
@@ -15,7 +16,7 @@ BY_ROW = (EMBED, HEAD, "pos_embed.weight")
 
 
 @torch.no_grad()
-def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> str:
+def take_weights(model: nn.Module, tensors: Mapping[str, Whole], source: str) -> str:
     """Copy what fits in name and shape into `model`; returns a report of what did and what not.
 
     A head that is tied in one of the two alone begins as the embedding, or is left out. Of more or
@@ -24,20 +25,22 @@ def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
     nlp.stanford.edu/~johnhew/vocab-expansion.html); with random ones the model would prefer them.
     ConfigError when nothing fits.
     """
-    parameters, tensors, report = dict(model.named_parameters()), dict(tensors), []
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    tensors, report = dict(tensors), []
     if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
         tensors[HEAD] = tensors[EMBED]
         report.append(f"  {HEAD}: begins as the embedding, to which the head is tied there")
     fitting = {name for name, p in parameters.items() if _fits(name, p, tensors.get(name))}
     for name in fitting:
         ours, theirs = parameters[name], tensors[name]
-        rows = min(len(ours), len(theirs))
-        ours[:rows] = theirs[:rows]
-        if len(ours) == len(theirs):
+        here, there = len(ours), theirs.shape[0]
+        if here == there:
+            fill(ours, theirs)
             continue
-        line = f"  {name}: {rows} rows taken, {len(ours)} here, {len(theirs)} there"
-        if name in (EMBED, HEAD) and len(ours) > rows:
-            ours[rows:] = theirs.float().mean(0)
+        line = f"  {name}: {min(here, there)} rows taken, {here} here, {there} there"
+        _take_rows(ours, theirs)
+        if name in (EMBED, HEAD) and here > there:
+            _fill_with_mean(ours, theirs)
             line += "; the others begin as their mean"
         report.append(line)
     rest = [
@@ -55,11 +58,28 @@ def take_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
     return "\n".join([f"weights from {source}: {taken}", *sorted(report), *rest])
 
 
-def _fits(name: str, ours: Tensor, theirs: Tensor | None) -> bool:
+def _take_rows(ours: Tensor, theirs: Whole) -> None:
+    """Copy the rows that both have, as far as this process holds them."""
+    part = held(ours)
+    rows, *others = part.box.slices
+    taken = theirs[(slice(rows.start, min(rows.stop, theirs.shape[0])), *others)]
+    part.local[: len(taken)] = taken
+
+
+def _fill_with_mean(ours: Tensor, theirs: Whole) -> None:
+    """Set the rows that only we have, as far as this process holds them."""
+    part = held(ours)
+    rows, *others = part.box.slices
+    new = part.local[max(0, theirs.shape[0] - rows.start) :]
+    if new.numel():
+        new[:] = theirs[()].float().mean(0)[tuple(others)]
+
+
+def _fits(name: str, ours: Tensor, theirs: Whole | None) -> bool:
     if theirs is None:
         return False
     return ours.shape == theirs.shape or (name in BY_ROW and ours.shape[1:] == theirs.shape[1:])
 
 
-def _shape(tensor: Tensor | None) -> str:
+def _shape(tensor: Whole | None) -> str:
     return "none" if tensor is None else str(list(tensor.shape))

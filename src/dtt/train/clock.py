@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psutil
@@ -17,8 +17,10 @@ from dtt.errors import ConfigError
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
-INTERVAL = 0.5
-"""Seconds that an attempt which is killed may have run longer than it is counted for."""
+INTERVAL = 5.0
+"""Seconds that an attempt which is killed may have run longer than it is counted for …"""
+TIMED_INTERVAL = 0.5
+"""… where the clock ends the run."""
 
 
 class Clock:
@@ -27,13 +29,15 @@ class Clock:
     A thread keeps it, so that an attempt that is killed is counted, too, whatever it was doing.
     """
 
-    def __init__(self, job: JobDir, attempt: int) -> None:
-        """It began with this process."""
+    def __init__(self, job: JobDir, attempt: int, *, timed: bool = False) -> None:
+        """It began with this process; `timed`: keep the time often."""
         self._path = job.clock(attempt)
+        self._interval = TIMED_INTERVAL if timed else INTERVAL
+        self._facts: dict[str, Any] = {}
         self._began = psutil.Process().create_time()
         # What was measured must not change when somebody sets the clock on the wall.
         self._start = time.monotonic() - (time.time() - self._began)
-        earlier = list(_earlier(job, attempt))
+        earlier = list(records(job, range(1, attempt)))
         self._before: float = sum(record["seconds"] for record in earlier)
         self._first_began = min([self._began, *(record["began"] for record in earlier)])
         self._over = threading.Event()
@@ -62,6 +66,10 @@ class Clock:
             limits.append(end - time.time())
         return min(limits)
 
+    def tell(self, **facts: Any) -> None:
+        """Keep these beside the time from now on: what it was spent on, as `goodput` reads it."""
+        self._facts = facts
+
     def close(self) -> None:
         """Keep the time for the last time."""
         self._over.set()
@@ -70,21 +78,21 @@ class Clock:
     def _run(self) -> None:
         over = False
         while not over:
-            over = self._over.wait(INTERVAL)
+            over = self._over.wait(self._interval)
             with contextlib.suppress(OSError):  # a full disk is for the checkpoints to report
                 self._keep()
 
     def _keep(self) -> None:
         """Not flushed to the disk, as with the heartbeat."""
-        record = {"began": self._began, "seconds": round(self.ran(), 3)}
+        record = {"began": self._began, "seconds": round(self.ran(), 3), **self._facts}
         aside = self._path.with_name(".clock.json.tmp")
         aside.write_text(json.dumps(record) + "\n")
         aside.replace(self._path)
 
 
-def _earlier(job: JobDir, attempt: int) -> Iterator[dict[str, Any]]:
-    """The records of the attempts before this one that had a clock."""
-    for path in map(job.clock, range(1, attempt)):
+def records(job: JobDir, attempts: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """What was kept of these attempts, as far as there is anything."""
+    for path in map(job.clock, attempts):
         with contextlib.suppress(FileNotFoundError):
             try:
                 yield json.loads(path.read_bytes())

@@ -14,6 +14,7 @@ from torch import Tensor
 from dtt.config.guard import GuardConfig
 from dtt.errors import Diverged
 from dtt.runtime.dist import World
+from dtt.runtime.sharding import Whole, fill
 from dtt.track.base import Record
 from dtt.train.state import BadStep, Position
 
@@ -96,11 +97,11 @@ class Guard:
         """What a checkpoint must hold for a resume to judge alike."""
         return {} if self._config.spike == "none" else {WINDOW: self._window}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Whole]) -> None:
         """Go on where `tensors` was taken; after a change of the window, begin anew."""
         self._window = self._empty()
         if WINDOW in tensors and tensors[WINDOW].shape == self._window.shape:
-            self._window.copy_(tensors[WINDOW])
+            fill(self._window, tensors[WINDOW])
 
     def _empty(self) -> Tensor:
         return torch.full((self._config.spike_window,), math.nan, device=self._world.device)

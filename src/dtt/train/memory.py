@@ -27,9 +27,11 @@ class Memory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing has been seen yet."""
+        """What was held and let go before does not count."""
         self._device = device
         self._peak = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self) -> int:
         """Most that was ever held."""
@@ -51,6 +53,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             steady = int(psutil.Process().memory_info().rss)
+            peak = max(peak, steady)  # the system counts in steps
         return {
             "memory_gb": _gb(peak),
             "memory_steady_gb": _gb(steady),
@@ -78,7 +81,7 @@ def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]
             where = job.profiles / f"oom-rank-{world.rank:05d}.pickle"
             try:
                 where.parent.mkdir(exist_ok=True)
-                torch.cuda.memory._dump_snapshot(str(where))  # noqa: SLF001  its documented name
+                dump_snapshot(str(where))
             except (OSError, RuntimeError) as failure:  # there may be no memory for this, either
                 log.warning("no memory snapshot: %s", failure)
                 where = None
@@ -91,6 +94,11 @@ def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]
             why=f"{said} (at most {_gb(peak):.2f} GB were held)",
             next="in this order, until it fits: " + "; ".join(remedies(cfg, world.size)),
         ) from None
+
+
+def dump_snapshot(path: str) -> None:
+    """Write what is held on the GPU, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # noqa: SLF001  its documented name
 
 
 def is_exhaustion(error: Exception) -> bool:

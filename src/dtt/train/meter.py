@@ -1,80 +1,201 @@
-"""How fast training goes, and what share of the hardware that is."""
+"""Where the time of training goes, how fast that is, and what share of the hardware."""
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import psutil
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity).
-# The first entry that the device's name contains is taken, so the longer names come first.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
-}
+from dtt.model import count
+from dtt.model.architecture import Architecture
+from dtt.runtime.dist import World
+from dtt.runtime.log import log
+from dtt.runtime.peak import measured_flops, peak_flops
+from dtt.train.memory import Memory
 
+Part = Literal[
+    "data", "forward_backward", "optimizer", "evaluate", "sample", "save", "profile", "other"
+]
+STEP: tuple[Part, ...] = ("data", "forward_backward", "optimizer", "other")
+"""Parts that are the steps' own: by their time speed is told."""
 RECENT = 256
 """Steps that are remembered one by one."""
+SLOW = {"cuda": 0.1, "cpu": 0.5}
+"""A device that multiplies slower than the median by more than this is named at the start; what a
+CPU's cores give depends on who else wants them just then."""
 Mark = float | torch.cuda.Event
 Span = tuple[float, Mark, Mark]
 """A step: when the host began it, and its start and end on the device."""
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
-    return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
+@runtime_checkable
+class Waiter(Protocol):
+    """An optimizer whose processes wait for each other."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long in all; on a GPU, as far as the device has come."""
 
 
-def peak_by_name(name: str) -> float | None:
-    """`peak_flops` of the device that its driver calls `name`."""
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+@dataclass(frozen=True)
+class Rank:
+    """One process, as all are told of it at the start."""
+
+    node: str
+    matmul: float
+    """FLOP/s of its device, as measured."""
 
 
 class Meter:
-    """Clocks training steps; evaluation, samples and saves are taken out with `paused`."""
+    """Says of every moment what it was for: `lap` ends a stretch that began with the last lap.
 
-    def __init__(self, device: torch.device, world_size: int, precision: str) -> None:
-        """Only bf16 has an MFU, against its peak."""
-        self._device = device
-        self._peak = peak_flops(device) if precision == "bf16" else None
-        self._devices = world_size
-        self._start = time.perf_counter()
-        self._steps = self._tokens = self._flops = 0
+    On a GPU the moments are those of the device, which lags behind the host; nothing waits for it
+    until a reading, which is for when the host has waited anyhow. So `data` is how long the device
+    had nothing to do because a batch was late.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        products: torch.dtype,
+        world: World,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        """Measures the peak of matrix products in `products`. All ranks together.
+
+        Of optimizers that tell how long they have waited for others that is kept, too.
+        """
+        self._arch, self._world, self._device = arch, world, world.device
+        self._peak = peak_flops(self._device) if products is torch.bfloat16 else None
+        matmul = measured_flops(self._device, products)
+        self._ranks = world.gather(Rank(socket.gethostname(), matmul))
+        if world.first:
+            for told in slow_devices(self._ranks, SLOW[self._device.type]):
+                log.warning("%s", told)
+        self._memory = Memory(self._device)
         self._spans: deque[Span] = deque(maxlen=RECENT)
-        self._paused = 0.0
+        self._paused = self._waited = 0.0
+        self._waiters = [o for o in optimizers if isinstance(o, Waiter)]
+        self._gradients: Mark | None = None
+        self._gradients_known = world.size == 1
         self.pauses: dict[str, float] = {}
         """What each kind of pause last took, in seconds."""
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        """Seconds of each part over all readings."""
+        self.steps = 0
+        """Done by this process, also if a rewind made them void."""
+        self._begin_interval()
+        self._last = self._mark()
+
+    @property
+    def matmul(self) -> float:
+        """FLOP/s that the devices of a run multiply with, measured at the start: their mean."""
+        return statistics.fmean(rank.matmul for rank in self._ranks)
+
+    def watch_gradients(self, first: nn.Parameter) -> None:
+        """`first` gets its gradient last: what a backward pass takes from there on is exchange.
+
+        For DDP, whose backward pass ends when gradients are summed. FSDP2 and tensor parallelism
+        exchange all along; there only a profile can tell.
+        """
+
+        def ready(_: object) -> None:
+            self._gradients = self._mark()
+
+        first.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+        self._gradients_known = True
 
     @contextmanager
-    def step(self, tokens: int, flops_per_token: int) -> Iterator[None]:
-        """One step of so many tokens, over all devices, happens inside.
-
-        `flops_per_token` as `dtt.model.count` has it.
-        """
-        began, start = time.perf_counter(), self._mark()
+    def step(self, tokens: int, seq_len: int) -> Iterator[None]:
+        """One step of so many tokens, over all devices, happens inside."""
+        began = time.perf_counter()
+        self.lap("other")
+        start = self._last
         yield
-        self._spans.append((began, start, self._mark()))
+        self.lap("other")
+        self._spans.append((began, start, self._last))
+        self.steps += 1
         self._steps += 1
         self._tokens += tokens
-        self._flops += tokens * flops_per_token
+        self._flops += tokens * count.flops_per_token(self._arch, seq_len)
+        self._causal += tokens * count.flops_per_token(self._arch, seq_len, causal=True)
+
+    def lap(self, part: Part) -> None:
+        """What was done since the last lap was `part`."""
+        mark = self._mark()
+        self._laps.append((part, self._last, mark))
+        if part == "forward_backward" and self._gradients is not None:
+            self._exchanges.append((self._gradients, mark))
+            self._gradients = None
+        self._last = mark
+
+    @contextmanager
+    def part(self, part: Part) -> Iterator[None]:
+        """What happens inside is `part`."""
+        self.lap("other")
+        yield
+        self.lap(part)
+
+    @contextmanager
+    def paused(self, part: Part) -> Iterator[None]:
+        """The same, and it is no part of the steps."""
+        start = time.perf_counter()
+        with self.part(part):
+            yield
+        self.pauses[part] = time.perf_counter() - start
+        self._paused += self.pauses[part]
+
+    def worked(self) -> float:
+        """Seconds on a clock that stands still in pauses."""
+        return time.perf_counter() - self._paused
+
+    def first_step(self) -> tuple[float, float]:
+        """Seconds of the first step, and by how many it took longer than the usual one.
+
+        To be called before the first reading, when the device has finished the steps.
+        """
+        if not self._spans:
+            return 0.0, 0.0
+        first, *others = [self._seconds(start, end) for _, start, end in self._spans]
+        return first, max(0.0, first - statistics.median(others or [first]))
+
+    def read(self) -> dict[str, Any]:
+        """Speed since the last reading; call on all ranks, when the device has finished the steps.
+
+        The one exchange between ranks is small, and on the host.
+        """
+        self.lap("other")
+        seconds = self._sum_laps()
+        working = max(sum(seconds.get(part, 0.0) for part in STEP), 1e-9)
+        communication = self._communication()
+        reading = {
+            "tokens_per_second": round(self._tokens / working, 1),
+            "seconds_per_step": round(working / max(self._steps, 1), 6),
+            "mfu": self._share(self._flops / working, self._peak),
+            "mfu_causal": self._share(self._causal / working, self._peak),
+            "matmul_share": self._share(self._flops / working, self.matmul),
+            **self._memory.read(),
+            "seconds": {part: round(taken, 4) for part, taken in seconds.items()},
+            "communication_seconds": {k: round(taken, 4) for k, taken in communication.items()},
+            **self._slowest(working - seconds.get("other", 0.0), communication),
+        }
+        self._begin_interval()
+        return reading
+
+    def restart(self) -> None:
+        """Forget the speed since the last reading; its time was spent all the same."""
+        self.lap("other")
+        self._sum_laps()
+        self._begin_interval()
 
     def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
         """By what share steps took longer than the median one before `begin`.
@@ -83,65 +204,82 @@ class Meter:
         are too few to tell. Times are those of `time.perf_counter`. Call when the device has
         finished these steps.
         """
-        before = [self._seconds(span) for span in self._spans if span[0] < begin]
+        before = [self._seconds(start, end) for host, start, end in self._spans if host < begin]
         after = [span for span in self._spans if span[0] >= begin]
         if not before or not after:
             return None, None
         usual = statistics.median(before)
-        during = [self._seconds(span) / usual - 1 for span in after if span[0] <= end]
-        following = self._seconds(after[0]) / usual - 1
+        during = [self._seconds(*span[1:]) / usual - 1 for span in after if span[0] <= end]
+        following = self._seconds(*after[0][1:]) / usual - 1
         return round(following, 4), round(statistics.fmean(during or [following]), 4)
 
+    def _begin_interval(self) -> None:
+        self._steps = self._tokens = self._flops = self._causal = 0
+        self._laps: list[tuple[Part, Mark, Mark]] = []
+        self._exchanges: list[tuple[Mark, Mark]] = []
+
+    def _sum_laps(self) -> dict[Part, float]:
+        if not isinstance(self._last, float):
+            self._last.synchronize()  # all but this mark has long been passed
+        seconds: defaultdict[Part, float] = defaultdict(float)
+        for part, start, end in self._laps:
+            seconds[part] += self._seconds(start, end)
+        for part in seconds:
+            self.totals[part] += seconds[part]
+        return dict(seconds)
+
+    def _communication(self) -> dict[str, float]:
+        """Seconds in which this rank did nothing but exchange, as far as they can be told."""
+        waited = sum((optimizer.waited_seconds for optimizer in self._waiters), 0.0)
+        seconds = {"optimizer": waited - self._waited}
+        self._waited = waited
+        if self._gradients_known:
+            exchanges = (self._seconds(start, end) for start, end in self._exchanges)
+            seconds["gradients"] = sum(exchanges, 0.0)
+        return seconds
+
+    def _share(self, flops: float, peak: float | None) -> float | None:
+        """Of the peak of all devices together."""
+        return None if peak is None else round(flops / (peak * self._world.size), 4)
+
+    def _slowest(self, working: float, communication: Mapping[str, float]) -> dict[str, Any]:
+        """Which rank took longest for its own work, and how much longer than the median one.
+
+        Not known where ranks wait for each other within layers, so that all take equally long.
+        """
+        own = working - sum(communication.values()) if self._gradients_known else None
+        busy = self._world.gather(own)
+        known = [seconds for seconds in busy if seconds is not None]
+        if len(known) < max(2, len(busy)):
+            return {"slowest_rank": None, "slowest_node": None, "slowest_behind": None}
+        slowest = max(range(len(known)), key=known.__getitem__)
+        return {
+            "slowest_rank": slowest,
+            "slowest_node": self._ranks[slowest].node,
+            "slowest_behind": round(
+                known[slowest] / max(statistics.median_low(known), 1e-9) - 1, 4
+            ),
+        }
+
     def _mark(self) -> Mark:
-        """This moment: on a GPU, that of the device, which lags behind the host."""
+        """This moment: on a GPU, that of the device."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _seconds(self, span: Span) -> float:
-        _, start, end = span
+    @staticmethod
+    def _seconds(start: Mark, end: Mark) -> float:
         if isinstance(start, float) and isinstance(end, float):
             return end - start
         return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr,arg-type]
 
-    def read(self) -> dict[str, float | None]:
-        """Speed since the last reading; call when the device has finished those steps."""
-        seconds = max(time.perf_counter() - self._start, 1e-9)
-        rate = self._tokens / seconds
-        mfu = None
-        if self._peak is not None:
-            mfu = round(self._flops / (seconds * self._peak * self._devices), 4)
-        reading = {
-            "tokens_per_second": round(rate, 1),
-            "seconds_per_step": round(seconds / max(self._steps, 1), 6),
-            "mfu": mfu,
-            "memory_gb": round(self._memory() / 1e9, 3),
-        }
-        self.restart()
-        return reading
 
-    @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        """What happens inside takes no time."""
-        start = time.perf_counter()
-        yield
-        self.pauses[what] = time.perf_counter() - start
-        self._start += self.pauses[what]
-        self._paused += self.pauses[what]
-
-    def worked(self) -> float:
-        """Seconds on a clock that stands still in pauses."""
-        return time.perf_counter() - self._paused
-
-    def restart(self) -> None:
-        """Forget the time since the last reading."""
-        self._start = time.perf_counter()
-        self._steps = self._tokens = self._flops = 0
-
-    def _memory(self) -> int:
-        """Peak bytes allocated on the device; on a CPU, resident bytes of the process."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return int(psutil.Process().memory_info().rss)
+def slow_devices(ranks: Sequence[Rank], tolerated: float) -> Iterator[str]:
+    """A line for each rank whose device multiplies slower than the median one by more than that."""
+    usual = statistics.median_high(rank.matmul for rank in ranks)
+    for number, rank in enumerate(ranks):
+        behind = 1 - rank.matmul / usual
+        if behind > tolerated:
+            yield f"rank {number} ({rank.node}) multiplies {behind:.0%} slower than the median one"

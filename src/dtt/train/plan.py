@@ -16,7 +16,9 @@ from dtt.model.architecture import Architecture
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
-from dtt.runtime.dist import World, native_bf16
+from dtt.runtime.dist import World
+from dtt.train.fit_mesh import check_mesh
+from dtt.train.precision import Precision, choose
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,7 @@ class Plan:
     scaling: Scaling
     """The architecture, and what rates and initial weights come to at its shape."""
     parameters: int
-    precision: str
-    """fp32 or bf16."""
+    precision: Precision
     compile: bool
     attention: str
     """Which kernel it is left to, in words."""
@@ -60,10 +61,6 @@ class Plan:
         known = Decay(**decay)
         return replace(self, steps=known.end, schedule=replace(self.schedule, decay=known))
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Of forward and backward, in this context."""
-        return count.flops_per_token(self.arch, seq_len)
-
     def describe(self, world: World) -> str:
         """A few lines for the start of the log."""
         return (
@@ -84,6 +81,12 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     train, stages = cfg.train, dataset.stages
     sizes = resolve(cfg.parallel, world.size)
     fit.check_batches(train, sizes.data)
+    if train.precision == "fp8" and sizes.tensor > 1:
+        raise ConfigError(
+            "train.precision=fp8 does not go with tensor parallelism",
+            where="parallel.tensor",
+            next="parallel.tensor=1, or train.precision=bf16",
+        )
     if dataset.steps == 0:
         raise ConfigError(
             "the data is exhausted before the end of the first step",
@@ -92,16 +95,16 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
         )
     scaling = scaled(cfg, dataset.manifest.vocab_size)
     arch = scaling.arch
-    precision = train.precision
-    if precision == "auto":
-        precision = "bf16" if native_bf16(world.device) else "fp32"
+    check_mesh(sizes, arch, train)
     return Plan(
         sizes=sizes,
         scaling=scaling,
         parameters=count.parameters(arch),
-        precision=precision,
+        precision=choose(train.precision, world.device),
         compile=world.device.type == "cuda" if train.compile is None else train.compile,
-        attention=attend.describe(arch, world.device, train.seq_len, cfg.data.mask_documents),
+        attention=attend.describe(
+            arch, world.device, train.seq_len, cfg.data.mask_documents, whole=sizes.context == 1
+        ),
         tokens=stages.tokens_before(dataset.steps),
         step_size=stages.describe(dataset.steps),
         steps=dataset.steps,

@@ -16,6 +16,7 @@ from dtt.errors import ConfigError
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
+from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast
 from dtt.runtime.dist import World
 from dtt.train.plan import make_plan
@@ -30,15 +31,17 @@ class Probe:
         self.plan = make_plan(cfg, dataset, world)
         self._world, self._train, self._stages = world, cfg.train, dataset.stages
         with world.device:
-            self.model = Decoder(self.plan.arch)
+            self.model = Decoder(self.plan.arch).to(self.plan.precision.weights)
         initialize(self.model, cfg.seed, self.plan.scaling.base)
+        self._rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
         parameters, by_name = dict(self.model.named_parameters()), roles(self.model)
         self._optimizers = groups.build(
             cfg.optim,
             parameters,
             by_name,
-            torch.bfloat16 if self.plan.precision == "bf16" else torch.float32,
+            self.plan.precision.products,
             self.plan.scaling.learning_rates(cfg.optim, by_name),
+            self._rounding,
         )
         share = Share(0, 1, cfg.train.micro_batch, world.device, cfg.data.mask_documents)
         batches = training_batches(dataset, share, 0)
@@ -52,6 +55,8 @@ class Probe:
         """
         for step, batch in enumerate(self._batches):
             groups.set_learning_rate(self._optimizers, multiplier(step))
+            if self._rounding is not None:
+                self._rounding.step = step
             yield self._step(batch)
 
     def scheduled(self, step: int) -> float:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dtt.data.order import EMPTY_LEDGER
 from dtt.errors import ConfigError
 from dtt.optim import ema
+from dtt.runtime.sharding import Whole, fill, zeros_beside
 
 RNG, GUARD = "rng", "guard"
 """What the state holds besides that of optimizers."""
@@ -94,16 +95,32 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     }
 
 
-def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, Tensor]) -> None:
+def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Whole]) -> None:
+    """Put the weights back, each process its part; ConfigError when they are another model's."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
+    for name in sorted(shapes.keys() | theirs.keys()):
+        if shapes.get(name) != theirs.get(name):
+            raise ConfigError(
+                "the model of this run is not that of the checkpoint",
+                why=f"{name} is {shapes.get(name)} here, {theirs.get(name)} there",
+                next="leave model as it was, or begin a new job with these weights: init.from=JOB",
+            )
+    for name, parameter in parameters.items():
+        fill(parameter, saved[name])
+
+
+def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Whole]) -> None:
     """Put the state back; ConfigError when it is that of other optimizers or parameters.
 
-    Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are left alone.
+    Each process takes its part: state lies as its parameter does. Tensors that belong to no
+    optimizer (`rng/…`, `guard/…`, `ema/…`) are left alone.
     """
-    by_parameter: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for path, value in tensors.items():
+    by_parameter: dict[tuple[str, str], dict[str, Whole]] = {}
+    for path, whole in saved.items():
         owner, name, key = path.split("/")
         if owner not in (RNG, GUARD, ema.OWNER):
-            by_parameter.setdefault((owner, name), {})[key] = value
+            by_parameter.setdefault((owner, name), {})[key] = whole
     if not by_parameter:  # saved before the first step: optimizers make their state in it
         for optimizer in optimizers.values():
             optimizer.state.clear()
@@ -119,9 +136,20 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], tensors: Mapping[str, T
     for optimizer_name, optimizer in optimizers.items():
         for name, parameter in _named(optimizer):
             optimizer.state[parameter] = {
-                key: value.to(parameter.device, copy=True)
-                for key, value in by_parameter[optimizer_name, name].items()
+                key: _beside(parameter, whole)
+                for key, whole in by_parameter[optimizer_name, name].items()
             }
+
+
+def _beside(parameter: nn.Parameter, saved: Whole) -> Tensor:
+    """A state of that parameter, which lies as it does, in its precision; counts of steps lie on
+    every process."""
+    if saved.shape == ():
+        state = torch.zeros((), dtype=saved.dtype, device=parameter.device)
+    else:
+        state = zeros_beside(parameter, saved.shape, dtype=parameter.dtype)
+    fill(state, saved)
+    return state
 
 
 def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -140,15 +168,15 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_rng(tensors: Mapping[str, Tensor], rank: int, seed: int, device: torch.device) -> None:
+def restore_rng(saved: Mapping[str, Whole], rank: int, seed: int, device: torch.device) -> None:
     """Go on with the generators this rank had; a rank that is new seeds its own with `seed`."""
     mine = f"{RNG}/{rank:05d}/"
-    if f"{mine}cpu" not in tensors:
+    if f"{mine}cpu" not in saved:
         seed_rank(seed, rank)
         return
-    torch.set_rng_state(tensors[f"{mine}cpu"])
-    if device.type == "cuda" and f"{mine}cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"{mine}cuda"], device)
+    torch.set_rng_state(saved[f"{mine}cpu"][()])
+    if device.type == "cuda" and f"{mine}cuda" in saved:
+        torch.cuda.set_rng_state(saved[f"{mine}cuda"][()], device)
 
 
 def seed_rank(seed: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Asking a job to save, or to save and stop: by a signal to any rank, or by touching a file."""
+"""Asking a job to save, to save and stop, or for a profile: by a signal, or by touching a file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Request(IntEnum):
     """What to do after the current step; the largest wish of any rank counts."""
 
     NONE = 0
-    SAVE = 1
-    STOP = 2
-    FAILED = 3
+    PROFILE = 1
+    SAVE = 2
+    STOP = 3
+    FAILED = 4
     """A save in the background went wrong on some rank."""
 
 
@@ -41,6 +42,8 @@ class Requests:
         """Signals are heard from here on."""
         self.reason = ""
         self.end = 0
+        self.profile_kind = ""
+        """As the last one who asked for a profile wished; empty: as configured."""
         self._job: JobDir | None = None
         self._looked = 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -52,7 +55,7 @@ class Requests:
         self.reason = signal.Signals(number).name
 
     def watch(self, job: JobDir) -> None:
-        """Look at the trigger files of `job`, too: `control/stop` and `control/save`."""
+        """Look at the trigger files of `job`, too: `control/stop`, `save` and `profile`."""
         self._job = job
 
     def agreed(self, world: World, step: int, failed: bool = False, end: int = 0) -> Request:
@@ -68,7 +71,9 @@ class Requests:
             self.reason = world.from_rank(
                 self.reason, world.agree(world.rank if self.reason else 0)
             )
-        if world.first and agreed in (Request.SAVE, Request.STOP):
+        if agreed is Request.PROFILE:
+            self.profile_kind = world.from_first(_lines(self._job, "profile")[1:] or [""])[0]
+        if world.first and agreed in (Request.PROFILE, Request.SAVE, Request.STOP):
             self._acknowledge(agreed, step)
         return agreed
 
@@ -88,16 +93,18 @@ class Requests:
             return Request.NONE
         self._looked = now
         if self._job.stop.exists():
-            self.reason = _first_line(self._job, "stop")
+            self.reason = _lines(self._job, "stop")[0]
             return Request.STOP
-        return Request.SAVE if self._job.save.exists() else Request.NONE
+        if self._job.save.exists():
+            return Request.SAVE
+        return Request.PROFILE if self._job.profile.exists() else Request.NONE
 
     def _acknowledge(self, request: Request, step: int) -> None:
         """Tell whoever asked that it was heard."""
         if self._job is None:
             return
         name = request.name.lower()
-        by = self.reason or _first_line(self._job, name)
+        by = self.reason or _lines(self._job, name)[0]
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
         try:
@@ -106,19 +113,24 @@ class Requests:
             log.warning("the request could not be acknowledged: %s", error)
         if request == Request.SAVE:
             self._job.save.unlink(missing_ok=True)
+        if request == Request.PROFILE:
+            self._job.profile.unlink(missing_ok=True)
 
     def forget(self, world: World) -> None:
         """Remove the trigger files, now that all is saved: they were not meant for the next run."""
         if world.first and self._job is not None:
             self._job.stop.unlink(missing_ok=True)
             self._job.save.unlink(missing_ok=True)
+            self._job.profile.unlink(missing_ok=True)
 
 
-def _first_line(job: JobDir, name: str) -> str:
-    """What the trigger file says about who touched it, and why."""
-    path = job.root / "control" / name
+def _lines(job: JobDir | None, name: str) -> list[str]:
+    """What the trigger file says: who touched it, and why; then what else there is to know."""
+    if job is None:
+        return [f"control/{name}"]
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = (job.root / "control" / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
-    return lines[0] if lines and lines[0].strip() else f"control/{name}"
+        text = ""
+    first, *others = text.splitlines() or [""]
+    return [first if first.strip() else f"control/{name}", *others]

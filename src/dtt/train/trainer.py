@@ -18,26 +18,32 @@ from dtt.config.run import RunConfig
 from dtt.data.dataset import Dataset
 from dtt.data.loader import Batch, Batches
 from dtt.data.order import extend_ledger
-from dtt.errors import DamagedError
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.groups import set_learning_rate
+from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, clip_gradients, gradient_sync
 from dtt.parallel.mesh import Layout
 from dtt.runtime.dist import World
 from dtt.runtime.jobdir import JobDir
+from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
 from dtt.runtime.watchdog import Watchdog
 from dtt.track.base import Record, Tracker
+from dtt.train import garbage
+from dtt.train.account import Account
 from dtt.train.budget import Budget
 from dtt.train.evaluate import Evaluator, Sampler, evaluation_due, every
 from dtt.train.guard import Guard, Rewind
 from dtt.train.meter import Meter
+from dtt.train.order import check_order, check_ranks
 from dtt.train.plan import Plan
+from dtt.train.profiler import Profiler
 from dtt.train.state import (
     BadStep,
     Position,
     load_optimizers,
+    load_parameters,
     optimizer_tensors,
     restore_rng,
     rng_tensors,
@@ -62,6 +68,8 @@ class Trainer:
     module: nn.Module
     """What is called in training: `model`, or `model` wrapped."""
     optimizers: Mapping[str, Optimizer]
+    rounding: StochasticRounding | None
+    """Of new weights, in bf16."""
     ema: Ema | None
     guard: Guard
     dataset: Dataset
@@ -74,6 +82,9 @@ class Trainer:
     watchdog: Watchdog
     saver: Saver
     meter: Meter
+    profiler: Profiler
+    account: Account
+    start: Laps
     run_id: str
     """What trackers know the run by; kept in its checkpoints."""
     budget: Budget | None = None
@@ -88,13 +99,16 @@ class Trainer:
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (True) or until asked to stop (False); either way all is saved."""
         self.restore(resume)
+        self.start.lap("resume")
         if resume is None or self.evaluation_due():
             self.look()
         if resume is None and self.guard.rewinds:
             self.save()
-        with self.watchdog.phase("step"):
+        self.start.lap("first evaluation")
+        with self.watchdog.phase("step"), garbage.scheduled():
             while not self.train():
                 pass
+            self.profiler.finish(self.position.step)
             with self.watchdog.phase("save"):
                 self.saver.wait()
         self.log_saves()
@@ -116,7 +130,7 @@ class Trainer:
     def go_through(self, batches: Iterator[Batch]) -> None:
         """The loop: step, then whatever is due after it."""
         cfg = self.cfg
-        self.meter.restart()
+        self.account.begin(self.position.step, self.meter)
         while self.position.step < self.plan.steps:
             step = self.position.step
             request = self.requests.agreed(self.world, step, self.saver.failed, self.end_wanted())
@@ -124,6 +138,8 @@ class Trainer:
                 self.saver.wait()  # raises, on every rank
             if request is Request.STOP:
                 break
+            if request is Request.PROFILE:
+                self.profiler.ask(step, self.requests.profile_kind)
             if request is Request.SAVE and self.saved_step != step:
                 self.save()
             if self.requests.end:
@@ -131,9 +147,12 @@ class Trainer:
             stage, tokens = self.dataset.stages.at(step), self.dataset.stages.batch_tokens(step)
             multiplier = stage.lr_factor * self.plan.schedule.multiplier(step)
             set_learning_rate(self.optimizers, multiplier)
-            with self.meter.step(tokens, self.plan.flops_per_token(stage.seq_len)):
-                self.step(next(batches), multiplier)
+            with self.profiler.step(step + 1), self.meter.step(tokens, stage.seq_len):
+                batch = next(batches)
+                self.meter.lap("data")
+                self.step(batch, multiplier)
             step = self.position.step
+            garbage.collect(step)
             self.watchdog.step(step)
             if every(cfg.train.log_every, step) or step == self.plan.steps:
                 self.log_progress()
@@ -169,8 +188,8 @@ class Trainer:
         if resume is None:
             seed_rank(self.cfg.seed, self.world.rank)
             return
-        self.model.load_state_dict(resume.tensors(store.MODEL))
-        state = resume.tensors(store.STATE)
+        load_parameters(self.parameters, resume.stored(store.MODEL))
+        state = resume.stored(store.STATE)
         load_optimizers(self.optimizers, state)
         if self.ema is not None:
             self.ema.restore(state)
@@ -179,7 +198,7 @@ class Trainer:
         self.position = Position.from_json(resume.position())
         self.dataset.restore(resume.position()["sources"])
         self.saved_step = resume.step
-        self.check_order()
+        check_order(self.position, self.dataset)
         log.info("resumed from %s", resume.path)
 
     def rewind(self, bad: BadStep) -> None:
@@ -196,22 +215,6 @@ class Trainer:
             self.restore(found)
         self.position.avoided = avoided
         log.warning("%s at step %d: back to step %d", bad.what, bad.step, found.step)
-
-    def check_order(self) -> None:
-        """DamagedError unless the order of the data still gives what the last step trained on."""
-        position = self.position
-        if position.step == 0:
-            return
-        first = self.dataset.first_sample(position.step - 1)
-        following = self.dataset.first_sample(position.step)
-        samples = self.dataset.samples_at(first, following - first)
-        if extend_ledger(position.previous_ledger, samples) != position.ledger:
-            raise DamagedError(
-                "the data is not in the order that this job was trained in",
-                why=f"step {position.step} would now see other samples",
-                next="use the token files, the seed and the batches (train.steps, too, if these "
-                "are given as shares of it) the job was started with",
-            )
 
     def step(self, batch: Batch, multiplier: float) -> None:
         """One optimizer step, unless it is to be avoided. Nothing here waits for the device."""
@@ -233,15 +236,19 @@ class Trainer:
                     )
                 part.backward()
             loss += part.detach()
+        self.meter.lap("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
         norm = clip_gradients(list(self.parameters.values()), limit)
         judgement = self.guard.judge(loss, norm)
+        if self.rounding is not None:
+            self.rounding.step = self.position.step
         for optimizer in self.optimizers.values():
             optimizer.found_inf = judgement.bad  # type: ignore[attr-defined]  # torch's own name
             optimizer.step()
             optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(judgement.bad)
+        self.meter.lap("optimizer")
         self.advance(batch, multiplier, judgement.seen)
 
     def advance(self, batch: Batch, multiplier: float, seen: Tensor) -> None:
@@ -278,7 +285,10 @@ class Trainer:
     def log_progress(self) -> None:
         """The console line, with the speed since the last one."""
         self.read_losses()
+        if (started := self.account.started(self.meter)) is not None:
+            self.emit(started)
         reading = self.meter.read()
+        self.account.keep(self.position.step, self.meter)
         self._step_seconds.append(reading["seconds_per_step"] or 0.0)
         self.watchdog.steps = self.expected_steps()
         record = {"step": self.position.step, "steps": self.watchdog.steps}
@@ -341,7 +351,7 @@ class Trainer:
         self.read_losses()
         step = self.position.step
         with self.watchdog.phase("save"), self.meter.paused("save"):
-            self.check_ranks()
+            check_ranks(self.position, self.world)
             shared = {
                 store.MODEL: self.parameters,
                 store.STATE: optimizer_tensors(self.optimizers)
@@ -361,17 +371,6 @@ class Trainer:
             }
             self.saver.begin(step, shared, own, position, self.flush)
         self.saved_step = step
-
-    def check_ranks(self) -> None:
-        """DamagedError, on every rank, unless all of them have trained on the same samples."""
-        mine = (self.position.ledger, self.position.tokens)
-        if self.world.agree(mine != self.world.from_first(mine)):
-            raise DamagedError(
-                "the processes of this run do not read the same data",
-                why=f"the samples of some step since the last save, up to {self.position.step}, "
-                "differ",
-                next="make every node see the same files, and go on from the last checkpoint",
-            )
 
     def flush(self) -> None:
         """What a run that goes on from a checkpoint must find is on the disk before it."""

@@ -1,0 +1,148 @@
+"""Whether the loss curve is the same on every layout.
+
+    python benchmarks/layouts.py            all: families, layouts, optimizers, accumulation
+    python benchmarks/layouts.py --quick    each family on each layout, the rest in turn
+    python benchmarks/layouts.py tensor     only layouts with this in their name
+
+Real `dtt train` processes on a CPU in fp32, 20 steps, gloo between them. Every curve is compared
+with that of one process: the largest difference of a loss in nats, of about 5.7. Those of four
+micro-batches a step read packed documents, which cannot see each other and differ in how many
+targets they have; they are compared with one process that takes the batch at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from runs import Run, make_tokens
+
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+STEPS = 20
+TOLERANCE = 1e-4
+"""Nats. Sums in another order differ by 1e-6; each step of training multiplies what there is."""
+
+FAMILIES = {
+    "gpt2": [],
+    "llama": ["model.n_kv_heads=2"],
+    "qwen3": ["model.n_kv_heads=2"],
+    "gemma3": ["model.n_kv_heads=2", "model.window=16", "model.window_every=2"],
+}
+LAYOUTS = {
+    "DDP 2": (2, []),
+    "FSDP2 2": (2, ["parallel.shard=2"]),
+    "HSDP 2x2": (4, ["parallel.replicate=2", "parallel.shard=2"]),
+    "tensor 2": (2, ["parallel.tensor=2"]),
+    "FSDP2 2 x tensor 2": (4, ["parallel.shard=2", "parallel.tensor=2"]),
+    "context 2": (2, ["parallel.context=2"]),
+}
+OPTIMIZERS = {
+    "AdamW": ["optim.type=adamw", "optim.lr=2e-3"],
+    "Muon": ["optim.type=muon", "optim.lr=4e-3"],
+}
+ACCUMULATION = {
+    1: [],
+    4: ["data.packing=best-fit", "data.mask_documents=true"],
+}
+SEQUENCES = 16
+"""Of a global batch."""
+
+
+class Case(NamedTuple):
+    """One run that is compared."""
+
+    family: str
+    layout: str
+    optimizer: str
+    accumulation: int
+
+
+def cases(quick: bool, only: str) -> Iterator[Case]:
+    """All combinations, or every pair of a family and a layout once, the rest taking turns."""
+    layouts = [layout for layout in LAYOUTS if only.lower() in layout.lower()]
+    if not quick:
+        yield from map(Case._make, product(FAMILIES, layouts, OPTIMIZERS, ACCUMULATION))
+        return
+    for f, family in enumerate(FAMILIES):
+        for i, layout in enumerate(layouts):
+            rest = list(product(OPTIMIZERS, ACCUMULATION))[(f + i) % 4]
+            yield Case(family, layout, *rest)
+
+
+def losses(folder: Path, tokens: Path, case: Case, layout: tuple[int, list[str]]) -> list[float]:
+    """Train, as a user would; the loss of each step."""
+    ranks, keys = layout
+    name = (
+        f"{case.family}-{case.optimizer}-{case.accumulation}-{ranks}-{len(list(folder.iterdir()))}"
+    )
+    alone = not keys and ranks == 1
+    shares = ranks // 2 if "context" in case.layout or "tensor" in case.layout else ranks
+    rows = SEQUENCES if alone else SEQUENCES // (shares * case.accumulation)
+    arguments = [
+        "train", f"name={name}", f"data.tokens={tokens}", f"model.family={case.family}",
+        "model.dim=64", "model.n_layers=2", "model.n_heads=4", f"train.steps={STEPS}",
+        "train.seq_len=64", f"train.global_batch_tokens={SEQUENCES * 64}",
+        f"train.micro_batch={rows}", "train.precision=fp32", "train.eval_tokens=512",
+        "train.sample_tokens=0", "schedule.warmup=2", *FAMILIES[case.family], *keys,
+        *OPTIMIZERS[case.optimizer], *ACCUMULATION[case.accumulation],
+    ]  # fmt: skip
+    run = Run(folder, ranks, arguments).start()
+    run.wait(180)
+    if set(run.codes.values()) != {0}:
+        sys.exit(f"{case}: {run.codes}\n{(folder / 'log').read_text()[-5000:]}")
+    (folder / "log").unlink()
+    records = jsonl.read(JobDir(folder / "jobs" / name).metrics)
+    return [record["loss"] for record in records if record["kind"] in ("train", "eval")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[Case, float] = {}
+    right: dict[Case, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="dtt-layouts-") as name:
+        folder = Path(name)
+        tokens = make_tokens(folder)
+        for case in cases(options.quick, options.only):
+            alone = case._replace(layout="alone")
+            if alone not in right:
+                right[alone] = losses(folder, tokens, alone, (1, []))
+            got = losses(folder, tokens, case, LAYOUTS[case.layout])
+            assert len(got) == len(right[alone]) >= STEPS
+            found[case] = max(abs(a - b) for a, b in zip(got, right[alone], strict=True))
+            print(f"{' '.join(map(str, case)):50} {found[case]:.1e}", file=sys.stderr)
+    print(table(found))
+    if options.json:
+        options.json.write_text(json.dumps({" ".join(map(str, c)): d for c, d in found.items()}))
+    bad = [case for case, difference in found.items() if difference > TOLERANCE]
+    if bad:
+        sys.exit(f"differ by more than {TOLERANCE}: {bad}")
+
+
+def table(found: dict[Case, float]) -> str:
+    """A row for each layout and family, a column for each optimizer and accumulation."""
+    columns = list(product(OPTIMIZERS, ACCUMULATION))
+    lines = ["largest difference of a loss to one process, 20 steps and two evaluations, nats"]
+    lines.append(f"{'':32}" + "".join(f"{f'{o} x{a}':>12}" for o, a in columns))
+    for layout, family in dict.fromkeys((case.layout, case.family) for case in found):
+        cells = [found.get(Case(family, layout, *column)) for column in columns]
+        told = "".join(f"{'-' if cell is None else f'{cell:.1e}':>12}" for cell in cells)
+        lines.append(f"{layout:20}{family:12}{told}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

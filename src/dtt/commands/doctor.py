@@ -1,0 +1,210 @@
+"""`dtt doctor`: whether the environment, the devices, a disk, and the links between all processes
+are fit to train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtt.errors import ConfigError, EnvironmentUnfit, ExitCode
+from dtt.launch import local
+from dtt.runtime import disk, environment
+from dtt.runtime.disk import Disk
+from dtt.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dtt.runtime.devices import Device
+    from dtt.runtime.dist import World
+    from dtt.runtime.preflight import Timing
+
+PATIENCE = timedelta(minutes=5)
+"""How long ranks wait for each other: containers start slowly."""
+GIB = 2**30
+
+
+@dataclass
+class Findings:
+    """What one process finds."""
+
+    ranks: Ranks
+    node: str
+    environment: dict[str, str]
+    disk: Disk | None = None
+    """On the first process of a node."""
+    devices: list[Device] = field(default_factory=list)
+    """That of this process; of a process alone all there are."""
+    problems: list[EnvironmentUnfit] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is wrong, and go on."""
+        try:
+            yield
+        except EnvironmentUnfit as problem:
+            self.problems.append(problem)
+
+
+def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> None:
+    """Look at everything and print it; EnvironmentUnfit when anything is wrong anywhere.
+
+    The first rank speaks for all, and its exit code is theirs. Another one speaks only when it does
+    not hear the others.
+    """
+    ranks = Ranks.detect()
+    if processes is not None:
+        options = ["--path", str(folder), "--device", device, *(["--json"] if as_json else [])]
+        sys.exit(_as_processes(processes, options, ranks))
+    mine = Findings(ranks, socket.gethostname(), environment.facts())
+    if ranks.local_rank == 0:
+        with mine.noting():
+            mine.disk = disk.examine(folder)
+    try:
+        mine.environment |= environment.torch_facts()
+        world = _join(ranks, device)
+    except EnvironmentUnfit as problem:
+        if not ranks.first:
+            raise
+        _tell([mine], [], [*mine.problems, problem], as_json=as_json)
+    else:
+        _together(mine, world, folder, device, as_json=as_json)
+
+
+def _join(ranks: Ranks, device: str) -> World:
+    """The process group; EnvironmentUnfit if not all come."""
+    from torch.distributed import DistError
+
+    from dtt.runtime import dist
+
+    # Without it NCCL ends the process, and nobody says what it waited for.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    try:
+        return dist.start(ranks, device, PATIENCE)
+    except DistError as error:
+        raise EnvironmentUnfit(
+            f"{ranks.size} processes do not find each other",
+            where=f"rank {ranks.rank} on node {socket.gethostname()}",
+            why=str(error).splitlines()[0],
+            next="see that every node reaches MASTER_ADDR, and which one says nothing here",
+        ) from None
+
+
+def _together(mine: Findings, world: World, folder: Path, device: str, *, as_json: bool) -> None:
+    """The part that needs torch, and all ranks at once."""
+    from dtt.runtime import devices, dist, preflight
+
+    try:
+        with mine.noting():
+            if device == "auto":
+                devices.check_seen()
+            mine.devices = devices.examine_all(world)
+        with mine.noting():
+            disk.check_shared(world, folder)
+        everyone = world.gather(mine)
+        problems = [
+            *(problem for one in everyone for problem in one.problems),
+            *environment.differences([(one.node, one.environment) for one in everyone]),
+            *devices.faults([(p.ranks.rank, p.node, d) for p in everyone for d in p.devices]),
+        ]
+        try:
+            timings, wrong = preflight.exchange(world)
+        except EnvironmentUnfit as problem:
+            if not world.first:
+                raise
+            timings, wrong = [], [problem]
+    finally:
+        dist.stop()
+    if world.first:
+        _tell(everyone, timings, [*problems, *wrong], as_json=as_json)
+
+
+def _as_processes(processes: int, options: Sequence[str], ranks: Ranks) -> ExitCode:
+    """The same as so many processes of torchrun, which says 1 whatever they said."""
+    if ranks.size > 1:
+        raise ConfigError(
+            f"{ranks.launcher} has started this as {ranks.size} processes",
+            next="leave --processes out",
+        )
+    code = local.run(local.torchrun_argv(processes, ["doctor", *options]))
+    return ExitCode.UNFIT if code else ExitCode.DONE
+
+
+def _tell(
+    everyone: Sequence[Findings],
+    timings: Sequence[Timing],
+    problems: Sequence[EnvironmentUnfit],
+    *,
+    as_json: bool,
+) -> None:
+    """Print what was found, then raise what is wrong."""
+    if as_json:
+        facts = {
+            "fit": not problems,
+            "processes": [asdict(p) | {"problems": list(map(str, p.problems))} for p in everyone],
+            "exchanges": [asdict(timing) | {"gb_s": timing.gb_s} for timing in timings],
+            "problems": list(map(str, problems)),
+        }
+        print(json.dumps(facts))
+    else:
+        print("\n".join(_report(everyone, timings)))
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        told = [f"{len(problems)} things are wrong", *map(str, problems)]
+        raise EnvironmentUnfit("\n".join(told))
+    if not as_json:
+        print("nothing is wrong")
+
+
+def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator[str]:
+    first = everyone[0]
+    nodes = list(dict.fromkeys(one.node for one in everyone))
+    yield "environment"
+    for name, value in first.environment.items():
+        yield f"  {name:<13} {value}"
+    size, launcher = first.ranks.size, first.ranks.launcher
+    yield f"  {'processes':<13} {size} ({launcher})"
+    yield f"  {'nodes':<13} {len(nodes)}"
+    for title, lines in (("devices", _device_lines), ("disk", _disk_lines)):
+        yield title
+        for node in nodes:
+            yield from lines(node, [one for one in everyone if one.node == node])
+    if timings:
+        yield "exchanges (GB/s: bytes / p50, the algorithm bandwidth of nccl-tests)"
+        columns = f"{'bytes':>13}{'p50 us':>11}{'p99 us':>11}{'GB/s':>9}"
+        yield f"  {'collective':<15}{'type':<10}{columns}"
+    for one in timings:
+        times = f"{1e6 * one.p50:>11,.0f}{1e6 * one.p99:>11,.0f}{one.gb_s:>9.3f}"
+        yield f"  {one.collective:<15}{one.dtype:<10}{one.bytes:>13,}{times}"
+
+
+def _device_lines(node: str, here: Sequence[Findings]) -> Iterator[str]:
+    """Equal devices of a node on one line: the least free memory, the range of speeds."""
+    found = [device for one in here for device in one.devices]
+    for name in dict.fromkeys(device.name for device in found):
+        alike = [device for device in found if device.name == name]
+        yield (
+            f"  {node}: {len(alike)} x {alike[0].device.partition(':')[0]}, {name}, "
+            f"{min(d.free for d in alike) / GIB:.1f} of {alike[0].total / GIB:.1f} GiB free, "
+            f"{'native' if alike[0].native_bf16 else 'no native'} bf16"
+        )
+        for dtype in alike[0].tflops:
+            rates = [device.tflops[dtype] for device in alike]
+            speeds = dict.fromkeys(f"{rate:.3g}" for rate in (min(rates), max(rates)))
+            yield f"    matmul {dtype}: {' to '.join(speeds)} TFLOP/s"
+
+
+def _disk_lines(node: str, here: Sequence[Findings]) -> Iterator[str]:
+    for disk_ in (one.disk for one in here if one.disk is not None):
+        yield (
+            f"  {node}: {disk_.path}, {disk_.kind}{', a network file system' * disk_.network}, "
+            f"{disk_.free / 1e9:.1f} GB free, write {disk_.write_mb_s:.0f} MB/s, "
+            f"read {disk_.read_mb_s:.0f} MB/s, fsync of a rename {disk_.fsync_ms:.1f} ms"
+        )

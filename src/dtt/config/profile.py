@@ -1,0 +1,32 @@
+"""Looking closely at a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from dtt.config.base import Section, free
+
+
+Kind = Literal["torch", "memory", "nsys"]
+
+
+class ProfileConfig(Section):
+    """A profile of a few steps, in `jobs/<name>/profiles/`; also of a running job, with
+    `dtt job profile`."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = free(None)
+    """The first and the last step, as `[20, 24]`; null: none. The first steps of a run compile."""
+    ranks: tuple[NonNegativeInt, ...] = free((0,))
+    """Which processes."""
+    kind: Kind = free("torch")
+    """`torch`: a trace for https://ui.perfetto.dev, and a table of what took longest. `memory`, on
+    a GPU: each allocation, for https://pytorch.org/memory_viz. `nsys`, on a GPU: marks the steps
+    for `nsys profile --capture-range=cudaProfilerApi dtt train …`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Steps go forward."""
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            yield "steps", f"{self.steps[0]} is after {self.steps[1]}: give first and last step"

@@ -1,0 +1,67 @@
+"""AdamW on bf16 weights that are rounded stochastically."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import AdamW, adamw
+
+from dtt.optim.rounding import StochasticRounding
+from dtt.runtime.sharding import held, local
+
+
+class RoundedAdamW(AdamW):
+    """torch's own, on one parameter after the other: its step is computed in fp32, weights are
+    rounded up or down, and moments, which are bf16 as the weights are, to nearest.
+
+    Every step moves a moment by a twentieth of its distance or so, which bf16 shows; of weights it
+    may be a thousandth.
+    """
+
+    def __init__(self, params: Iterable[Any], rounding: StochasticRounding) -> None:
+        """`params` are groups with the `names` of their parameters."""
+        super().__init__(params, fused=True)
+        self._rounding = rounding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for name, p in zip(group["names"], group["params"], strict=True):
+                if p.grad is not None:
+                    self._update(name, p, group)
+
+    def _update(self, name: str, p: Tensor, group: dict[str, Any]) -> None:
+        """One parameter, of which this process changes its own part."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        assert p.grad is not None
+        narrow = [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        weight, grad, mean, square = (t.float() for t in narrow)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weight],
+            [grad],
+            [mean],
+            [square],
+            [],
+            [state["step"]],
+            fused=True,
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        self._rounding.write(narrow[0], weight, f"{name}{held(p).box.offset}")
+        narrow[2].copy_(mean)
+        narrow[3].copy_(square)

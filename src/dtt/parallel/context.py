@@ -1,0 +1,113 @@
+"""Context parallelism: processes that share each sequence.
+
+Of 2C chunks of a sequence each of C processes has two, one from either end: so all attend to
+equally many tokens. They gather keys and values before they attend (Llama 3, arXiv 2407.21783,
+section 3.3.2); all else is each token's own.
+
+Shapes: B sequences, T tokens of a sequence, P tokens of it on this process, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from dtt.parallel.collectives import gather
+from dtt.parallel.mesh import Layout
+
+IGNORED = -100
+"""The target that is none."""
+PADDING = -1
+"""The document of padding: no other has this number."""
+
+Attends = Callable[
+    [Tensor, Tensor | None, Sequence[range], Callable[[Tensor], Tensor]], Sequence[Any]
+]
+"""What each layer attends with, made from tokens [B, T], their documents [B, T] if these are kept
+apart, the places of this process's chunks, and what puts [..., P, D] of all processes together."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which tokens of a sequence are this process's."""
+
+    rank: int
+    size: int
+    group: ProcessGroup
+
+    def chunks(self, length: int) -> tuple[range, range]:
+        """Their places among `length` tokens."""
+        chunk = length // (2 * self.size)
+        starts = self.rank * chunk, length - (self.rank + 1) * chunk
+        first, last = (range(start, start + chunk) for start in starts)
+        return first, last
+
+    def of(self, whole_BT: Tensor) -> Tensor:
+        """[B, T] → [B, P]."""
+        return torch.cat([whole_BT[:, c.start : c.stop] for c in self.chunks(whole_BT.shape[1])], 1)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[..., P, D] of all processes → [..., T, D], in the order of the tokens."""
+        halves = part.reshape(*part.shape[:-2], 2, -1, part.shape[-1])
+        chunks = gather(halves, -3, self.group)
+        first, last = chunks[..., 0::2, :, :], chunks[..., 1::2, :, :]
+        return torch.cat((first, last.flip(-3)), -3).flatten(-3, -2)
+
+
+class ContextParallel(nn.Module):
+    """Calls a model with this process's tokens, as if with all: see `dtt.model.decoder.Decoder`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        positions: Callable[[Tensor], Tensor],
+        attends: Attends,
+    ) -> None:
+        """`positions`: documents [B, T] to each token's place in its own."""
+        super().__init__()
+        assert layout.context_group is not None
+        self.model = model
+        self.positions = positions
+        self.attends = attends
+        sizes = layout.sizes
+        self.share = Share(layout.context_rank, sizes.context, layout.context_group)
+        self.multiple = 2 * sizes.context * sizes.tensor
+        """Of so many tokens all processes have equally many."""
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        """Logits [B, T, V]; with targets, the fp32 *sum* of the loss over this process's tokens.
+
+        The processes of the group get the same arguments. Sequences of any length: they are padded.
+        """
+        length = tokens_BT.shape[1]
+        padding = (0, -length % self.multiple)
+        if documents_BT is None:
+            positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        else:
+            positions_BT = self.positions(documents_BT)
+            documents_BT = F.pad(documents_BT, padding, value=PADDING)
+        if targets_BT is not None:
+            targets_BT = self.share.of(F.pad(targets_BT, padding, value=IGNORED))
+        tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
+        chunks = self.share.chunks(tokens_BT.shape[1])
+        out: Tensor = self.model(
+            self.share.of(tokens_BT),
+            targets_BT,
+            z_loss=z_loss,
+            positions_BT=self.share.of(positions_BT),
+            attend=self.attends(tokens_BT, documents_BT, chunks, self.share.gather),
+        )
+        return out if targets_BT is not None else self.share.gather(out)[:, :length]

@@ -1,0 +1,141 @@
+"""Linear layers in fp8, through torchao, where a trial on their real shapes finds a gain.
+
+torchao scales inputs, weights and gradients so that their largest number fits (Micikevicius et al.,
+arXiv 2209.05433): that takes time, which only large products win back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from dtt.errors import EnvironmentUnfit
+from dtt.parallel.compile import Compiler
+from dtt.runtime.dist import World
+
+LEAST_GAIN = 1.05
+"""How many times as fast fp8 must be to be taken: less is noise."""
+MULTIPLE = 16
+"""Of which the products' sizes must be multiples."""
+WARM_UP, TRIALS = 3, 7
+"""Of each kind of layer: the first are not counted, of the others the median."""
+
+Shape = tuple[int, int]
+"""Numbers that go into a layer, and that come out."""
+Timer = Callable[[nn.Linear], float]
+Converter = Callable[..., nn.Module]
+
+
+def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
+    """Swap the linear layers of the blocks (`model.layers`) that gain, in place; says which.
+
+    All ranks together, before any other parallelism: the first one's trial counts. A trial is the
+    forward and backward pass of a layer on `tokens` tokens, as in training. Parameters keep names
+    and values. EnvironmentUnfit without torchao.
+    """
+    if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
+        raise EnvironmentUnfit(
+            f"train.precision is fp8, which a {torch.cuda.get_device_name(world.device)} lacks",
+            next="train.precision=bf16; fp8 takes an L4, H100 or newer",
+        )
+    to_fp8 = _torchao()
+
+    def in_fp8(layer: nn.Linear) -> nn.Linear:
+        (swapped,) = to_fp8(nn.Sequential(layer)).children()
+        assert isinstance(swapped, nn.Linear)
+        return swapped
+
+    layers = list(_linear_layers(model))
+    gains: Mapping[Shape, float] = {}
+    if world.first:
+        with world.device:
+            gains = find_gains(
+                layers, in_fp8, lambda layer: _seconds(layer, tokens, world.device, compiled)
+            )
+    gains = world.from_first(gains)
+    fast = {shape for shape, gain in gains.items() if gain >= LEAST_GAIN}
+    to_fp8(
+        model.get_submodule("layers"),
+        module_filter_fn=lambda layer, _: isinstance(layer, nn.Linear) and _shape(layer) in fast,
+    )
+    return describe(layers, gains)
+
+
+def find_gains(
+    layers: list[nn.Linear], in_fp8: Callable[[nn.Linear], nn.Linear], seconds: Timer
+) -> dict[Shape, float]:
+    """How many times as fast each shape of layer is in fp8; 0 where it cannot be."""
+    gains = {}
+    for shape in dict.fromkeys(map(_shape, layers)):
+        if any(size % MULTIPLE for size in shape):
+            gains[shape] = 0.0
+            continue
+        layer = nn.Linear(*shape, bias=False)
+        plain = seconds(layer)
+        gains[shape] = plain / seconds(in_fp8(layer))
+    return gains
+
+
+def describe(layers: list[nn.Linear], gains: Mapping[Shape, float]) -> str:
+    """In a line: which layers are in fp8, and what that gains; or that none is."""
+    counts = Counter(map(_shape, layers))
+    taken = [
+        f"{counts[shape]} of {shape[0]} x {shape[1]} ({gain:.2f}x as fast)"
+        for shape, gain in gains.items()
+        if gain >= LEAST_GAIN
+    ]
+    if taken:
+        return f"fp8: {', '.join(taken)}; the other linear layers are in bf16"
+    best = max(gains.values(), default=0.0)
+    return (
+        "fp8 gains nothing here: training is in bf16 "
+        f"(at best it is {best:.2f}x as fast, over {len(gains)} shapes)"
+    )
+
+
+def _linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
+    return (m for m in model.get_submodule("layers").modules() if isinstance(m, nn.Linear))
+
+
+def _shape(layer: nn.Linear) -> Shape:
+    return layer.in_features, layer.out_features
+
+
+def _torchao() -> Converter:
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise EnvironmentUnfit(
+            "train.precision is fp8, which needs torchao",
+            why=str(error),
+            next="pip install 'dtt[fp8]', or train.precision=bf16",
+        ) from None
+    convert: Converter = convert_to_float8_training
+    return convert
+
+
+def _seconds(layer: nn.Linear, tokens: int, device: torch.device, compiled: bool) -> float:
+    """Forward and backward pass, in bf16 but for what the layer does itself."""
+    run = Compiler().compiled(layer.forward) if compiled else layer
+    x_TD = torch.randn(tokens, layer.in_features, device=device, dtype=torch.bfloat16)
+    grad_TF = torch.randn(tokens, layer.out_features, device=device, dtype=torch.bfloat16)
+    x_TD.requires_grad_()
+    times = []
+    for _ in range(WARM_UP + TRIALS):
+        _finish(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            run(x_TD).backward(grad_TF)
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,152 @@
+"""What a folder's disk does with a file: written, flushed, renamed, read back, and how fast."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.files import forget_cached, fsync_folder, sha256_file
+from dtt.runtime.process import REMEDIES
+
+if TYPE_CHECKING:
+    from dtt.runtime.dist import World
+
+BLOCK, BLOCKS = 2**20, 64
+"""Bytes written at once, and how often."""
+NETWORK = frozenset(
+    "9p afs beegfs ceph cifs daos gpfs lustre nfs nfs4 orangefs panfs smb3 wekafs".split()  # noqa: SIM905
+)
+NETWORK_FUSE = ("fuse.ceph", "fuse.daos", "fuse.gluster", "fuse.juicefs", "fuse.sshfs")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a folder, and what it did with 64 MiB."""
+
+    path: str
+    """The folder; the nearest one above it that exists, if it does not yet."""
+    kind: str
+    """Type of the file system, as `ext4`; `unknown` if the system does not tell."""
+    network: bool
+    """Whether other machines see the same files."""
+    free: int
+    """Bytes that we may still write."""
+    write_mb_s: float
+    """10^6 bytes a second, the flush to the disk included."""
+    read_mb_s: float
+    """The same for reading; past the cache of this machine where it lets itself be told so."""
+    fsync_ms: float
+    """What it takes to flush a folder after a rename."""
+
+
+def examine(folder: Path) -> Disk:
+    """Do to `folder` what a checkpoint does. EnvironmentUnfit tells which step failed, and why."""
+    place = _existing(folder)
+    kind = _kind(place)
+    aside = place / f".dtt-doctor-{secrets.token_hex(4)}.tmp"
+    final = aside.with_suffix("")
+    block, digest = os.urandom(BLOCK), hashlib.sha256()
+    try:
+        with _step("write", place), aside.open("wb") as file:
+            began = time.perf_counter()
+            for number in range(BLOCKS):
+                numbered = number.to_bytes(8, "little") + block[8:]
+                digest.update(numbered)
+                file.write(numbered)
+            file.flush()
+            with _step("fsync", place):
+                os.fsync(file.fileno())
+        written = time.perf_counter()
+        with _step("rename", place):
+            aside.replace(final)
+            fsync_folder(place)
+        renamed = time.perf_counter()
+        with _step("read back", place):
+            forget_cached(final)
+            reading = time.perf_counter()
+            same = sha256_file(final) == digest.hexdigest()
+        read = time.perf_counter()
+    finally:
+        for path in (aside, final):
+            path.unlink(missing_ok=True)
+    if not same:
+        raise EnvironmentUnfit(
+            "a file is not read back as it was written",
+            where=_where(place),
+            next="use a folder on another disk, and tell who looks after this one",
+        )
+    megabytes = BLOCK * BLOCKS / 1e6
+    return Disk(
+        path=str(place),
+        kind=kind,
+        network=kind in NETWORK or kind.startswith(NETWORK_FUSE),
+        free=shutil.disk_usage(place).free,
+        write_mb_s=megabytes / (written - began),
+        read_mb_s=megabytes / (read - reading),
+        fsync_ms=1e3 * (renamed - written),
+    )
+
+
+def check_shared(world: World, folder: Path) -> None:
+    """EnvironmentUnfit if this rank does not see what the first one writes into `folder`.
+
+    All ranks call it together.
+    """
+    place = _existing(folder)
+    sign = place / world.from_first(f".dtt-doctor-{secrets.token_hex(4)}")
+    if world.first:
+        with suppress(OSError):  # `examine` has told
+            sign.touch()
+    there = world.from_first(sign.exists())
+    seen = sign.exists()
+    world.barrier()
+    if world.first:
+        sign.unlink(missing_ok=True)
+    if there and not seen:
+        raise EnvironmentUnfit(
+            f"rank {world.rank} does not see the files of rank 0",
+            where=_where(place),
+            next="name a folder on a disk that all nodes share",
+        )
+
+
+@contextmanager
+def _step(what: str, place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentUnfit(
+            f"the disk does not let us {what} a file",
+            where=_where(place),
+            why=reason[:1].lower() + reason[1:],
+            next=REMEDIES.get(error.errno or 0, "name a folder on another disk"),
+        ) from None
+
+
+def _where(place: Path) -> str:
+    return f"{place} on node {socket.gethostname()}"
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _kind(place: Path) -> str:
+    """The type of the file system that is mounted nearest above `place`."""
+    mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    real = place.resolve()
+    return next((mounted[str(p)] for p in (real, *real.parents) if str(p) in mounted), "unknown")

@@ -1,0 +1,81 @@
+"""What dtt runs in: versions and drivers, and whether they are the same on all nodes."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import dtt
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.jobdir import PACKAGES
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def facts() -> dict[str, str]:
+    """Versions by name, found without an import of any of them; `none` for what is not there."""
+    return {
+        "dtt": f"{dtt.__version__} in {Path(dtt.__file__).parent}",
+        "python": f"{platform.python_version()} in {sys.prefix}",
+        **{name: _version(name) for name in PACKAGES},
+        "driver": _driver(),
+    }
+
+
+def torch_facts() -> dict[str, str]:
+    """What torch was built with. EnvironmentUnfit if it cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library does not load
+        raise EnvironmentUnfit(
+            "torch cannot be imported", why=str(error), next="install dtt again: ./env.sh"
+        ) from None
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "nccl": _nccl() if nccl else "none",
+    }
+
+
+def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[EnvironmentUnfit]:
+    """What is not the same everywhere, given each process's node and facts."""
+    for name in nodes[0][1]:
+        where: dict[str, list[str]] = {}
+        for node, facts in nodes:
+            where.setdefault(facts[name], []).append(node)
+        if len(where) > 1:
+            told = (f"{value} on {', '.join(dict.fromkeys(on))}" for value, on in where.items())
+            yield EnvironmentUnfit(
+                f"{name} is not the same on all nodes",
+                why="; ".join(told),
+                next="install the same everywhere, or leave nodes out: launch.exclude=NODE",
+            )
+
+
+def without(node: str) -> str:
+    """What to type to go on without a node."""
+    return f"leave that node out: launch.exclude={node}, or sbatch --exclude={node}"
+
+
+def _nccl() -> str:
+    from torch.cuda.nccl import version
+
+    return ".".join(map(str, version()))  # type: ignore[no-untyped-call]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver() -> str:
+    """NVIDIA's, from a line as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  …`."""
+    text = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.exists() else ""
+    found = re.search(r"\d+\.[\d.]*\d", text)
+    return found[0] if found else "none"

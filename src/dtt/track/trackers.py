@@ -1,0 +1,35 @@
+"""The trackers that a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from dtt.config.run import RunConfig
+from dtt.config.train import TensorBoardConfig, WandbConfig
+from dtt.runtime.jobdir import JobDir
+from dtt.track.base import Tracker
+from dtt.track.console import ConsoleTracker
+from dtt.track.jsonl import JsonlTracker
+from dtt.track.tensorboard import TensorBoardTracker
+from dtt.track.wandb import WandbTracker
+
+
+def make_trackers(
+    cfg: RunConfig, job: JobDir, resume_step: int | None, *, evaluated: bool
+) -> list[Tracker]:
+    """The job's own record first, then what a person watches, then what the config asks for.
+
+    `evaluated`: what was to be measured at `resume_step` has been.
+    """
+    record = JsonlTracker(job.metrics, resume_step, evaluated=evaluated)
+    trackers: list[Tracker] = [record, ConsoleTracker()]
+    for tracker in cfg.track:
+        match tracker:
+            case WandbConfig():
+                settings = cfg.model_dump(mode="json")
+                trackers.append(WandbTracker(tracker, cfg.name, job.run_id(), job.root, settings))
+            case TensorBoardConfig():
+                trackers.append(TensorBoardTracker(job.tensorboard, resume_step))
+            case _:
+                assert_never(tracker)
+    return trackers

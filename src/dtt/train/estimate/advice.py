@@ -1,0 +1,105 @@
+"""What to change so that a run fits: tried one after the other, the smallest step first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, takewhile
+from typing import Any
+
+from dtt.config.parallel import REST
+from dtt.errors import ConfigError
+from dtt.train.estimate.case import Case, make_case
+from dtt.train.estimate.memory import fits
+
+Change = dict[str, Any]
+"""Values by key, as `train.micro_batch`; `nodes` is the number of nodes."""
+MOST_NODES = 4096
+
+
+def remedy(case: Case) -> Change | None:
+    """The smallest change with which the run fits, as the formulas have it; None: there is none.
+
+    In this order: a smaller micro-batch; selective, then full remat; weights spread over all
+    devices; tensor parallelism within a node; each alone, then each with those before it; then
+    twice the nodes, and so on, with all of that.
+    """
+    for change in _changes(case):
+        changed = changed_by(case, change)
+        if changed is not None and fits(changed):
+            return change
+    return None
+
+
+def changed_by(case: Case, change: Change) -> Case | None:
+    """The run with a change; None where that does not fit its sizes."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in change.items():
+        if key != "nodes":
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+    update = {
+        name: getattr(case.cfg, name).model_copy(update=values)
+        for name, values in sections.items()
+    }
+    cfg = case.cfg.model_copy(update=update)
+    nodes = change.get("nodes", case.nodes)
+    vocab_size = case.arch.vocab_size
+    try:
+        return make_case(cfg, case.gpu, nodes, case.gpus_per_node, vocab_size, case.steps)
+    except ConfigError:
+        return None
+
+
+def _changes(case: Case) -> Iterator[Change]:
+    kinds = [list(kind) for kind in (_batches(case), _remat(case), _shards(case), _tensor(case))]
+    for kind in kinds:
+        yield from kind
+    # With the strongest of every kind before it.
+    before: Change = {}
+    for kind in kinds:
+        for change in kind:
+            if before:
+                yield before | change
+        before |= kind[-1] if kind else {}
+    doubled = accumulate(range(12), lambda nodes, _: 2 * nodes, initial=2 * case.nodes)
+    for nodes in takewhile(lambda n: n <= MOST_NODES, doubled):
+        spread = {"parallel.replicate": 1, "parallel.shard": REST, "nodes": nodes}
+        yield spread
+        yield before | spread
+
+
+def _batches(case: Case) -> Iterator[Change]:
+    rows = case.micro_batch
+    while rows > 1:
+        rows //= 2
+        yield {"train.micro_batch": rows}
+
+
+def _remat(case: Case) -> Iterator[Change]:
+    kinds = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
+    for kind in kinds[case.cfg.train.remat]:
+        yield {"train.remat": kind, "train.remat_every": 1}
+    if case.cfg.train.remat_every > 1 and case.cfg.train.remat != "none":
+        yield {"train.remat_every": 1}
+
+
+def _shards(case: Case) -> Iterator[Change]:
+    if case.sizes.replicate > 1:
+        yield {"parallel.replicate": 1, "parallel.shard": REST}
+
+
+def _tensor(case: Case) -> Iterator[Change]:
+    size = 2 * case.sizes.tensor
+    while size <= case.gpus_per_node:
+        rest = {"parallel.replicate": 1, "parallel.shard": REST}
+        yield rest | {"parallel.tensor": size}
+        size *= 2
+
+
+def described(case: Case, change: Change) -> str:
+    """As it would be typed."""
+    now = {"nodes": case.nodes, "train.remat_every": case.cfg.train.remat_every}
+    said = {key: value for key, value in change.items() if now.get(key) != value}
+    return " ".join(f"--nodes {v}" if key == "nodes" else f"{key}={v}" for key, v in said.items())
+
+

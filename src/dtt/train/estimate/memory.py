@@ -1,0 +1,300 @@
+"""What one device holds at the worst moment of a step, by part, in bytes.
+
+Shapes: D dim, F ffn_dim, Q = heads * head_dim, K = key/value heads * head_dim, V vocabulary, N the
+tokens of a forward pass on one device. e is the size of a number in products, r of one in the
+residual stream, w of a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from dtt.model.loss import CHUNK_ELEMENTS
+from dtt.optim.muon import BATCH_ELEMENTS
+from dtt.train.estimate.case import Case, numbers
+
+FP32 = 4
+GIB = 2**30
+OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}
+"""Of a process before it holds a tensor: on a GPU the context and the buffers of cuBLAS and NCCL,
+on a CPU Python and torch."""
+SPARE = {"cuda": 0.05, "cpu": 0.1}
+"""Share of the device's memory that must stay free: what lies between tensors is lost, and on a
+CPU there is a system, too."""
+BATCHES = 4
+"""Of a step that are there at once: the current one, and those that are made ahead."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The parts at the worst moment; their sum is the peak."""
+
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts.values())
+
+
+def fits(case: Case) -> bool:
+    """Whether the peak leaves the device what it needs."""
+    return memory(case).total <= (1 - SPARE[case.gpu.kind]) * case.gpu.memory
+
+
+def memory(case: Case) -> Memory:
+    """The worst of: the loss, the backward pass of the last block, its end, the optimizer's step.
+
+    Weights, optimizer state and average are there all the time. Activations grow through the
+    forward pass, gradients through the backward pass, as activations go: in between both are less
+    than at one of its ends. So the peak is at one of these moments.
+    """
+    always = persistent(case)
+    moments = [
+        Memory(moment, always | parts)
+        for moment, parts in {
+            "the loss": _at_the_loss(case),
+            "the backward pass": _in_the_backward_pass(case, 0),
+            "the backward pass, then": _in_the_backward_pass(case, 1),
+            "the end of the backward pass": _after_the_backward_pass(case),
+            "the optimizer's step": _in_the_step(case),
+        }.items()
+    ]
+    return max(moments, key=lambda one: one.total)
+
+
+def persistent(case: Case) -> dict[str, int]:
+    """What is there from the first step to the last."""
+    held = case.held(case.weights)
+    parts = {
+        "parameters": case.weight_bytes * held,
+        "optimizer state": optimizer_state(case),
+        "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
+        "framework": OVERHEAD[case.gpu.kind],
+    }
+    if case.cfg.train.ema_decay is not None:
+        parts["average of the weights"] = FP32 * held
+    return parts
+
+
+def optimizer_state(case: Case) -> int:
+    """AdamW keeps two moments of every weight; Muon one, and NorMuon a number for each row."""
+    muon = case.held(case.muons)
+    adamw = case.held(case.weights) - muon
+    rows = 0
+    if case.muon is not None and case.muon.normuon_beta2 is not None:
+        rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
+    return case.weight_bytes * (2 * adamw + muon + rows)
+
+
+def kept_by_block(case: Case) -> int:
+    """Activations that one block keeps for its backward pass, bytes; nothing is recomputed.
+
+    What autograd keeps is the inputs of each operation whose gradient needs them:
+
+        norm       its input (LayerNorm in r, RMSNorm in fp32) and, of torch's RMSNorm on a CPU,
+                   the normed input, too: 4D + 4D
+        q, k, v    their input, eD; under autocast a copy for each, as it casts for each
+        attention  q, k and v after rotation, the output, logsumexp: e(2Q + 2K) + 4H
+        o          its input: the output of attention with heads side by side, a copy where
+                   rotation has laid it out by head: eQ
+        MLP        its input as with q, k, v; F times e of gate, up, silu(gate) and their product,
+                   or of up and gelu(up)
+
+    With qk_norm and sandwich norms there are norms of Q + K, and of D twice more. A compiled block
+    computes norms and activations again, which costs next to nothing, and keeps what products gave
+    and take: rD + e(5D + 2Q...), of which the formulas below are the list. Under autocast the
+    weights' casts are kept, too, as long as the graph is: those of the whole model are counted in
+    `_casts`.
+    """
+    arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
+    t = case.sizes.tensor
+    d, f = arch.dim, arch.ffn_dim // t
+    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
+    heads = arch.n_heads // t
+    gated, rope = arch.mlp != "gelu", arch.position == "rope"
+    attention = e * (2 * q + 2 * k) + FP32 * heads + (e * q if rope else 0)
+    if case.compiled:
+        own = r * d + e * d + (e * d if arch.sandwich_norm else 0)  # of a share of the tokens
+        whole = 2 * e * d + attention + e * f * (3 if gated else 2)
+        return n * own // t + n * (whole + (e * (q + k) if arch.qk_norm else 0))
+    norms = (4 if arch.sandwich_norm else 2) * _norm(case, d)
+    copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
+    whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
+    if arch.qk_norm:
+        whole += _norm(case, q + k, e)
+    return n * norms // t + n * whole
+
+
+def _norm(case: Case, width: int, size: int | None = None) -> int:
+    """Bytes that a norm of `width` numbers (of `size` bytes; as the stream) keeps for a token."""
+    size = size or case.stream_bytes
+    if case.arch.norm == "layernorm":
+        return (FP32 if _wide_layernorm(case) else size) * width + 2 * FP32
+    return FP32 * width * (2 if case.gpu.kind == "cpu" else 1) + FP32
+
+
+def _cast_for_each(case: Case) -> bool:
+    """Whether norms give fp32 where products take bf16: autocast then casts for each product.
+
+    Tensor parallelism casts once, before tokens are gathered.
+    """
+    wide = case.stream_bytes > case.product_bytes or _wide_layernorm(case)
+    return case.autocast and wide and case.sizes.tensor == 1
+
+
+def _wide_layernorm(case: Case) -> bool:
+    """Whether LayerNorm works in fp32 whatever it gets: under autocast, on a GPU."""
+    return case.autocast and case.arch.norm == "layernorm" and case.gpu.kind == "cuda"
+
+
+def _kept_again(case: Case) -> int:
+    """Activations of a block that `train.remat` applies to: its input; if selective also what
+    attention and every second product give (q, v, gate or up, down)."""
+    arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
+    kept = n * case.stream_bytes * arch.dim // t
+    if case.cfg.train.remat == "full":
+        return kept
+    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
+    gated = arch.mlp != "gelu"
+    products = q + k + arch.ffn_dim // t + (arch.dim if gated else 0)
+    return kept + n * (e * (q + products) + FP32 * arch.n_heads // t)
+
+
+def _kept_both_times(case: Case) -> int:
+    """Of what a block keeps once it is computed again, what it has kept all along: with selective
+    remat v, gate or up, and what attention gave."""
+    if case.cfg.train.remat != "selective":
+        return 0
+    arch, t = case.arch, case.sizes.tensor
+    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
+    return case.tokens * (case.product_bytes * widths + FP32 * arch.n_heads) // t
+
+
+def activations(case: Case, blocks: int) -> int:
+    """What the first so many blocks keep."""
+    kept = kept_by_block(case)
+    if case.cfg.train.remat == "none":
+        return blocks * kept
+    again = -(-blocks // case.cfg.train.remat_every)
+    return (blocks - again) * kept + again * min(kept, _kept_again(case))
+
+
+def _loss(case: Case) -> tuple[int, int]:
+    """What the loss leaves for the backward pass, and what it takes for itself meanwhile.
+
+    Its gradients: of the head in fp32, 4VD, of the hidden states, eND. Meanwhile the logits of a
+    chunk in e and their log-probabilities in fp32 (on a CPU first a copy of the logits), beside the
+    gradients of the chunk before in both; then, in e, their gradient and the chunk's part of the
+    head's, unless that is added up in one.
+    """
+    arch, n, e = case.arch, case.tokens, case.product_bytes
+    rows = arch.vocab_size // case.sizes.tensor
+    chunk = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows))
+    logits = chunk * rows
+    left = FP32 * rows * arch.dim + e * n * arch.dim
+    widened = FP32 if case.gpu.kind == "cpu" and e < FP32 else 0
+    narrow = e * (logits + rows * arch.dim) if e < FP32 else 0
+    hidden = n * arch.dim * (case.stream_bytes + (e if case.autocast else 0))
+    before = FP32 + (e if e < FP32 else 0) if n > chunk else 0
+    return left, hidden + max((e + FP32 + widened + before) * logits, FP32 * logits + narrow)
+
+
+def _casts(case: Case) -> int:
+    """Weights in the type of products, which autocast keeps for a forward and backward pass; where
+    FSDP2 gathers them they are in it already, and compiled blocks cast again."""
+    if not case.autocast or case.sizes.sharded:
+        return 0
+    head = case.arch.vocab_size * case.arch.dim
+    blocks = sum(prod(w.part) for w in case.weights if w.in_block and len(w.part) > 1)
+    return case.product_bytes * (head + (0 if case.compiled else blocks))
+
+
+def _gathered(case: Case, blocks: int) -> int:
+    """Weights that FSDP2 has gathered: those outside of blocks and of so many blocks, or of all."""
+    if not case.sizes.sharded:
+        return 0
+    if not case.cfg.parallel.reshard:
+        blocks = max(blocks, case.arch.n_layers)
+    return case.product_bytes * (numbers(case.outside) + blocks * numbers(case.block))
+
+
+def _kept_gradients(case: Case) -> int:
+    """Gradients that are there before the backward pass: of the micro-batches before, which FSDP2
+    keeps whole until the last one; DDP's buffers are there all the time."""
+    if case.sizes.sharded:
+        return FP32 * numbers(case.weights) if case.accumulation > 1 else 0
+    there = case.accumulation > 1 or case.devices > 1
+    return case.weight_bytes * numbers(case.weights) if there else 0
+
+
+def _at_the_loss(case: Case) -> dict[str, int]:
+    left, meanwhile = _loss(case)
+    return {
+        "gathered parameters": _gathered(case, 1) + _casts(case),
+        "gradients": _kept_gradients(case),
+        "activations": activations(case, case.arch.n_layers)
+        + case.tokens * _norm(case, case.arch.dim) // case.sizes.tensor,
+        "loss": left + meanwhile,
+    }
+
+
+def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
+    """When it comes to a block, and so many after that one are done.
+
+    What it works with: the gradients of the residual stream, of the MLP's product and of its two
+    factors, and all activations of the block, if they were computed again. FSDP2 has gathered the
+    block before it, too, and sends the gradients of the one after it, in fp32.
+    """
+    arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
+    kept = activations(case, case.arch.n_layers - done)
+    working = n * (case.stream_bytes * arch.dim + 3 * e * arch.ffn_dim) // t
+    if case.cfg.train.remat != "none":
+        working += kept_by_block(case) - _kept_both_times(case)
+    head = (case.product_bytes if case.sizes.sharded else FP32) * arch.vocab_size // t * arch.dim
+    sent = FP32 * numbers(case.block) if case.sizes.sharded and done else 0
+    new = done * FP32 * case.held(case.block)
+    return {
+        "gathered parameters": _gathered(case, 2) + _casts(case),
+        "gradients": max(_kept_gradients(case), new) + head,
+        "activations": kept + working,
+        "exchange buffers": sent,
+    }
+
+
+def _after_the_backward_pass(case: Case) -> dict[str, int]:
+    """FSDP2 sends the gradients outside of blocks, in fp32. Else all gradients are there, and that
+    of a tied embedding a second time, as it is added to the head's."""
+    arch = case.arch
+    if case.sizes.sharded:
+        outside = numbers(case.outside)
+        return {
+            "gradients": _kept_gradients(case)
+            + FP32 * case.held(case.weights)
+            + case.product_bytes * outside,
+            "exchange buffers": FP32 * (outside + numbers(case.block)),
+        }
+    again = FP32 * arch.vocab_size * arch.dim if arch.tie_embeddings else 0
+    return {
+        "gathered parameters": _casts(case),
+        "gradients": case.weight_bytes * numbers(case.weights) + again,
+    }
+
+
+def _in_the_step(case: Case) -> dict[str, int]:
+    """AdamW is fused and takes nothing. Muon stacks matrices of one shape, a batch at a time:
+    gradients, momenta and weights, old and new, in fp32, and what Newton-Schulz works with."""
+    gradients = case.weight_bytes * case.held(case.weights)
+    return {"gradients": gradients, "Muon's buffers": _muon_buffers(case)}
+
+
+def _muon_buffers(case: Case) -> int:
+    largest = 0
+    for shape in {weight.shape for weight in case.muons}:
+        alike = sum(weight.shape == shape for weight in case.muons)
+        one = prod(shape)
+        batch = one * min(alike, max(1, BATCH_ELEMENTS // one))
+        largest = max(largest, batch)
+    return (4 * FP32 + 2 * case.product_bytes) * largest

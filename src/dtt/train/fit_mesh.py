@@ -1,0 +1,58 @@
+"""Whether a mesh of devices, a model and its sequences fit each other: arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from dtt.config.parallel import Sizes
+from dtt.config.train import TrainConfig
+from dtt.errors import ConfigError
+from dtt.model.architecture import Architecture
+
+
+def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
+    """ConfigError, naming all that does not divide, and the largest sizes with which all does."""
+    contexts = {train.seq_len, *(tokens for _, tokens in train.context_schedule)}
+    found = list(misfits(sizes, arch, contexts))
+    if not found:
+        return
+    smaller = product(range(1, sizes.tensor + 1), range(1, sizes.context + 1))
+    fitting = [
+        (tensor * context, tensor, context)
+        for tensor, context in smaller
+        if not any(misfits(sizes._replace(tensor=tensor, context=context), arch, contexts))
+    ]
+    _, tensor, context = max(fitting)
+    raise ConfigError(
+        "the model does not divide over the mesh of `parallel`",
+        where=", ".join(dict.fromkeys(key for key, _ in found)),
+        why="; ".join(why for _, why in found),
+        next=f"parallel.tensor={tensor} parallel.context={context}, and the other devices to "
+        "parallel.shard or parallel.replicate; or change what does not divide",
+    )
+
+
+def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tuple[str, str]]:
+    """Keys whose values do not divide over the devices that share them, and why.
+
+    Each of `contexts` is a length of sequences. Of these, devices that share the context have two
+    parts each (an early one and a late one, which attends to more).
+    """
+    divided = {
+        "n_heads": arch.n_heads,
+        "n_kv_heads": arch.n_kv_heads,
+        "ffn_dim": arch.ffn_dim,
+        "vocab_size": arch.vocab_size,
+    }
+    if arch.position == "learned":
+        divided["max_seq_len"] = arch.max_seq_len
+    for key, value in divided.items():
+        if value % sizes.tensor:
+            yield f"model.{key}", f"{key} {value} is no multiple of tensor {sizes.tensor}"
+    parts = sizes.tensor * (2 * sizes.context if sizes.context > 1 else 1)
+    for tokens in sorted(contexts):
+        if tokens % parts:
+            named = f"2 x context {sizes.context} x tensor" if sizes.context > 1 else "tensor"
+            why = f"{tokens} tokens of a sequence are no multiple of {named} {sizes.tensor}"
+            yield "train.context_schedule" if tokens < max(contexts) else "train.seq_len", why

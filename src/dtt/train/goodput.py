@@ -1,0 +1,76 @@
+"""What share of a job's time, over all its attempts, went into steps that its weights keep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtt.runtime.jobdir import JobDir
+from dtt.train.clock import records
+
+USEFUL = ("forward_backward", "optimizer")
+TOLD = 0.005
+"""Shares below this are not worth a word."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of all processes' time on the clock, which is that of the first one."""
+
+    attempts: int
+    seconds: float
+    """Of all attempts; between them the job waited, which does not count here."""
+    useful: float
+    """Forward, backward and optimizer of steps that were not done again later."""
+    lost: Mapping[str, float]
+    """What else: start, redone (steps that were), data (waiting for it), save, …"""
+
+    @property
+    def share(self) -> float:
+        """Useful seconds of all."""
+        return self.useful / self.seconds
+
+    def describe(self) -> str:
+        """A line."""
+        lost = sorted(self.lost.items(), key=lambda item: -item[1])
+        told = [f"{n} {s / self.seconds:.1%}" for n, s in lost if s / self.seconds > TOLD]
+        return ", ".join([f"{self.share:.1%} of {_duration(self.seconds)}", *told]) + (
+            f" in {self.attempts} attempts" if self.attempts > 1 else ""
+        )
+
+    def record(self) -> dict[str, Any]:
+        """For machines."""
+        lost = {name: round(seconds, 3) for name, seconds in self.lost.items()}
+        return {"share": round(self.share, 4), "seconds": round(self.seconds, 3), "lost": lost}
+
+
+def goodput(job: JobDir) -> Goodput | None:
+    """Of all attempts so far, from what is kept beside each; None if nothing is."""
+    attempts = list(records(job, range(1, job.attempt() + 1)))
+    seconds = sum(attempt["seconds"] for attempt in attempts)
+    if not seconds:
+        return None
+    useful, lost = 0.0, defaultdict[str, float](float)
+    going_on = float("inf")  # the step from which a later attempt went on
+    for attempt in reversed(attempts):
+        steps = attempt.get("steps")
+        if not steps:  # it ended before its first log line
+            lost["start"] += attempt["seconds"]
+            continue
+        kept = max(0.0, min(attempt["step"], going_on) - attempt["first"]) / steps
+        going_on = min(going_on, attempt["first"])
+        spent = dict(attempt["parts"])
+        working = sum(spent.pop(part, 0.0) for part in USEFUL)
+        useful += kept * working
+        lost["redone"] += (1 - kept) * working
+        for part, taken in spent.items():
+            lost[part] += taken
+        lost["other"] += max(0.0, attempt["seconds"] - working - sum(spent.values()))
+    return Goodput(len(attempts), seconds, useful, lost)
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

@@ -1,0 +1,58 @@
+"""What a run computes in, and what that costs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from dtt.runtime.dist import native_bf16
+
+
+class Precision(StrEnum):
+    """As `train.precision`, with `auto` decided."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    PURE_BF16 = "bf16-pure"
+    FP8 = "fp8"
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Of parameters, their gradients, and the state of optimizers."""
+        return torch.bfloat16 if self is Precision.PURE_BF16 else torch.float32
+
+    @property
+    def products(self) -> torch.dtype:
+        """Of matrix products, those in fp8 excepted."""
+        return torch.float32 if self is Precision.FP32 else torch.bfloat16
+
+
+def choose(
+    asked: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"], device: torch.device
+) -> Precision:
+    """`auto`: bf16 where `device` multiplies it natively, else fp32."""
+    if asked == "auto":
+        return Precision.BF16 if native_bf16(device) else Precision.FP32
+    return Precision(asked)
+
+
+def warning(precision: Precision, stochastic_rounding: bool) -> str | None:
+    """What is to be said aloud at the start, where something is given up."""
+    if precision is not Precision.PURE_BF16:
+        return None
+    saves = (
+        "pure bf16: weights, gradients and optimizer state take 2 bytes a number, not 4: with "
+        "AdamW 8 bytes a parameter, not 16"
+    )
+    costs = (
+        "a change of a weight by less than its 512th part is lost, and late in a run most are: "
+        "train.stochastic_rounding=true keeps them on average"
+    )
+    if stochastic_rounding:
+        costs = (
+            "weights are rounded up or down at random, so that small changes are kept on average; "
+            "gradients still add up in bf16"
+        )
+    return f"{saves}\n  {costs}"

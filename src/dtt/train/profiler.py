@@ -1,0 +1,149 @@
+"""Profiles of chosen steps on chosen ranks, asked for in the configuration or while a job runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+
+from dtt.config.profile import Kind, ProfileConfig
+from dtt.errors import ConfigError
+from dtt.runtime.dist import World
+from dtt.runtime.log import log
+from dtt.train.memory import dump_snapshot
+from dtt.train.meter import Meter
+
+STEPS_ON_REQUEST = 3
+ROWS = 25
+"""Of the table of what took longest."""
+ALLOCATIONS = 1_000_000
+"""That a memory profile remembers at most."""
+Interval = tuple[float, float]
+
+
+class Profiler:
+    """Told of each step; records those that were asked for."""
+
+    def __init__(self, config: ProfileConfig, world: World, folder: Path, meter: Meter) -> None:
+        """Files go into `folder`; `meter` is told what writing them takes.
+
+        ConfigError for a profile that this device does not have.
+        """
+        if config.kind not in available(world.device):
+            raise ConfigError(
+                f"there is no such profile of a {world.device.type}",
+                where=f"profile.kind={config.kind}",
+                next="profile.kind=torch",
+            )
+        self._device, self._folder = world.device, folder
+        self._meter = meter
+        self._name = f"rank-{world.rank:05d}"
+        self._mine = world.rank in config.ranks
+        self._kind = config.kind
+        self._first, self._last = config.steps or (0, 0)
+        self._began = 0
+        """The step that a profile on its way began with."""
+        self._trace: torch.profiler.profile | None = None
+
+    def ask(self, step: int, kind: str) -> None:
+        """Record the next few steps, after `step`; an unknown `kind` is that of before."""
+        if self._began:
+            return  # one at a time
+        self._first, self._last = step + 1, step + STEPS_ON_REQUEST
+        self._kind = next((known for known in available(self._device) if known == kind), self._kind)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Step number `step`, counted from 1, happens inside."""
+        if not self._mine or not self._first <= step <= self._last:
+            yield
+            return
+        if self._began == 0:
+            self._begin(step)
+        nvtx = self._kind == "nsys"
+        if nvtx:
+            torch.cuda.nvtx.range_push(f"step {step}")  # type: ignore[no-untyped-call]
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        if nvtx:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        if step == self._last:
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        """End a profile that is on its way with `step`, and write it."""
+        if self._began:
+            with self._meter.part("profile"):
+                self._write(step)
+
+    def _write(self, step: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._folder.mkdir(exist_ok=True)
+        stem = self._folder / f"steps-{self._began:06d}-{step:06d}-{self._name}"
+        self._began = 0
+        match self._kind:
+            case "torch":
+                self._write_trace(stem)
+            case "memory":
+                dump_snapshot(f"{stem}.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+                log.warning("profile: %s.pickle", stem)
+            case "nsys":
+                torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def _begin(self, step: int) -> None:
+        self._began = step
+        match self._kind:
+            case "torch":
+                self._trace = torch.profiler.profile()
+                self._trace.start()
+            case "memory":
+                torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)  # noqa: SLF001
+            case "nsys":
+                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+    def _write_trace(self, stem: Path) -> None:
+        assert self._trace is not None
+        trace, self._trace = self._trace, None
+        trace.stop()
+        trace.export_chrome_trace(f"{stem}.json.gz")
+        by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = trace.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
+        share = exposed_share(trace.events() or ())  # type: ignore[no-untyped-call]
+        told = "n/a" if share is None else f"{share:.1%} of the time of the device"
+        stem.with_suffix(".txt").write_text(f"communication exposed: {told}\n{table}\n")
+        log.warning("profile: %s.json.gz and .txt, communication exposed: %s", stem, told)
+
+
+def available(device: torch.device) -> tuple[Kind, ...]:
+    """Kinds of profiles that there are of a device."""
+    return ("torch", "memory", "nsys") if device.type == "cuda" else ("torch",)
+
+
+def exposed_share(events: Iterable[Any]) -> float | None:
+    """Share of a trace in which a GPU ran kernels of NCCL and no others; None without a GPU."""
+    exchange: list[Interval] = []
+    compute: list[Interval] = []
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            span = (event.time_range.start, event.time_range.end)
+            (exchange if "nccl" in event.name.lower() else compute).append(span)
+    if not compute:
+        return None
+    everything = exchange + compute
+    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    return (covered(everything) - covered(compute)) / whole
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Length of what intervals, which may overlap, cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

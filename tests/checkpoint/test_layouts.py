@@ -1,0 +1,313 @@
+"""What one layout of ranks wrote every other one reads, bit for bit, and each rank its part alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtt.checkpoint import store
+from dtt.checkpoint.saver import Saver
+from dtt.config.model import ModelConfig
+from dtt.config.optim import MuonConfig
+from dtt.config.parallel import Sizes
+from dtt.config.train import CheckpointConfig
+from dtt.model import families
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import RESIDUAL_WRITERS, initialize
+from dtt.optim import groups
+from dtt.optim.ema import Ema
+from dtt.parallel.mesh import Layout, make_layout
+from dtt.runtime.dist import World, start
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+from dtt.train.begin import take_weights
+from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
+
+LAYOUTS = {
+    "alone": Sizes(),
+    "ddp-2": Sizes(replicate=2),
+    "fsdp-2": Sizes(shard=2),
+    "tp-2": Sizes(tensor=2),
+    "fsdp-4": Sizes(shard=4),
+    "hsdp-2x2": Sizes(replicate=2, shard=2),
+    "fsdp-2-tp-2": Sizes(shard=2, tensor=2),
+}
+FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {}}
+SMALL = {"family": "qwen3", "dim": 10, "n_layers": 2, "n_heads": 5, "n_kv_heads": 5}
+"""Hardly anything of it can be cut into even parts; of norms with two numbers some ranks get none."""
+LARGE = {"family": "llama", "dim": 256, "n_layers": 1, "n_heads": 4}
+
+
+class State:
+    """All that a checkpoint holds, laid out over the ranks."""
+
+    def __init__(
+        self, world: World, sizes: Sizes, vocabulary: int = 64, config: Mapping[str, Any] = SMALL
+    ) -> None:
+        """No values are set."""
+        self.world, self.vocabulary = world, vocabulary
+        model = ModelConfig.model_validate(config)
+        arch = families.get(model.family).architecture(model, vocabulary, 16)
+        layout = make_layout(sizes, world)
+        with torch.device("meta" if layout.sharded else "cpu"):
+            self.model = Decoder(arch)
+        lay_out(self.model, layout)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizers = groups.build(
+            MuonConfig(momentum_warmup=4, normuon_beta2=0.9),  # all the state there is
+            self.parameters,
+            roles(self.model),
+            torch.float32,
+        )
+        self.ema = Ema(self.parameters, decay=0.9)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """By kind and name, as the trainer has them."""
+        state = optimizer_tensors(self.optimizers) | self.ema.tensors()
+        return {store.MODEL: dict(self.parameters), store.STATE: state}
+
+    def train(self) -> None:
+        """Give everything values."""
+        initialize(self.model, seed=0)
+        self.ema = Ema(self.parameters, decay=0.9)
+        for step in range(2):
+            ids = torch.randint(self.vocabulary, (4, 17), generator=torch.Generator().manual_seed(step))
+            (self.model(ids[:, :-1], ids[:, 1:]) / 64).backward()
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+            self.ema.update(torch.tensor(0.0))
+
+    def save(self, folder: Path) -> int:
+        """As step 1 of a job in `folder`; the bytes that all ranks wrote."""
+        job = JobDir(folder)
+        if self.world.first:
+            job.checkpoints.mkdir(parents=True)
+        self.world.barrier()
+        saver = Saver(job, 1, self.world, CheckpointConfig(), FACTS)
+        saver.begin(1, self.tensors(), rng_tensors(self.world.rank, self.world.device), {"step": 1})
+        saver.wait()
+        return saver.finished()[0].bytes
+
+    def restore(self, found: store.Checkpoint) -> None:
+        """From `save`."""
+        load_parameters(self.parameters, found.stored(store.MODEL))
+        state = found.stored(store.STATE)
+        load_optimizers(self.optimizers, state)
+        self.ema.restore(state)
+
+    def differing(self, truth: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """Names of what is not as it is in `truth`."""
+        return [
+            f"{kind} {name}"
+            for kind, named in self.tensors().items()
+            for name in named.keys() | truth[kind].keys()
+            if name not in named or not same(named[name], truth[kind][name])
+        ]
+
+
+def lay_out(model: Decoder, layout: Layout) -> None:
+    """Cut the parameters as tensor parallelism and FSDP2 do."""
+    if not layout.sharded:
+        return
+    if layout.sizes.tensor > 1:
+        for name, parameter in list(model.named_parameters()):
+            cut = Shard(int(name.endswith(RESIDUAL_WRITERS))) if parameter.ndim > 1 else Replicate()
+            mesh = layout.part("tensor")
+            laid = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [cut]))
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, laid)
+    dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=layout.part(*dims))
+    model.to_empty(device="cpu")
+
+
+def same(tensor: Tensor, right: Tensor) -> bool:
+    """Whether torch puts the parts of a tensor together to `right`."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return torch.equal(whole, right)
+
+
+def of_size(world: World) -> Iterator[tuple[str, Sizes]]:
+    """The layouts of so many ranks."""
+    torch.set_num_threads(1)
+    for name, sizes in LAYOUTS.items():
+        if sizes.data * sizes.tensor == world.size:
+            yield name, sizes
+
+
+def checkpoint(folder: Path) -> store.Checkpoint:
+    """The one of a job."""
+    return store.at_step(JobDir(folder).checkpoints, 1)
+
+
+def written_in_all_layouts(world: World, folder: Path, source: str) -> dict[str, int]:
+    """Read what `source` wrote and write it again, in each layout; the bytes it came to."""
+    counts = {}
+    for name, sizes in of_size(world):
+        state = State(world, sizes)
+        state.restore(checkpoint(folder / source))
+        counts[name] = state.save(folder / name)
+    return counts
+
+
+def wrong_after_reading(world: World, folder: Path) -> dict[str, list[str]]:
+    """What differs when each layout reads what each other one wrote."""
+    first = checkpoint(folder / "alone")
+    truth = {kind: first.tensors(kind) for kind in (store.MODEL, store.STATE)}
+    truth[store.STATE].pop("rng/00000/cpu")
+    found = {}
+    for name, sizes in of_size(world):
+        state = State(world, sizes)
+        for source in LAYOUTS:
+            state.restore(checkpoint(folder / source))
+            found[f"{source} to {name}"] = state.differing(truth)
+    return found
+
+
+def wrong_after_beginning(world: World, folder: Path) -> dict[str, list[str]]:
+    """What each layout takes otherwise than a single process, for a model with more tokens."""
+    theirs = checkpoint(folder / "fsdp-2").stored(store.MODEL)
+    alone = State(start(Ranks(), "cpu"), Sizes(), vocabulary=131)
+    initialize(alone.model, seed=5)
+    said = take_weights(alone.model, theirs, "there")
+    assert "embed.weight: 64 rows taken, 192 here, 64 there; the others begin as their mean" in said
+    found = {}
+    for name, sizes in of_size(world):
+        state = State(world, sizes, vocabulary=131)
+        initialize(state.model, seed=5)
+        assert take_weights(state.model, theirs, "there") == said
+        pairs = zip(state.parameters.items(), alone.parameters.values(), strict=True)
+        found[name] = [parameter for (parameter, p), right in pairs if not same(p, right)]
+    return found
+
+
+def wrong_after_swapping(world: World, folder: Path) -> dict[str, list[str]]:
+    """Parameters that do not hold their averages meanwhile, or not their own values afterwards."""
+    saved = checkpoint(folder / "alone")
+    weights, rest = saved.tensors(store.MODEL), saved.tensors(store.STATE)
+    found = {}
+    for name, sizes in of_size(world):
+        state = State(world, sizes)
+        state.restore(saved)
+        named = state.parameters.items()
+        with state.ema.swapped():
+            found[name] = [n for n, p in named if not same(p, rest[f"ema/{n}/value"])]
+        found[name] += [n for n, p in named if not same(p, weights[n])]
+    return found
+
+
+def two_ranks(world: World, folder: Path) -> tuple[dict[str, list[str]], ...]:
+    """All that two ranks show."""
+    return wrong_after_reading(world, folder), wrong_after_swapping(world, folder)
+
+
+def four_ranks(world: World, folder: Path) -> tuple[dict[str, Any], ...]:
+    """All that four ranks show."""
+    counts = written_in_all_layouts(world, folder, "fsdp-2")
+    return counts, wrong_after_reading(world, folder), wrong_after_beginning(world, folder)
+
+
+class Seen(NamedTuple):
+    """What came of it all, by rank where several made it."""
+
+    folder: Path
+    """A checkpoint of each layout."""
+    bytes: list[dict[str, int]]
+    """Of each."""
+    read: list[dict[str, list[str]]]
+    begun: list[dict[str, list[str]]]
+    swapped: list[dict[str, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("layouts")
+    world = start(Ranks(), "cpu")
+    state = State(world, Sizes())
+    state.train()
+    alone = {"alone": state.save(folder / "alone")}
+    two = on_ranks(2, written_in_all_layouts, folder, "alone")
+    counts, read, begun = zip(*on_ranks(4, four_ranks, folder), strict=True)
+    read_by_two, swapped = zip(*on_ranks(2, two_ranks, folder), strict=True)
+    read_alone = wrong_after_reading(world, folder)
+    return Seen(
+        folder, [alone, *two, *counts], [read_alone, *read_by_two, *read], [*begun], [*swapped]
+    )
+
+
+def test_every_layout_reads_what_every_other_wrote(seen: Seen) -> None:
+    tried = {names for found in seen.read for names in found}
+    assert len(tried) == len(LAYOUTS) ** 2
+    for found in seen.read:
+        assert {names: wrong for names, wrong in found.items() if wrong} == {}
+
+
+def test_weights_taken_for_more_tokens_do_not_depend_on_the_layout(seen: Seen) -> None:
+    assert seen.begun == [{"fsdp-4": [], "hsdp-2x2": [], "fsdp-2-tp-2": []}] * 4
+
+
+def test_shards_change_places_with_those_of_their_average(seen: Seen) -> None:
+    assert seen.swapped == [{"ddp-2": [], "fsdp-2": [], "tp-2": []}] * 2
+
+
+def test_a_checkpoint_holds_each_number_once_and_every_rank_writes_its_share(seen: Seen) -> None:
+    assert {size for found in seen.bytes for size in found.values()} == {seen.bytes[0]["alone"]}
+    for name, sizes in LAYOUTS.items():
+        found, ranks = checkpoint(seen.folder / name), sizes.data * sizes.tensor
+        for kind in (store.MODEL, store.STATE):
+            for stored in found.stored(kind).values():
+                parts = [math.prod(shape) for _, (_, shape) in stored.pieces]
+                assert all(parts), stored.name
+                assert sum(parts) == math.prod(stored.shape), stored.name
+            written = [f.bytes for f in found.manifest.files if f.path.startswith(f"{kind}-")]
+            assert len(written) == ranks
+            assert max(written) < 1.35 * sum(written) / ranks  # uneven shards, and headers
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A job with one checkpoint, and its bytes."""
+    state = State(start(Ranks(), "cpu"), Sizes(), 16384, LARGE)
+    state.train()
+    folder = tmp_path_factory.mktemp("large")
+    return folder, state.save(folder)
+
+
+def memory(which: str) -> int:
+    """Bytes of this process's memory, pages of files included."""
+    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def peak_of_one_of_64(world: World, folder: Path) -> int:
+    """Bytes that a process takes to read its part."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+    state = State(World(Ranks(5, 64), world.device, None), Sizes(shard=64), 16384, LARGE)
+    found = checkpoint(folder)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = memory("VmRSS")
+    state.restore(found)
+    return memory("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+def test_one_of_many_ranks_reads_but_its_part(large: tuple[Path, int]) -> None:
+    folder, size = large
+    (peak,) = on_ranks(1, peak_of_one_of_64, folder)
+    assert size > 100e6
+    assert peak < size / 6  # the kernel maps what is around each part, too

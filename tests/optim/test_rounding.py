@@ -1,0 +1,143 @@
+"""Stochastic rounding is right on average, so that updates too small for bf16 are not lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.optim import groups
+from dtt.optim.rounding import StochasticRounding
+from dtt.runtime.dist import World
+from dtt.runtime.sharding import local
+
+DRAWS = 2**18
+
+
+def rounded(value: Tensor, key: str = "w", step: int = 0, seed: int = 0) -> Tensor:
+    target = torch.empty_like(value, dtype=torch.bfloat16)
+    StochasticRounding(seed, step).write(target, value, key)
+    return target
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 1.0077, 3.14159e-5, -2.7e-20, 6.02e23, 1e-40])
+def test_the_mean_is_the_number_itself(value: float) -> None:
+    exact = torch.full((DRAWS,), value)
+    found = rounded(exact).double()
+    below, above = found.min().item(), found.max().item()
+    exact_value = exact[0].double().item()
+    assert below < exact_value < above
+    assert set(found.unique().tolist()) == {below, above}
+    assert above - below <= 2**-7 * abs(exact_value) or abs(exact_value) < 2e-38
+    share = (exact_value - below) / (above - below)  # of those that should be rounded up
+    deviation = (above - below) * math.sqrt(share * (1 - share) / DRAWS)
+    assert abs(found.mean().item() - exact_value) < 5 * deviation
+
+
+def test_what_bf16_holds_stays_as_it_is() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    kept = rounded(every.float())
+    same = kept.view(torch.int16) == every.view(torch.int16)
+    assert (same | every.isnan()).all()
+    assert kept[every.isnan()].isnan().all()
+    # NVIDIA's own NaN, to which nothing can be added.
+    assert rounded(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)).isnan().all()
+
+
+def test_what_is_drawn_depends_on_seed_step_and_name_alone() -> None:
+    values = torch.linspace(1.0, 2.0, 1000)
+    first = rounded(values, "a", step=3, seed=1)
+    torch.manual_seed(5)
+    assert torch.equal(rounded(values, "a", step=3, seed=1), first)
+    for key, step, seed in (("b", 3, 1), ("a", 4, 1), ("a", 3, 2)):
+        assert not torch.equal(rounded(values, key, step, seed), first)
+
+
+CONFIGS = {
+    "adamw": AdamWConfig(weight_decay=0.0),
+    "muon": MuonConfig(weight_decay=0.0, scale="spectral"),
+}
+
+
+def train(kind: str, weight: Tensor, rounding: StochasticRounding | None, steps: int = 200) -> Any:
+    """`weight` after steps with gradients that are always the same, each at a rate of 1e-5."""
+    parameter = nn.Parameter(weight)
+    optimizer = groups.build(
+        CONFIGS[kind], {"w": parameter}, {"w": "matrix"}, torch.float32, rounding=rounding
+    )[kind]
+    groups.set_learning_rate({kind: optimizer}, 1e-5 / optimizer.param_groups[0]["peak_lr"])
+    gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    for step in range(steps):
+        parameter.grad = gradient.to(weight.dtype)
+        if rounding is not None:
+            rounding.step = step
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_tiny_updates_count_on_average_and_are_all_lost_without(kind: str) -> None:
+    before = torch.ones(128, 128)
+    change = train(kind, before.clone(), None) - before  # what should come of it
+    narrow = before.bfloat16()
+    assert torch.equal(train(kind, narrow.clone(), None), narrow)
+    found = (train(kind, narrow.clone(), StochasticRounding(0)) - narrow).float()
+    share = (found * change).sum() / change.square().sum()  # of the change, in its direction
+    spacing = 2**-8  # of bf16 below 1; above it is twice that
+    steps = 2 * spacing * change.abs()  # the variance that rounding may add, to each
+    deviation = (steps * change.square()).sum().sqrt() / change.square().sum()
+    assert abs(share - 1) < 4 * deviation
+    assert deviation < 0.1
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_skipped_step_changes_nothing(kind: str) -> None:
+    parameter = nn.Parameter(torch.randn(8, 8).bfloat16())
+    before = parameter.detach().clone()
+    optimizer = groups.build(
+        CONFIGS[kind],
+        {"w": parameter},
+        {"w": "matrix"},
+        torch.float32,
+        rounding=StochasticRounding(0),
+    )[kind]
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+def on_a_mesh(world: World) -> dict[str, list[list[float]]]:
+    """This rank's part after one step on weights that are all one, with the same gradients: two
+    ranks hold each half."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for kind, config in CONFIGS.items():
+        rounding = StochasticRounding(0)
+        cut = distribute_tensor(torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)])
+        parameter = nn.Parameter(cut)
+        (optimizer,) = groups.build(
+            config, {"w": parameter}, {"w": "matrix"}, torch.float32, rounding=rounding
+        ).values()
+        parameter.grad = distribute_tensor(
+            torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)]
+        )
+        optimizer.step()
+        found[kind] = local(parameter.detach()).tolist()
+    return found
+
+
+def test_replicas_round_alike_and_parts_each_in_their_own_way() -> None:
+    ranks = on_ranks(4, on_a_mesh)
+    for kind in CONFIGS:
+        first, second = ranks[0][kind], ranks[1][kind]
+        assert [rank[kind] for rank in ranks] == [first, second, first, second]
+        assert first != second

@@ -1,0 +1,109 @@
+"""Blocks are compiled once for each shape, and training goes on where they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Dtt
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from dtt.config.model import ModelConfig
+from dtt.config.optim import AdamWConfig
+from dtt.config.train import TrainConfig
+from dtt.model import families
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.parallel.compile import compile_each_block
+from dtt.train.evaluate import Sampler
+
+
+def make_model() -> Decoder:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
+    model = Decoder(families.get(config.family).architecture(config, 64, 16))
+    initialize(model, seed=0)
+    return model
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
+    """The inputs of each graph that is compiled."""
+    found: list[list[object]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        found.append(inputs)
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=record, **how))
+    torch.compiler.reset()
+    return found
+
+
+def test_every_size_of_a_growing_batch_is_compiled(graphs: list[list[object]]) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Twice()])
+    compile_each_block(model)
+    sizes = [(1, 4), *((rows, 8) for rows in range(1, 10))]  # torch's own limit is 8
+    for rows, seq_len in sizes:
+        model.layers[0](torch.zeros(rows, seq_len, 4))
+    assert len(graphs) == len(sizes)
+
+
+def test_evaluation_and_samples_leave_the_training_graph_static(
+    graphs: list[list[object]], tokens: Path
+) -> None:
+    model = make_model()
+    compile_each_block(model)
+    ids = torch.randint(0, model.arch.vocab_size, (8, 9))
+    with torch.no_grad():
+        for rows in (8, 3):
+            model(ids[:rows, :-1], ids[:rows, 1:])
+    Sampler(TrainConfig(sample_tokens=6), tokens / "tokenizer.json", 0, seed=0).record(model, 0)
+    before = len(graphs)
+    for _ in range(2):
+        model(ids[:, :-1], ids[:, 1:]).backward()
+    assert len(graphs) == before + 1
+    assert not any(isinstance(i, torch.SymInt) for inputs in graphs for i in inputs)
+
+
+def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> None:
+    model = make_model()
+    compile_each_block(model)
+    optimizers = groups.build(
+        AdamWConfig(), dict(model.named_parameters()), roles(model), torch.float32
+    )
+    ids = torch.randint(0, model.arch.vocab_size, (4, 9))
+    counters.clear()
+    for multiplier in (0.1, 0.5, 1.0, 0.9):
+        groups.set_learning_rate(optimizers, multiplier)
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(graphs) == counters["stats"]["unique_graphs"] == 1
+
+
+def test_without_a_compiler_training_goes_on_and_says_why_once(
+    dtt: Dtt, tiny: Any, tmp_path: Path
+) -> None:
+    run = dtt(
+        "train",
+        *tiny(train__compile="true", train__steps=2, train__remat="selective"),
+        CXX="/bin/false",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"),
+    )
+    told = [line for line in run.stderr.splitlines() if "training goes on uncompiled" in line]
+    assert len(told) == 1
+    assert "No working C++ compiler" in told[0]
+    assert "/bin/false" in told[0]
+    assert "Traceback" not in run.stderr
+    assert "step 2/2" in run.stderr

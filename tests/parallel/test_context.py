@@ -1,0 +1,134 @@
+"""Context parallelism: processes that share a sequence compute what one alone does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from dtt.config.model import LinearRopeScaling, ModelConfig
+from dtt.config.parallel import Sizes
+from dtt.model import families
+from dtt.model.attend import attends_from_chunks
+from dtt.model.decoder import Decoder, document_positions
+from dtt.model.init import initialize
+from dtt.parallel.context import ContextParallel
+from dtt.parallel.mesh import Layout, make_layout
+from dtt.runtime.dist import World
+
+LENGTH = 44
+"""Of sequences: on two processes these are chunks of 11 tokens, on four there is padding."""
+
+SHAPE: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
+FAMILIES = {
+    "gpt2": ModelConfig(family="gpt2", **SHAPE),
+    "llama": ModelConfig(family="llama", n_kv_heads=2, **SHAPE),
+    "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SHAPE),
+    "gemma3": ModelConfig(
+        family="gemma3",
+        n_kv_heads=1,
+        window=15,
+        window_pattern=2,
+        rope_theta=1e6,
+        rope_scaling=LinearRopeScaling(),
+        **SHAPE,
+    ),
+}
+
+
+def make(family: str) -> Decoder:
+    cfg = FAMILIES[family]
+    model = Decoder(families.get(cfg.family).architecture(cfg, 100, LENGTH))
+    initialize(model, seed=1)
+    return model
+
+
+def shared(model: Decoder, layout: Layout) -> ContextParallel:
+    """As a run wires it."""
+    attends = partial(attends_from_chunks, model.arch)
+    return ContextParallel(model, layout, document_positions, attends)
+
+
+def batch(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets of which some are none, and documents."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(100, (2, 3, length), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.1] = -100
+    return tokens, targets, (torch.rand(targets.shape, generator=generator) < 0.08).cumsum(1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def apart(got: Tensor, expected: Tensor) -> float:
+    """Relative to the largest number, or to 1: gradients that are 0 are sums of rounding errors."""
+    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
+
+
+def differences(world: World, sizes: Sizes, names: list[str]) -> dict[str, float]:
+    """By family, documents and what was computed."""
+    torch.set_num_threads(1)
+    layout = make_layout(sizes, world)
+    tokens, targets, numbers = batch()
+    found = {}
+    for family in names:
+        for documents in (None, numbers):
+            model = make(family)
+            loss = model(tokens, targets, documents_BT=documents, z_loss=1e-3)
+            loss.backward()
+            expected = gradients(model)
+            model.zero_grad()
+            module = shared(model, layout)
+            part = module(tokens, targets, documents_BT=documents, z_loss=1e-3)
+            part.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+            total = part.detach().clone()
+            dist.all_reduce(total)
+            key = f"{family}, {'documents' if documents is not None else 'plain'}"
+            found[f"{key}: loss"] = apart(total, loss)
+            for name, gradient in gradients(model).items():
+                found[f"{key}: {name}"] = apart(gradient, expected[name])
+            with torch.no_grad():
+                whole = model(tokens, documents_BT=documents)
+                found[f"{key}: logits"] = apart(module(tokens, documents_BT=documents), whole)
+    return found
+
+
+def assert_none(differences: list[dict[str, float]]) -> None:
+    for found in differences:
+        assert {what: by for what, by in found.items() if not by < 2e-5} == {}
+
+
+def test_two_that_share_a_sequence_compute_what_one_alone_does_in_every_family() -> None:
+    assert_none(on_ranks(2, differences, Sizes(context=2), list(FAMILIES)))
+
+
+def test_four_that_share_a_sequence_compute_what_one_alone_does() -> None:
+    """A window is longer than a chunk, documents are longer or shorter, the end is padded."""
+    assert_none(on_ranks(4, differences, Sizes(context=4), ["gemma3"]))
+
+
+def compiled(world: World) -> float:
+    """How far the loss of compiled blocks is from that of others, in a second batch."""
+    torch.set_num_threads(1)
+    layout = make_layout(Sizes(context=2), world)
+    plain, model = make("gemma3"), make("gemma3")
+    module = shared(model, layout)
+    for layer in model.layers:
+        layer.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+    tokens, targets, documents = batch()
+    module(tokens, targets, documents_BT=documents).backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = module(tokens, targets, documents_BT=documents // 2)
+    return apart(got, shared(plain, layout)(tokens, targets, documents_BT=documents // 2))
+
+
+def test_blocks_are_compiled_whole_and_once() -> None:
+    assert max(on_ranks(2, compiled)) < 1e-6

@@ -1,0 +1,216 @@
+"""Ranks that share every layer compute what one process does: losses, gradients, logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtt.config.model import ModelConfig
+from dtt.config.parallel import Sizes
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.parallel.apply import apply, autocast
+from dtt.parallel.mesh import make_layout
+from dtt.parallel.tensor import overlap
+from dtt.runtime.dist import World
+from dtt.runtime.sharding import held
+
+ROWS, SEQ_LEN = 2, 16
+SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
+GEMMA: dict[str, Any] = {"family": "gemma3", "window": 5, "window_pattern": 2, **SIZES}
+VARIANTS = {
+    "gpt2": ModelConfig(family="gpt2", **SIZES),
+    "gpt2-untied": ModelConfig(family="gpt2", tie_embeddings=False, **SIZES),
+    "llama": ModelConfig(family="llama", **SIZES),
+    "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
+    "mistral": ModelConfig(family="mistral", window=7, **SIZES),
+    "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
+    "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
+    "gemma3-untied": ModelConfig(tie_embeddings=False, **GEMMA),
+}
+CASES = [(False, 0.0), (True, 0.1)]
+"""Whether documents are masked, and the z-loss."""
+
+Outcome = dict[str, Tensor]
+
+
+def make_model(variant: str) -> Decoder:
+    """With weights in which nothing is the identity: norms and biases too are drawn."""
+    config = VARIANTS[variant]
+    model = Decoder(families.get(config.family).architecture(config, 128, SEQ_LEN))
+    initialize(model, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = False) -> nn.Module:
+    """The same, made on the meta device, laid out, and given its weights part by part."""
+    torch.set_num_threads(1)
+    whole = make_model(variant)
+    with torch.device("meta"):
+        model = Decoder(whole.arch)
+    module = apply(model, world, make_layout(sizes, world), compile_blocks=compile_blocks)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert isinstance(mine, DTensor)
+            part = held(mine)
+            part.local.copy_(theirs[part.box.slices])
+    return module
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets of which some are ignored, documents."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(128, (ROWS, SEQ_LEN + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[0, 3:6] = -100
+    documents = (torch.arange(SEQ_LEN) >= 9).long().expand(ROWS, -1).contiguous()
+    return ids[:, :-1], targets, documents
+
+
+def outcome(
+    model: nn.Module,
+    masked: bool = False,
+    z_loss: float = 0.0,
+    precision: str = "fp32",
+    rows: slice = slice(None),
+    copies: int = 1,
+) -> Outcome:
+    """Logits, loss, and gradients times `copies`, over which FSDP2 has averaged them."""
+    tokens, targets, documents = (x[rows] for x in batch())
+    options = {"documents_BT": documents} if masked else {}
+    model.zero_grad()
+    with torch.no_grad(), autocast(torch.device("cpu"), precision):
+        found = {"logits": model(tokens, **options)}
+        found["evaluated"] = model(tokens, targets, **options)
+    with autocast(torch.device("cpu"), precision):
+        loss = model(tokens, targets, z_loss=z_loss, **options)
+    (loss * copies).backward()
+    found["loss"] = loss.detach()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        if isinstance(grad, DTensor):
+            assert isinstance(parameter, DTensor)
+            assert grad.placements == parameter.placements, name
+            grad = grad.full_tensor()
+        found[name] = grad
+    return {name: value.clone() for name, value in found.items()}
+
+
+def numbers(found: Outcome) -> dict[str, Any]:
+    """As a pipe between processes takes them."""
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def assert_close(got: dict[str, Any], wanted: Outcome) -> None:
+    assert got.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert values.abs().max() > 0
+        torch.testing.assert_close(
+            torch.tensor(got[name]), values, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format
+        )
+
+
+def of_two(world: World) -> list[dict[str, Any]]:
+    models = (divided(variant, world, Sizes(tensor=2)) for variant in VARIANTS)
+    return [numbers(outcome(model, *case)) for model in models for case in CASES]
+
+
+def test_two_ranks_compute_what_one_does_for_every_family() -> None:
+    first, second = on_ranks(2, of_two)
+    assert first == second
+    models = map(make_model, VARIANTS)
+    wanted = [outcome(model, *case) for model in models for case in CASES]
+    for one, expected in zip(first, wanted, strict=True):
+        assert_close(one, expected)
+
+
+def of_four(world: World, variants: list[str]) -> list[dict[str, Any]]:
+    """Each rank has a row of the batch."""
+    sizes = Sizes(shard=2, tensor=2)
+    rows = slice(world.rank // 2, None, 2)
+    models = (divided(variant, world, sizes) for variant in variants)
+    return [numbers(outcome(model, True, rows=rows, copies=2)) for model in models]
+
+
+def test_gradients_of_two_shards_by_two_tensors_are_those_of_the_whole_batch() -> None:
+    variants = ["gpt2", "qwen3"]
+    found = on_ranks(4, of_four, variants)
+    for variant, (first, peer, second, _) in zip(variants, zip(*found, strict=True), strict=True):
+        assert first == peer
+        for name in ("loss", "evaluated"):
+            first[name] += second[name]
+        first["logits"] += second["logits"]
+        assert_close(first, outcome(make_model(variant), True))
+
+
+def in_bf16(world: World) -> dict[str, Any]:
+    return numbers(outcome(divided("llama", world, Sizes(tensor=2)), precision="bf16"))
+
+
+def test_in_bf16_two_ranks_are_as_close_to_fp32_as_one_is() -> None:
+    exact = outcome(make_model("llama"))
+
+    def error(found: dict[str, Any]) -> float:
+        return max(
+            float((torch.tensor(found[name]) - value).norm() / value.norm())
+            for name, value in exact.items()
+        )
+
+    one = error(numbers(outcome(make_model("llama"), precision="bf16")))
+    assert 0 < error(on_ranks(2, in_bf16)[0]) < 2 * one < 0.1
+
+
+def initialised(world: World) -> bool:
+    with torch.device("meta"):
+        model = Decoder(make_model("gpt2").arch)
+    apply(model, world, make_layout(Sizes(shard=2, tensor=2), world), compile_blocks=False)
+    model.to_empty(device="cpu")
+    initialize(model, seed=7)
+    whole = Decoder(model.arch)
+    initialize(whole, seed=7)
+    pairs = zip(map(held, model.parameters()), whole.parameters(), strict=True)
+    return all(torch.equal(part.local, theirs[part.box.slices]) for part, theirs in pairs)
+
+
+def test_initial_weights_are_those_of_one_process() -> None:
+    assert on_ranks(4, initialised) == [True] * 4
+
+
+def compiled(world: World) -> tuple[dict[str, Any], int]:
+    compile_ = torch.compile
+    torch.compile = lambda forward, **how: compile_(forward, backend="aot_eager", **how)
+    model = divided("llama", world, Sizes(tensor=2), compile_blocks=True)
+    tokens, targets, _ = batch()
+    model(tokens, targets).backward()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return numbers({name: p.grad.full_tensor() for name, p in model.named_parameters()}), graphs
+
+
+def test_compiled_blocks_have_the_same_gradients() -> None:
+    found, graphs = on_ranks(2, compiled)[0]
+    assert graphs > 0
+    wanted = outcome(make_model("llama"))
+    assert_close(found, {name: wanted[name] for name in found})
+
+
+def overlapped(world: World) -> tuple[str, bool]:
+    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"))
+    return said, torch._inductor.config._micro_pipeline_tp
+
+
+def test_where_memory_is_not_shared_products_wait_and_the_reason_is_told() -> None:
+    said, on = on_ranks(2, overlapped)[0]
+    assert "products wait" in said
+    assert "cpu" in said
+    assert not on

@@ -1,0 +1,65 @@
+"""What dtt runs in is known without an import of it, and must be the same on all nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime import environment
+
+
+def test_versions_and_the_disk_are_known_before_torch_is_imported() -> None:
+    code = (
+        "import sys, dtt.commands.doctor\n"
+        "from dtt.runtime import disk, environment\n"
+        "from pathlib import Path\n"
+        "disk.examine(Path())\n"
+        "print(environment.facts()['torch'], 'torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.split() == [torch.__version__, "False"], run.stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_told_and_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(EnvironmentUnfit, match=r"torch cannot be imported[\s\S]*env\.sh"):
+        environment.torch_facts()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023",
+            "535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release",
+            "580.95.05",
+        ),
+        (None, "none"),
+    ],
+)
+def test_the_driver_is_read_from_what_it_says_of_itself(
+    text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "NVIDIA_DRIVER", tmp_path / "version")
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    assert environment.facts()["driver"] == version
+
+
+def test_nodes_with_another_version_are_named() -> None:
+    here = environment.facts()
+    odd = here | {"torch": "1.0"}
+    assert list(environment.differences([("n1", here), ("n2", here)])) == []
+    (problem,) = environment.differences([("n1", here), ("n1", here), ("n2", odd), ("n3", here)])
+    assert "torch is not the same on all nodes" in str(problem)
+    assert f"why:   {here['torch']} on n1, n3; 1.0 on n2" in str(problem)

@@ -1,0 +1,82 @@
+"""What counts is the time of steps that the weights keep, of all the time of all attempts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtt.runtime.jobdir import JobDir
+from dtt.train.clock import Clock
+from dtt.train.goodput import goodput
+
+
+def attempts(root: Path, *records: dict[str, Any]) -> JobDir:
+    job = JobDir(root)
+    for record in records:
+        job.clock(job.begin_attempt()).write_text(json.dumps({"began": 0.0, **record}))
+    return job
+
+
+def trained(first: int, step: int, seconds: float, **parts: float) -> dict[str, Any]:
+    return {"seconds": seconds, "first": first, "step": step, "steps": step - first, "parts": parts}
+
+
+def test_steps_that_were_done_again_after_a_crash_were_no_use(tmp_path: Path) -> None:
+    job = attempts(
+        tmp_path,
+        trained(0, 100, 150.0, start=20.0, forward_backward=90.0, optimizer=10.0, data=5.0),
+        {"seconds": 10.0},  # ended before it came to a step
+        trained(60, 160, 140.0, start=20.0, forward_backward=90.0, optimizer=10.0, save=10.0),
+    )
+    found = goodput(job)
+    assert found is not None
+    assert found.useful == pytest.approx(60 + 100)
+    assert found.seconds == 300.0
+    assert found.lost == pytest.approx(
+        {"start": 50.0, "redone": 40.0, "data": 5.0, "save": 10.0, "other": 35.0}
+    )
+    assert found.useful + sum(found.lost.values()) == pytest.approx(found.seconds)
+    assert found.describe() == (
+        "53.3% of 5 min 0 s, start 16.7%, redone 13.3%, other 11.7%, save 3.3%, data 1.7% "
+        "in 3 attempts"
+    )
+
+
+def test_what_was_trained_beyond_a_checkpoint_gone_back_to_was_no_use(tmp_path: Path) -> None:
+    job = attempts(
+        tmp_path,
+        trained(0, 50, 50.0, forward_backward=50.0),
+        trained(50, 100, 50.0, forward_backward=50.0),
+        trained(20, 40, 20.0, forward_backward=20.0),  # dtt train --from-step 20
+    )
+    found = goodput(job)
+    assert found is not None
+    assert found.useful == pytest.approx(20 + 0 + 20)
+
+
+def test_steps_that_a_rewind_made_void_were_no_use(tmp_path: Path) -> None:
+    record = trained(0, 30, 60.0, forward_backward=60.0) | {"steps": 60}
+    found = goodput(attempts(tmp_path, record))
+    assert found is not None
+    assert found.share == 0.5
+
+
+def test_a_job_that_kept_no_time_has_no_goodput(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    assert goodput(job) is None
+    job.begin_attempt()
+    assert goodput(job) is None
+
+
+def test_the_clock_keeps_what_it_is_told(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    clock = Clock(job, job.begin_attempt())
+    clock.tell(first=0, step=2, steps=2, parts={"forward_backward": 1.0})
+    clock.close()
+    found = goodput(job)
+    assert found is not None
+    assert found.useful == 1.0
+    assert found.lost["other"] == pytest.approx(found.seconds - 1.0)

@@ -1,0 +1,63 @@
+"""Memory that runs out is told with what to change; other errors stay what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtt.config.run import RunConfig
+from dtt.config.train import TrainConfig
+from dtt.errors import EnvironmentUnfit, ExitCode
+from dtt.runtime.dist import start
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+from dtt.train.memory import exhaustion_told, remedies
+
+CFG = RunConfig(train=TrainConfig(micro_batch=6))
+
+
+def test_an_allocation_that_fails_says_what_to_change(tmp_path: Path) -> None:
+    with (
+        pytest.raises(EnvironmentUnfit) as raised,
+        exhaustion_told(CFG, JobDir(tmp_path), start(Ranks(), "cpu")),
+    ):
+        torch.empty(2**60, dtype=torch.uint8)
+    assert raised.value.exit_code is ExitCode.UNFIT
+    said = str(raised.value)
+    assert "rank 0 has too little memory" in said
+    assert "GB were held" in said
+    assert "until it fits: train.micro_batch=3; train.remat=full; " in said
+
+
+def test_pythons_own_error_is_told_alike(tmp_path: Path) -> None:
+    with (
+        pytest.raises(EnvironmentUnfit, match="too little memory"),
+        exhaustion_told(CFG, JobDir(tmp_path), start(Ranks(), "cpu")),
+    ):
+        bytearray(2**60)
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+        exhaustion_told(CFG, JobDir(tmp_path), start(Ranks(), "cpu")),
+    ):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_sharding_is_advised_where_there_are_several_processes() -> None:
+    assert "parallel.shard=4" in list(remedies(CFG, 4))
+    assert not [advice for advice in remedies(CFG, 1) if advice.startswith("parallel.shard")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_is_full_leaves_a_snapshot(tmp_path: Path) -> None:
+    with (
+        pytest.raises(EnvironmentUnfit, match="the GPU of rank 0"),
+        exhaustion_told(CFG, JobDir(tmp_path), start(Ranks(), "cuda")),
+    ):
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert (tmp_path / "profiles/oom-rank-00000.pickle").stat().st_size > 0

@@ -1,0 +1,224 @@
+"""Pure bf16 trains, resumes and exports; fp8 is taken where it is faster, and nowhere else."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Dtt, in_this_process
+from torch import nn
+
+from dtt.checkpoint import store
+from dtt.commands import export, generate
+from dtt.config.model import ModelConfig
+from dtt.config.optim import MuonConfig
+from dtt.config.train import TrainConfig
+from dtt.errors import EnvironmentUnfit
+from dtt.model import families
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.optim.ema import Ema
+from dtt.parallel import fp8
+from dtt.runtime.dist import start
+from dtt.runtime.ranks import Ranks
+from dtt.track import jsonl
+from dtt.train.precision import Precision, choose
+from dtt.train.state import load_optimizers, optimizer_tensors
+
+PURE = {"train__precision": "bf16-pure", "train__stochastic_rounding": "true"}
+
+
+@pytest.fixture(scope="module")
+def pure(tokens: Path, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A job of 12 steps in pure bf16, and what it said."""
+    folder = tmp_path_factory.mktemp("pure")
+    run = Dtt(folder)("train", *tiny(**PURE, train__ema_decay=0.9, optim__lr=1e-2))
+    return folder / "jobs/t", run.stderr
+
+
+def test_pure_bf16_learns_and_says_what_it_costs(pure: tuple[Path, str]) -> None:
+    job, said = pure
+    assert "bf16-pure on" in said
+    assert said.count("2 bytes a number, not 4") == 1
+    assert "rounded up or down at random" in said
+    evals = [r["loss"] for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
+    assert evals[-1] < evals[0] - 0.1
+
+
+def test_a_checkpoint_holds_bf16_but_for_counts_and_averages(pure: tuple[Path, str]) -> None:
+    checkpoint = store.at_step(pure[0] / "checkpoints", 12)
+    assert {t.dtype for t in checkpoint.tensors(store.MODEL).values()} == {torch.bfloat16}
+    state = checkpoint.tensors(store.STATE)
+    kinds = {path: tensor.dtype for path, tensor in state.items() if tensor.ndim == 2}
+    for path, dtype in kinds.items():
+        assert dtype == (torch.float32 if path.startswith("ema/") else torch.bfloat16), path
+    assert any(path.startswith("muon/") for path in kinds)
+    assert any(path.startswith("adamw/") for path in kinds)
+
+
+def test_a_resume_in_pure_bf16_ends_bit_for_bit_the_same(
+    pure: tuple[Path, str], dtt: Dtt
+) -> None:
+    job = dtt.folder / "jobs/t"
+    shutil.copytree(pure[0], job)
+    dtt("train", "jobs/t", "--from-step", 8)
+    files = sorted((pure[0] / "checkpoints/step-000012").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert (job / "checkpoints/step-000012" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_export_of_pure_bf16_gives_the_same_logits(
+    pure: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with in_this_process(tmp_path):
+        made = export.run(pure[0], [], step=None, out=tmp_path / "out", upload=None, private=False)
+        generate.run(
+            pure[0], ["one two"], max_new_tokens=4, temperature=0.0, top_k=None, top_p=1.0, seed=0
+        )
+    assert made.max_logit_difference < 1e-4
+    assert "one two" in capsys.readouterr().out
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Decoder:
+    config = ModelConfig(dim=32, ffn_dim=64, n_layers=2, n_heads=2)
+    model = Decoder(families.get(config.family).architecture(config, 64, 16)).to(dtype)
+    initialize(model, seed=0)
+    return model
+
+
+def trained(dtype: torch.dtype) -> tuple[Decoder, Any]:
+    """A model after one step."""
+    model = make_model(dtype)
+    optimizers = groups.build(
+        MuonConfig(), dict(model.named_parameters()), roles(model), torch.bfloat16
+    )
+    step(model, optimizers)
+    return model, optimizers
+
+
+def step(model: Decoder, optimizers: Any) -> None:
+    ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
+    model(ids[:, :-1], ids[:, 1:]).backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["to pure bf16", "from pure bf16"],
+)
+def test_a_run_may_go_on_in_another_precision(before: torch.dtype, after: torch.dtype) -> None:
+    _, saved = trained(before)
+    model, optimizers = trained(after)
+    load_optimizers(optimizers, optimizer_tensors(saved))
+    step(model, optimizers)
+    wide = {key: t.dtype for key, t in optimizer_tensors(optimizers).items() if t.ndim}
+    assert set(wide.values()) == {after}
+
+
+def test_averages_stay_fp32_beside_weights_in_bf16() -> None:
+    model, optimizers = trained(torch.bfloat16)
+    ema = Ema(dict(model.named_parameters()), decay=0.9)
+    step(model, optimizers)
+    ema.update(torch.zeros(()))
+    before = {key: tensor.clone() for key, tensor in ema.tensors().items()}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = before["ema/head.weight/value"]
+    assert average.dtype == torch.float32
+    assert not torch.equal(average, average.bfloat16().float())
+    with ema.swapped():
+        assert model.head is not None
+        assert torch.equal(model.head.weight, average.bfloat16())
+    assert all(torch.equal(ema.tensors()[key], tensor) for key, tensor in before.items())
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_what_each_precision_computes_in() -> None:
+    wide, narrow = torch.float32, torch.bfloat16
+    kinds = {p.value: (p.weights, p.products) for p in Precision}
+    assert kinds == {
+        "fp32": (wide, wide),
+        "bf16": (wide, narrow),
+        "bf16-pure": (narrow, narrow),
+        "fp8": (wide, narrow),
+    }
+    assert choose("fp8", torch.device("cpu")) is Precision.FP8
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"stochastic_rounding": True, "precision": "bf16"}, "bf16-pure"),
+        ({"precision": "fp8", "seq_len": 1000, "global_batch_tokens": 1000}, "multiple of 16"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(keys: dict[str, Any], why: str) -> None:
+    assert [why in text for _, text in TrainConfig(**keys).problems()] == [True]
+
+
+# ---- fp8: torchao is not among dtt's own dependencies --------------------------------------------
+
+
+class Fp8(nn.Linear):
+    """Stands for torchao's."""
+
+
+def convert_to_fp8(model: nn.Module, *, module_filter_fn: Any = lambda *_: True) -> nn.Module:
+    """Swaps as torchao's function of that name does."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):
+            swapped = Fp8(layer.in_features, layer.out_features, bias=False, device="meta")
+            swapped.weight = layer.weight
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, swapped)
+    return model
+
+
+SECONDS = {(32, 32): (1.0, 0.99), (32, 64): (1.0, 0.5), (64, 32): (1.0, 3.0)}
+"""Of a layer's shape: in bf16 and in fp8."""
+
+
+def timed(layer: nn.Linear, *_: Any) -> float:
+    return SECONDS[layer.in_features, layer.out_features][isinstance(layer, Fp8)]
+
+
+def test_only_shapes_that_gain_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_torchao", lambda: convert_to_fp8)
+    monkeypatch.setattr(fp8, "_seconds", timed)
+    model = make_model()
+    names = [name for name, _ in model.named_parameters()]
+    said = fp8.convert(model, start(Ranks(), "cpu"), 64, compiled=False)
+    taken = {name for name, layer in model.named_modules() if isinstance(layer, Fp8)}
+    assert taken == {f"layers.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}
+    assert said == "fp8: 4 of 32 x 64 (2.00x as fast); the other linear layers are in bf16"
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_where_nothing_gains_training_is_in_bf16_and_says_so() -> None:
+    layers = [nn.Linear(32, 32), nn.Linear(64, 32), nn.Linear(24, 32)]
+    gains = fp8.find_gains(layers, lambda layer: Fp8(layer.in_features, layer.out_features), timed)
+    assert gains == {(32, 32): pytest.approx(1.01, abs=0.01), (64, 32): 1 / 3, (24, 32): 0.0}
+    assert fp8.describe(layers, gains) == (
+        "fp8 gains nothing here: training is in bf16 (at best it is 1.01x as fast, over 3 shapes)"
+    )
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(EnvironmentUnfit, match=r"(?s)needs torchao.*dtt\[fp8\]"):
+        fp8.convert(make_model(), start(Ranks(), "cpu"), 64, compiled=False)
+
+
+def test_a_trial_times_both_passes_of_a_real_layer() -> None:
+    layer = nn.Linear(32, 64, bias=False)
+    assert fp8._seconds(layer, 16, torch.device("cpu"), compiled=False) > 0
+    assert layer.weight.grad is not None
