@@ -38,10 +38,12 @@ def content(step: int) -> Content:
 def cut(state: Content, rank: int, size: int) -> Content:
     """Of each tensor the part of one of `size` ranks, as FSDP2 cuts it: uneven, some are empty."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
-    parts = {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in state.items()}
-    dist.destroy_process_group()  # nothing is asked of it: saving has ways of its own to talk
-    return dict(parts)
+    mesh, rows = init_device_mesh("cpu", (size,)), [Shard(0)]
+    parts: Content = {}
+    for name, tensor in state.items():
+        parts[name] = distribute_tensor(tensor, mesh, rows, src_data_rank=None)
+    dist.destroy_process_group()  # nothing was asked of it: saving has ways of its own to talk
+    return parts
 
 
 class Keeper(Protocol):

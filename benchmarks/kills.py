@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py [KILLS] [SEED]
 
-Runs of one and of two ranks with Muon, dropout, accumulation, evaluation, samples and asynchronous
+Runs of one and of two ranks (copies of the model, and shards of one) with Muon, dropout, accumulation, evaluation, samples and asynchronous
 saves. A random rank gets SIGKILL at a random moment, then the same command is started again, ten
 times for each run; then it may end. Every checkpoint file of its last step and every loss is
 compared with those of a run that nobody disturbed. As under torchrun, the other rank gets SIGTERM
@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -32,16 +32,17 @@ from dtt.track import jsonl
 
 STEPS = 120
 KILLS_PER_JOB = 10
+FSDP2 = ("parallel.shard=2",)
 
 
-def settings(tokens: Path, name: str) -> list[str]:
+def settings(tokens: Path, name: str, layout: Sequence[str]) -> list[str]:
     """Arguments of the runs."""
     return [
         "train", f"data.tokens={tokens}", f"name={name}", "model.dim=32", "model.n_layers=2",
         "model.n_heads=2", "model.dropout=0.1", f"train.steps={STEPS}", "train.seq_len=32",
         "train.micro_batch=2", "train.global_batch_tokens=256", "train.eval_every=7",
         "train.log_every=3", "train.sample_every=10", "train.sample_tokens=4",
-        "checkpoint.every=4", "schedule.warmup=2",
+        "checkpoint.every=4", "schedule.warmup=2", *layout,
     ]  # fmt: skip
 
 
@@ -99,7 +100,13 @@ def disturbed(
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    kinds = {"1 rank": (Run, 1), "2 ranks": (Run, 2), "2 ranks, torchrun": (Torchrun, 2)}
+    kinds: dict[str, tuple[type[Run], int, tuple[str, ...]]] = {
+        "1 rank": (Run, 1, ()),
+        "2 ranks": (Run, 2, ()),
+        "2 ranks, torchrun": (Torchrun, 2, ()),
+        "2 ranks, FSDP2": (Run, 2, FSDP2),
+        "2 ranks, FSDP2, torchrun": (Torchrun, 2, FSDP2),
+    }
     kills: Counter[str] = Counter()
     jobs: Counter[str] = Counter()
     doing: Counter[str] = Counter()
@@ -108,27 +115,27 @@ def main() -> None:
         folder = Path(name)
         tokens = make_tokens(folder)
         right = {}
-        for ranks in (1, 2):
-            job = JobDir(folder / f"jobs/undisturbed-{ranks}")
-            run = Run(folder, ranks, settings(tokens, job.root.name)).start()
+        for i, (ranks, layout) in enumerate({kind[1:] for kind in kinds.values()}):
+            job = JobDir(folder / f"jobs/undisturbed-{i}")
+            run = Run(folder, ranks, settings(tokens, job.root.name, layout)).start()
             run.wait(300)
             assert set(run.codes.values()) == {0}, (folder / "log").read_text()
-            right[ranks] = content(job)
+            right[ranks, layout] = content(job)
         for kind in cycle(kinds):
             if kills.total() >= count:
                 break
-            start, ranks = kinds[kind]
+            start, ranks, layout = kinds[kind]
             job = JobDir(folder / f"jobs/{jobs.total()}-disturbed")
-            make = partial(start, folder, ranks, settings(tokens, job.root.name))
+            make = partial(start, folder, ranks, settings(tokens, job.root.name, layout))
             most = min(KILLS_PER_JOB, count - kills.total())
             struck, by_hand = disturbed(make, job, most, rng, doing)
             jobs[kind] += 1
             kills[kind] += struck
             manual += by_hand
-            different += differs(job, right[ranks])
-    print(f"{'':<20}{'jobs':>6}{'kills':>7}")
+            different += differs(job, right[ranks, layout])
+    print(f"{'':<26}{'jobs':>6}{'kills':>7}")
     for kind in kinds:
-        print(f"{kind:<20}{jobs[kind]:>6}{kills[kind]:>7}")
+        print(f"{kind:<26}{jobs[kind]:>6}{kills[kind]:>7}")
     print("killed during:", ", ".join(f"{what} {n}" for what, n in doing.most_common()))
     print(f"{kills.total()} kills: {different} jobs that differ in any bit, {manual} manual steps")
 

@@ -23,14 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from dtt.config.load import resolve
-from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.parallel import Sizes
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
@@ -42,13 +43,16 @@ from dtt.parallel.mesh import make_layout
 from dtt.runtime.dist import World, native_bf16, start, stop
 from dtt.runtime.ranks import Ranks
 
-LLAMA = {"family": "llama", "dim": 512, "n_layers": 8, "n_heads": 8, "ffn_dim": 1408,
-         "vocab_size": 16384, "tie_embeddings": True}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "34M": {"model": LLAMA},
-    "124M": {"extends": ["models/gpt2-124m.yaml"]},
-    "355M": {"extends": ["models/gpt2-355m.yaml"]},
-    "1B": {"extends": ["models/llama3.2-1b.yaml"]},
+LLAMA = (
+    "model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8",
+    "model.ffn_dim=1408", "model.vocab_size=16384", "model.tie_embeddings=true",
+)  # fmt: skip
+SIZES = {
+    "tiny": resolve("models/llama-tiny"),
+    "34M": resolve(None, LLAMA),
+    "124M": resolve("models/gpt2-124m"),
+    "355M": resolve("models/gpt2-355m"),
+    "1B": resolve("models/llama3.2-1b"),
 }
 LAYOUTS = {
     "alone": Sizes(),
@@ -63,10 +67,9 @@ MICRO_BATCH = 2
 
 def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of a pass, of a step of either optimizer, and of waiting in Muon's; by round."""
-    model_config = resolve(SIZES[size]).config.model
-    vocabulary = model_config.vocab_size or 50304
-    family = families.get(model_config.family)
-    arch = family.architecture(model_config, vocabulary, SEQ_LEN)
+    config = SIZES[size].config.model
+    vocabulary = config.vocab_size or 50304
+    arch = families.get(config.family).architecture(config, vocabulary, SEQ_LEN)
     layout = make_layout(sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(arch)
@@ -76,10 +79,12 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
     initialize(model, 0)
     parameters = dict(model.named_parameters())
     dtype = torch.bfloat16 if native_bf16(world.device) else torch.float32
-    kinds = {"adamw": AdamWConfig(lr=1e-4), "muon": MuonConfig(lr=1e-4)}
+    kinds: dict[str, OptimConfig] = {
+        "adamw": AdamWConfig(lr=1e-4),
+        "muon": MuonConfig(lr=1e-4),
+    }
     optimizers = {
-        name: groups.build(config, parameters, roles(model), dtype)
-        for name, config in kinds.items()
+        name: groups.build(kind, parameters, roles(model), dtype) for name, kind in kinds.items()
     }
     muon = optimizers["muon"]["muon"]
     assert isinstance(muon, Muon)
@@ -93,10 +98,15 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
             loss = module(tokens[:, :-1], tokens[:, 1:].contiguous()) / tokens.numel()
         loss.backward()
 
-    def stepping(name: str) -> Callable[[], None]:
-        return lambda: [o.step() for o in optimizers[name].values()] and None
+    def step(name: str) -> None:
+        for optimizer in optimizers[name].values():
+            optimizer.step()
 
-    work = {"pass": forward_backward, "adamw": stepping("adamw"), "muon": stepping("muon")}
+    work: dict[str, Callable[[], None]] = {
+        "pass": forward_backward,
+        "adamw": partial(step, "adamw"),
+        "muon": partial(step, "muon"),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in (*work, "waited")}
     for round_ in range(rounds + 1):
         for name, do in work.items():
@@ -113,41 +123,30 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
     return seconds
 
 
-def worker(
-    rank: int,
-    processes: int,
-    port: int,
-    layout: str,
-    size: str,
-    rounds: int,
-    threads: int,
-    out: str,
-) -> None:
+def worker(rank: int, port: int, layout: str, size: str, given: argparse.Namespace) -> None:
     """One process of a layout; writes what it measured."""
-    torch.set_num_threads(threads)
+    processes = prod(LAYOUTS[layout])
+    torch.set_num_threads(given.threads)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(processes),
         LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes),
     )  # fmt: skip
     world = start(Ranks(rank, processes, rank, processes, "torchrun"), "auto")
-    found = measure(world, LAYOUTS[layout], size, rounds)
-    Path(out, str(rank)).write_text(json.dumps(found))
+    found = measure(world, LAYOUTS[layout], size, given.rounds)
+    Path(given.out, str(rank)).write_text(json.dumps(found))
     world.barrier()
     stop()
 
 
 def row(layout: str, size: str, given: argparse.Namespace) -> str:
     """Measure a layout."""
-    processes = 1
-    for count in LAYOUTS[layout]:
-        processes *= count
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="dtt-muon-") as out:
-        arguments = (processes, port, layout, size, given.rounds, given.threads, out)
-        torch.multiprocessing.spawn(worker, arguments, processes)
-        found = [json.loads(path.read_text()) for path in Path(out).iterdir()]
+    with tempfile.TemporaryDirectory(prefix="dtt-muon-") as given.out:
+        arguments = port, layout, size, given
+        spawn(worker, arguments, prod(LAYOUTS[layout]))  # type: ignore[no-untyped-call]
+        found = [json.loads(path.read_text()) for path in Path(given.out).iterdir()]
     slowest = {
         name: max(statistics.median(of_rank[name]) for of_rank in found) for name in found[0]
     }
@@ -175,7 +174,7 @@ def main() -> None:
     print(f"{'':20}{'pass':>10}{'AdamW':>10}{'Muon':>10}{'waits':>10}{'share':>9}{'overhead':>11}")
     for size in given.sizes.split(","):
         for layout in given.layouts.split(","):
-            needed = LAYOUTS[layout].data * LAYOUTS[layout].context * LAYOUTS[layout].tensor
+            needed = prod(LAYOUTS[layout])
             if gpus and needed > gpus:
                 print(f"{layout} needs {needed} GPUs", file=sys.stderr)
                 continue

@@ -1,16 +1,20 @@
 """How long until a command line answers: dtt's and its peers' `--help`, in interleaved runs.
 
     python benchmarks/startup.py [RUNS]
+    python benchmarks/startup.py train RUNS KEY=VALUE…
 
+The second tells what the time from `dtt train KEY=VALUE…` to the end of the first step goes into.
 Interleaved, so that a busy moment of the machine falls on all alike; the first round warms the file
 cache and is not counted. Peers that are not installed beside dtt are left out.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,7 +36,28 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
+def training(runs: int, arguments: list[str]) -> None:
+    """Phases of the start of one-step runs; the first, which warms the file cache, is left out."""
+    found: list[dict[str, float]] = []
+    for _ in range(runs + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            given = [f"name={Path(folder).name}", "train.steps=1", "train.sample_tokens=0"]
+            command = [str(BIN / "dtt"), "train", *arguments, *given]
+            subprocess.run(command, check=True, capture_output=True)
+            metrics = Path("jobs") / Path(folder).name / "metrics.jsonl"
+            records = map(json.loads, metrics.read_text().splitlines())
+            found.append(next(r["seconds"] for r in records if r["kind"] == "start"))
+    print(f"{runs} runs, seconds{'median':>16}{'min':>8}{'max':>8}")
+    for phase in [*found[0], "all"]:
+        seconds = [sum(run.values()) if phase == "all" else run[phase] for run in found[1:]]
+        print(f"{phase:<26}{statistics.median(seconds):>8.2f}{min(seconds):>8.2f}", end="")
+        print(f"{max(seconds):>8.2f}")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["train"]:
+        training(int(sys.argv[2]), sys.argv[3:])
+        return
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     present = {name: command for name, command in COMMANDS.items() if Path(command[0]).exists()}
     times: dict[str, list[float]] = {name: [] for name in present}

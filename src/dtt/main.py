@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -332,6 +332,42 @@ def doctor(
         from dtt.commands import doctor
 
         doctor.run(path, device=device, processes=processes, as_json=json)
+
+
+@cli.command(
+    epilog=_examples(
+        "dtt plan -c run.yaml",
+        "dtt plan -c run.yaml --gpu H100 --nodes 8 --gpus-per-node 8 --price 2.5",
+        "dtt plan -c run.yaml --gpu cpu --probe     # measure three steps, and compare",
+    )
+)
+def plan(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="H100, H200, B200, A100-40, A100-80, L40S, 4090, MI300X, cpu."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="launch.nodes if absent.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="launch.gpus_per_node if absent.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of a device for an hour.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Train three steps here, and tell the plan's error.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Tell what a run will take: memory and whether it fits, time, communication, disk, cost.
+
+    Arithmetic: needs no GPU, and no token files, which it reads the sizes of if they are there.
+    """
+    with command():
+        from dtt.commands import plan as body
+
+        cfg = _resolve(config, overrides, {"download.dataset": dataset})
+        body.run(cfg, gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
 
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, as jobs/quickstart.")]

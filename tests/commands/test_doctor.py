@@ -89,6 +89,10 @@ def test_processes_cannot_be_started_by_processes(dtt: Dtt) -> None:
     assert "torchrun has started this as 2 processes" in done.stderr
 
 
+def test_a_device_that_is_none_is_no_cpu(dtt: Dtt) -> None:
+    assert "none of auto, cpu, cuda" in dtt("doctor", "--device=gpu", expect=ExitCode.USAGE).stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_gpus_exchange_over_nccl(dtt: Dtt) -> None:

@@ -58,7 +58,8 @@ def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) 
     wait_until(lambda: list((dtt.folder / "jobs/t/checkpoints").glob("step-*")))
     assert endless.poll() is None
 
-    assert "the next steps are recorded" in dtt("job", "profile", "jobs/t", "--kind", "torch").stdout
+    asked = dtt("job", "profile", "jobs/t", "--kind", "torch")
+    assert "the next steps are recorded" in asked.stdout
     wait_until(lambda: list((dtt.folder / "jobs/t/profiles").glob("*.txt")))
     assert not (dtt.folder / "jobs/t/control/profile").exists()
 

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.model.loss import linear_cross_entropy
+from dtt.parallel.tensor import VocabularyPart
+from dtt.runtime.dist import World
 
 N, D, V = 50, 16, 97
 
@@ -169,3 +173,37 @@ def test_no_tensor_is_ever_larger_than_the_weight_or_a_chunk_of_logits(grad: boo
         if grad:
             loss.backward()
     assert 0 < largest.elements <= max(V * D, 4 * V) < N * V
+
+
+ROWS = 48
+"""Of the head, on each of two ranks."""
+CAPPED: Any = {"softcap": 5.0, "z_loss": 0.1}
+
+
+def even_problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight, targets = problem()
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight[: 2 * ROWS]))
+    return hidden, weight, targets.clamp(max=2 * ROWS - 1)
+
+
+def part_of_loss(world: World) -> tuple[float, list[Any], int]:
+    """Loss, gradients of all hidden states and of this rank's rows, and the largest tensor."""
+    hidden, weight, targets = even_problem()
+    part = VocabularyPart(init_device_mesh("cpu", (2,)), 2 * ROWS)
+    mine = weight[part.first : part.first + ROWS]
+    with LargestTensor() as largest:
+        loss = linear_cross_entropy(hidden, mine, targets, part=part, chunk=40, **CAPPED)
+        grads = torch.autograd.grad(loss, (hidden, mine))
+    return loss.item(), [grad.tolist() for grad in grads], largest.elements
+
+
+def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients() -> None:
+    hidden, weight, targets = even_problem()
+    wanted = torch.autograd.grad(plain(hidden, weight, targets, **CAPPED), (hidden, weight))
+    (loss, first, largest), (other_loss, second, _) = on_ranks(2, part_of_loss)
+    assert loss == other_loss == pytest.approx(plain(hidden, weight, targets, 5.0).item(), 1e-12)
+    summands = torch.tensor([first[0], second[0]], dtype=torch.float64)
+    rows = torch.tensor([first[1], second[1]], dtype=torch.float64)
+    torch.testing.assert_close(summands.sum(0), wanted[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rows.flatten(0, 1), wanted[1], rtol=1e-12, atol=1e-12)
+    assert 0 < largest <= 40 * ROWS

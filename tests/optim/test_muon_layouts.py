@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -84,21 +84,27 @@ class Holder(nn.Module):
         self.all = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
 
 
+def sharded(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    holder = Holder(tensors)
+    fully_shard(holder, mesh=mesh)
+    return list(holder.parameters())
+
+
 def ddp() -> list[Tensor]:
     return [nn.Parameter(whole) for whole in wholes()]
 
 
 def fsdp() -> list[Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return list(fully_shard(Holder(wholes()), mesh=mesh).parameters())
+    return sharded(wholes(), mesh)
 
 
 def hsdp() -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return list(fully_shard(Holder(wholes()), mesh=mesh).parameters())
+    return sharded(wholes(), mesh)
 
 
-def cut(mesh: Any) -> list[Tensor]:
+def cut(mesh: DeviceMesh) -> list[Tensor]:
     """As tensor parallelism would: rows of every other matrix, columns of the rest."""
     dims = [(i % 2) + len(shape) - 2 for i, shape in enumerate(SHAPES)]
     return [
@@ -114,7 +120,7 @@ def tensor() -> list[Tensor]:
 
 def fsdp_over_tensor() -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    return list(fully_shard(Holder(cut(mesh["tensor"])), mesh=mesh["shard"]).parameters())
+    return sharded(cut(mesh["tensor"]), mesh["shard"])
 
 
 LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
@@ -230,7 +236,7 @@ def llama(layers: int, dim: int, ranks: int) -> list[Matrix]:
     found: list[Matrix] = []
     for shape in [*4 * [(dim, dim)], (ffn, dim), (ffn, dim), (dim, ffn)] * layers:
         whole = Box((0, 0), shape)
-        spread = Spread(dict.fromkeys(range(ranks), whole), {r: (r,) for r in range(ranks)})
+        spread = Spread(dict.fromkeys(range(ranks), whole), {r: (r,) for r in range(ranks)}, 1.0)
         found += matrices(torch.empty(shape, device="meta"), 0, None, spread)
     return found
 
@@ -251,6 +257,14 @@ def test_buckets_are_bounded_and_hold_each_matrix_once() -> None:
     owned = share_out(llama(4, 1024, 4), 4)
     cut = list(buckets(owned, 4, limit))
     assert [m for bucket in cut for m in bucket] == owned
-    assert all(sum(m.held for m in bucket) <= limit or len(bucket) == 1 for bucket in cut)
+    assert all(sum(m.held for m in bucket) <= limit for bucket in cut)
     assert len(list(buckets(owned, 4, 2**30))) == 4
     assert len(list(buckets(share_out(owned, 1), 1, 2**30))) == 1
+
+
+def test_matrices_larger_than_the_bound_are_orthogonalized_side_by_side() -> None:
+    owned = [m._replace(spread=m.spread._replace(share=1 / 8)) for m in llama(1, 1024, 8)]
+    cut = list(buckets(share_out(owned, 8), 8, limit=2**20 - 1))
+    assert max(len(bucket) for bucket in cut) >= 4
+    for bucket in cut:
+        assert len({m.owner for m in bucket}) == len(bucket)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import on_ranks
@@ -11,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.config.model import ModelConfig
-from dtt.config.train import TrainConfig
+from dtt.config.parallel import Sizes
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast, gradient_sync
+from dtt.parallel.mesh import Layout
 from dtt.runtime.dist import World, start
 from dtt.runtime.ranks import Ranks
-from dtt.train.evaluate import Sampler
 
 ROWS, SEQ_LEN = 8, 16
 
@@ -30,15 +28,20 @@ def make_model() -> Decoder:
     return model
 
 
+def applied(model: Decoder, world: World) -> nn.Module:
+    layout = Layout(Sizes(replicate=world.size), world.rank)
+    return apply(model, world, layout, compile_blocks=False)
+
+
 def batch() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(64, (ROWS, SEQ_LEN + 1), generator=generator)
 
 
-def gradients(world: World, micro_batch: int, compile_blocks: bool = False) -> dict[str, list]:  # type: ignore[type-arg]
+def gradients(world: World, micro_batch: int) -> dict[str, list]:  # type: ignore[type-arg]
     """Accumulated as the trainer does: sums scaled so that DDP's mean is the mean over tokens."""
     model = make_model()
-    module = apply(model, world, compile_blocks)
+    module = applied(model, world)
     mine = batch()[world.rank :: world.size].split(micro_batch)
     for i, ids in enumerate(mine):
         with gradient_sync(module, wanted=i == len(mine) - 1):
@@ -49,7 +52,7 @@ def gradients(world: World, micro_batch: int, compile_blocks: bool = False) -> d
 
 def unsynchronised(world: World) -> tuple[bool, bool]:
     """Whether two ranks' gradients are equal: of a backward without, then one with exchange."""
-    module = apply(make_model(), world, compile_blocks=False)
+    module = applied(make_model(), world)
     ids = batch()[world.rank :: world.size]
     equal = []
     for wanted in (False, True):
@@ -99,13 +102,13 @@ def test_while_accumulating_ranks_exchange_nothing() -> None:
 
 def names(world: World) -> tuple[list[str], bool]:
     model = make_model()
-    module = apply(model, world, compile_blocks=False)
+    module = applied(model, world)
     return [n for n, _ in model.named_parameters()], isinstance(module, DistributedDataParallel)
 
 
 def test_the_model_keeps_its_parameter_names_under_ddp() -> None:
     model = make_model()
-    assert apply(model, start(Ranks(), "cpu"), compile_blocks=False) is model
+    assert applied(model, start(Ranks(), "cpu")) is model
     plain = [name for name, _ in model.named_parameters()]
     assert on_ranks(2, names) == [(plain, True)] * 2
 
@@ -113,54 +116,7 @@ def test_the_model_keeps_its_parameter_names_under_ddp() -> None:
 def test_autocast_multiplies_in_bf16_only_when_asked() -> None:
     linear = nn.Linear(4, 4)
     cpu = torch.device("cpu")
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    kinds = ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16)
+    for precision, dtype in kinds:
         with autocast(cpu, precision):
             assert linear(torch.ones(1, 4)).dtype == dtype
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
-    """The inputs of each graph that is compiled."""
-    found: list[list[object]] = []
-
-    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
-        found.append(inputs)
-        return graph.forward
-
-    real = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: real(self, backend=record, **how)
-    )
-    torch.compiler.reset()
-    return found
-
-
-def test_every_size_of_a_growing_batch_is_compiled(graphs: list[list[object]]) -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * x
-
-    model = nn.Module()
-    model.layers = nn.ModuleList([Twice()])
-    apply(model, start(Ranks(), "cpu"), compile_blocks=True)
-    sizes = [(1, 4), *((rows, 8) for rows in range(1, 10))]  # torch's own limit is 8
-    for rows, seq_len in sizes:
-        model.layers[0](torch.zeros(rows, seq_len, 4))
-    assert len(graphs) == len(sizes)
-
-
-def test_evaluation_and_samples_leave_the_training_graph_static(
-    graphs: list[list[object]], tokens: Path
-) -> None:
-    model = make_model()
-    module = apply(model, start(Ranks(), "cpu"), compile_blocks=True)
-    ids = torch.randint(0, model.arch.vocab_size, (8, 9))
-    with torch.no_grad():
-        for rows in (8, 3):
-            module(ids[:rows, :-1], ids[:rows, 1:])
-    Sampler(TrainConfig(sample_tokens=6), tokens / "tokenizer.json", 0, seed=0).record(model, 0)
-    before = len(graphs)
-    for _ in range(2):
-        module(ids[:, :-1], ids[:, 1:]).backward()
-    assert len(graphs) == before + 1
-    assert not any(isinstance(i, torch.SymInt) for inputs in graphs for i in inputs)

@@ -30,9 +30,7 @@ KINDS: tuple[Literal["full", "selective"], ...] = ("full", "selective")
 
 
 def make_model(family: str = "llama", dropout: float = 0.0, **keys: Any) -> Decoder:
-    config = ModelConfig(
-        family=family, dim=32, n_layers=LAYERS, n_heads=4, dropout=dropout, **keys
-    )
+    config = ModelConfig(family=family, dim=32, n_layers=LAYERS, n_heads=4, dropout=dropout, **keys)
     model = Decoder(families.get(family).architecture(config, 64, SEQ_LEN))
     initialize(model, seed=0)
     return model

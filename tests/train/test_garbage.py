@@ -17,6 +17,8 @@ class Node:
 
 def test_cycles_live_until_the_next_collection_is_due() -> None:
     with garbage.scheduled():
+        old = weakref.ref(Node())
+        garbage.freeze()
         node = weakref.ref(Node())
         for _ in range(5 * gc.get_threshold()[0]):  # would have made it run by itself
             _ = [[]]
@@ -24,5 +26,6 @@ def test_cycles_live_until_the_next_collection_is_due() -> None:
         assert node() is not None
         garbage.collect(garbage.EVERY)
         assert node() is None
+        assert old() is not None  # what was there before is not looked at
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

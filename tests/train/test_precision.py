@@ -61,9 +61,7 @@ def test_a_checkpoint_holds_bf16_but_for_counts_and_averages(pure: tuple[Path, s
     assert any(path.startswith("adamw/") for path in kinds)
 
 
-def test_a_resume_in_pure_bf16_ends_bit_for_bit_the_same(
-    pure: tuple[Path, str], dtt: Dtt
-) -> None:
+def test_a_resume_in_pure_bf16_ends_bit_for_bit_the_same(pure: tuple[Path, str], dtt: Dtt) -> None:
     job = dtt.folder / "jobs/t"
     shutil.copytree(pure[0], job)
     dtt("train", "jobs/t", "--from-step", 8)

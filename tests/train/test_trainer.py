@@ -291,16 +291,20 @@ def test_an_evaluation_breaks_off_on_request_and_is_made_anew(
     assert_same_run(dtt.folder / "jobs/whole", job, 6)
 
 
-def test_on_any_number_of_ranks_in_turn_it_trains_what_one_does(dtt: Dtt, tiny: Settings) -> None:
-    """1 → 2 → 4 → 3 → 1 processes: the same samples, the same loss."""
+def test_on_any_layout_of_any_number_of_ranks_in_turn_it_trains_what_one_does(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    """1 → 2 → 4 → 3 → 1 processes: the same samples, the same loss, of averaged weights, too."""
     settings = tiny(
-        train__precision="fp32", train__global_batch_tokens=384, train__eval_every=0,
-        schedule__type="constant", train__steps=30, checkpoint__keep_last=99,
+        train__precision="fp32", train__global_batch_tokens=384, train__eval_every=6,
+        train__ema_decay=0.9, schedule__type="constant", train__steps=30, checkpoint__keep_last=99,
     )  # fmt: skip
     dtt("train", *settings, "name=undisturbed")
-    for ranks, steps in ((1, 6), (2, 12), (4, 18), (3, 24), (1, 30)):
-        allow = (f"train.steps={steps}", "--allow-change", "train.steps")
-        done = Dtt.wait(torchrun(dtt, ranks, "train", *settings, *allow))
+    fsdp, fsdp_and_tensor = ["parallel.shard=2"], ["parallel.shard=2", "parallel.tensor=2"]
+    turns = [(1, []), (2, fsdp), (4, fsdp_and_tensor), (3, []), (1, [])]
+    for turn, (ranks, layout) in enumerate(turns, start=1):
+        allow = (f"train.steps={6 * turn}", "--allow-change", "train.steps")
+        done = Dtt.wait(torchrun(dtt, ranks, "train", *settings, *layout, *allow))
         assert done.returncode == 0, done.stderr
     changed, whole = dtt.folder / "jobs/t", dtt.folder / "jobs/undisturbed"
     steps = [record["step"] for record in metrics(changed, "train")]
@@ -308,6 +312,9 @@ def test_on_any_number_of_ranks_in_turn_it_trains_what_one_does(dtt: Dtt, tiny: 
     for a, b in zip(metrics(whole, "train"), metrics(changed, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    for a, b in zip(metrics(whole, "eval"), metrics(changed, "eval"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["ema_loss"] == pytest.approx(b["ema_loss"], rel=1e-5)
     found = [store.at_step(changed / "checkpoints", step) for step in (6, 12, 18, 24, 30)]
     assert [checkpoint.manifest.world_size for checkpoint in found] == [1, 2, 4, 3, 1]
 

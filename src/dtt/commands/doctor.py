@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(minutes=5)
 """How long ranks wait for each other: containers start slowly."""
+DEVICES = ("auto", "cpu", "cuda")
 GIB = 2**30
 
 
@@ -58,6 +59,8 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
     The first rank speaks for all, and its exit code is theirs. Another one speaks only when it does
     not hear the others.
     """
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device} is none of {', '.join(DEVICES)}")
     ranks = Ranks.detect()
     if processes is not None:
         options = ["--path", str(folder), "--device", device, *(["--json"] if as_json else [])]
@@ -105,9 +108,10 @@ def _together(mine: Findings, world: World, folder: Path, device: str, *, as_jso
             if device == "auto":
                 devices.check_seen()
             mine.devices = devices.examine_all(world)
-        with mine.noting():
-            disk.check_shared(world, folder)
-        everyone = world.gather(mine)
+        with dist.lost_peers_told():
+            with mine.noting():
+                disk.check_shared(world, folder)
+            everyone = world.gather(mine)
         problems = [
             *(problem for one in everyone for problem in one.problems),
             *environment.differences([(one.node, one.environment) for one in everyone]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from dtt.config.data import GivenTokenizerConfig, TextDataConfig, TrainedTokenizerConfig
@@ -18,7 +20,14 @@ from dtt.train.estimate import advice, gpus
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import LINK
 from dtt.train.estimate.duration import ACHIEVED, Run, Step, run_of, step_of
-from dtt.train.estimate.memory import FP32, GIB, SPARE, Memory, memory, optimizer_state_whole
+from dtt.train.estimate.memory import (
+    GIB,
+    SPARE,
+    Memory,
+    checkpoint_bytes,
+    checkpoints_at_once,
+    memory,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ def run(
     gpus_per_node: int | None,
     price: float | None,
     *,
+    probe: bool,
     as_json: bool,
 ) -> None:
     """Work it out and print it; nothing is built, and no token is read."""
@@ -88,3 +98,181 @@ def _tokenizer_size(cfg: RunConfig) -> int:
         case GivenTokenizerConfig():
             path = find_tokenizer(cfg.tokenizer)
             return Encoder(path.read_bytes(), None, path).vocab_size
+
+
+def facts(told: Told) -> dict[str, Any]:
+    """For --json: bytes, seconds, FLOPs."""
+    case, one = told.case, told.step
+    per_token = count.flops_per_token(case.arch, case.cfg.train.seq_len)
+    tokens = case.stages.tokens_before(case.steps)
+    blocks, outside = parameters(case)
+    return {
+        "family": case.arch.family,
+        "parameters": count.parameters(case.arch),
+        "parameters_matrices": blocks,
+        "parameters_embedding_and_head": outside,
+        "steps": case.steps,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / count.parameters(case.arch),
+        "flops_per_token": per_token,
+        "flops": per_token * tokens,
+        "gpu": case.gpu.name,
+        "nodes": case.nodes,
+        "gpus_per_node": case.gpus_per_node,
+        "mesh": case.sizes._asdict(),
+        "precision": case.precision.value,
+        "micro_batch": case.micro_batch,
+        "accumulation": case.accumulation,
+        "memory": told.memory.parts,
+        "memory_peak": told.memory.total,
+        "memory_peak_at": told.memory.moment,
+        "memory_device": case.gpu.memory,
+        "fits": told.fits,
+        "change": told.change,
+        "communication": {
+            each.kind: {"bytes": each.bytes, "seconds": each.seconds} for each in one.exchanges
+        },
+        "step_seconds": one.seconds,
+        "mfu": one.mfu,
+        "seconds": told.run.seconds,
+        "slices": told.run.slices,
+        "checkpoint_bytes": checkpoint_bytes(case),
+        "checkpoints_bytes": checkpoints_at_once(case) * checkpoint_bytes(case),
+        "device_hours": device_hours(told),
+        "cost": None if told.price is None else told.price * device_hours(told),
+    }
+
+
+def parameters(case: Case) -> tuple[int, int]:
+    """Those of hidden matrices, and those of embeddings and head; the others are norms, biases."""
+    two = [weight for weight in case.weights if len(weight.shape) > 1]
+    inside = sum(prod(weight.shape) for weight in two if weight.in_block)
+    return inside, sum(prod(weight.shape) for weight in two) - inside
+
+
+def device_hours(told: Told) -> float:
+    """That the run takes."""
+    return told.case.devices * told.run.seconds / 3600
+
+
+def lines(told: Told) -> Iterator[str]:
+    """The screen."""
+    yield from _run_lines(told.case)
+    yield ""
+    yield from _memory_lines(told)
+    yield ""
+    yield from _step_lines(told)
+    yield ""
+    yield from _whole_lines(told)
+    yield ""
+    yield from _assumptions(told)
+
+
+def _run_lines(case: Case) -> Iterator[str]:
+    arch, train = case.arch, case.cfg.train
+    total, (inside, outside) = count.parameters(arch), parameters(case)
+    per_token = count.flops_per_token(arch, train.seq_len)
+    tokens = case.stages.tokens_before(case.steps)
+    yield (
+        f"{'model':<10}{arch.family}, {_number(total)} parameters: {_number(inside)} in matrices, "
+        f"{_number(outside)} in embeddings and head"
+    )
+    yield (
+        f"{'run':<10}{case.steps:,} steps of {case.stages.describe(case.steps)}: "
+        f"{_number(tokens)} tokens, {tokens / total:.3g} per parameter"
+    )
+    yield f"{'':<10}{_number(per_token)} FLOPs per token, {per_token * tokens:.2e} in all"
+    mesh = case.sizes.describe()
+    yield (
+        f"{'devices':<10}{case.devices} x {case.gpu.name} on {case.nodes} "
+        f"node{'s' * (case.nodes > 1)}{f': {mesh}' if mesh else ''}"
+    )
+    remat = "" if train.remat == "none" else f", remat {train.remat}"
+    if remat and train.remat_every > 1:
+        remat += f" of every {train.remat_every}th block"
+    yield (
+        f"{'':<10}{case.precision}{', compiled' if case.compiled else ''}{remat}; "
+        f"micro-batch of {case.micro_batch} x {train.seq_len}, {case.accumulation} to a step"
+    )
+
+
+def _memory_lines(told: Told) -> Iterator[str]:
+    case, peak = told.case, told.memory
+    yield f"memory of a device at its peak ({peak.moment}), GiB"
+    for part, size in peak.parts.items():
+        if size:
+            yield f"  {part:<28}{size / GIB:>10.2f}"
+    yield f"  {'together':<28}{peak.total / GIB:>10.2f}  of {case.gpu.memory / GIB:.1f}"
+    if told.fits:
+        yield "  fits"
+        return
+    yield f"  does not fit: {told.room / GIB:.1f} GiB can be used"
+    if told.change is None:
+        yield "  no batch, remat or mesh of these devices makes it fit: a smaller model"
+        return
+    changed = advice.changed_by(case, told.change)
+    assert changed is not None, "it was tried"
+    better = memory(changed).total / GIB
+    yield f"  fits with {advice.described(case, told.change)} ({better:.1f} GiB)"
+
+
+def _step_lines(told: Told) -> Iterator[str]:
+    one = told.step
+    yield f"{'received by a device in a step':<30}{'GB':>10}{'seconds':>10}"
+    for each in one.exchanges:
+        aside = "" if each.hidden else "  nothing beside it"
+        yield f"  {each.kind:<28}{each.bytes / 1e9:>10.3g}{each.seconds:>10.3g}{aside}"
+    if not one.exchanges:
+        yield "  nothing"
+    yield (
+        f"{'step':<10}≈ {one.seconds:.3g} s: {one.compute:.3g} s of products, {one.optimizer:.3g} "
+        f"optimizer, {one.exposed:.3g} exchanges that nothing hides; MFU ≈ {one.mfu:.0%}"
+    )
+
+
+def _whole_lines(told: Told) -> Iterator[str]:
+    case, run = told.case, told.run
+    slices = ""
+    if run.slices is not None:
+        slices = f", {run.slices} job{'s' * (run.slices > 1)} of {case.cfg.launch.time}"
+    elif case.cfg.launch.time_limit is not None:
+        slices = f"; launch.time ({case.cfg.launch.time}) is too short to begin with"
+    yield f"{'time':<10}≈ {_duration(run.seconds)}{slices}"
+    size, most = checkpoint_bytes(case), checkpoints_at_once(case)
+    yield (
+        f"{'disk':<10}{size / 1e9:.3g} GB a checkpoint, at most {most} at once: "
+        f"{most * size / 1e9:.3g} GB"
+    )
+    hours = device_hours(told)
+    cost = "" if told.price is None else f" x {told.price:g} = {told.price * hours:,.0f}"
+    yield f"{'cost':<10}≈ {hours:,.3g} device hours{cost}"
+
+
+def _assumptions(told: Told) -> Iterator[str]:
+    case = told.case
+    gpu = case.gpu
+    peak = (gpu.fp32 if case.product_bytes == 4 else gpu.bf16) / 1e12
+    yield (
+        f"assumed: {ACHIEVED[case.compiled]:.0%} of {peak:.3g} TFLOP/s; {LINK:.0%} of "
+        f"{gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between nodes;"
+    )
+    yield (
+        f"{SPARE[gpu.kind]:.0%} of the memory stays free. All is arithmetic: measure a few steps "
+        "before you rely on it."
+    )
+
+
+def _number(value: float) -> str:
+    """With a unit: 124.4M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86_400:.1f} days"

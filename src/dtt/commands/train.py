@@ -28,6 +28,7 @@ from dtt.runtime.ranks import Ranks
 from dtt.runtime.watchdog import Watchdog
 from dtt.secrets import redacted
 from dtt.track import summary
+from dtt.train import garbage
 from dtt.train.attempt import Attempt, attempt, holding
 from dtt.train.stop import Requests
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dtt.train.trainer import Trainer
 
 
+@garbage.scheduled()
 def run(
     config: str | None,
     arguments: Sequence[str],

@@ -9,7 +9,6 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from dtt.config.base import Section, free
 
-
 Kind = Literal["torch", "memory", "nsys"]
 
 

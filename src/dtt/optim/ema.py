@@ -44,9 +44,9 @@ class Ema:
         optimizers.
         """
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        weight = (1 - decay) * (1 - skip)
-        for average, p in zip(_locals(self._averages), _locals(self._parameters), strict=True):
-            average.lerp_(p.float(), weight)
+        weights = [(1 - decay) * (1 - skip)] * len(self._averages)
+        parameters = [parameter.float() for parameter in _locals(self._parameters)]
+        torch._foreach_lerp_(_locals(self._averages), parameters, weights)
         self._updates += 1 - skip
 
     @contextmanager
@@ -75,7 +75,7 @@ class Ema:
         found = averages(state)
         if not found:
             log.info("the checkpoint holds no average of the weights: it begins with them now")
-            torch._foreach_copy_(_locals(self._averages), _locals(self._parameters))
+            _copy(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
         if found.keys() != set(self._names):

@@ -23,6 +23,8 @@ class Spread(NamedTuple):
     boxes: Mapping[int, Box]
     copies: Mapping[int, Any]
     """Which copy of the parameter that is a part of."""
+    share: float
+    """What is held by the process that holds most, where all is 1."""
 
 
 class Matrix(NamedTuple):
@@ -51,8 +53,7 @@ class Matrix(NamedTuple):
     @property
     def held(self) -> float:
         """Numbers of it that a process holds, at most; of a stack on average."""
-        largest = max(prod(box.shape) for box in self.spread.boxes.values())
-        return prod(self.shape) * largest / self.parameter.numel()
+        return prod(self.shape) * self.spread.share
 
 
 def matrices(
@@ -89,16 +90,16 @@ def share_out(matrices: Iterable[Matrix], ranks: int) -> list[Matrix]:
 def buckets(owned: Sequence[Matrix], ranks: int, limit: int) -> Iterator[list[Matrix]]:
     """Cut what `share_out` gives into those that are updated at once.
 
-    No rank holds or owns more than `limit` numbers of a bucket, unless it is of one matrix. Where
-    there are several ranks, a bucket is of about a quarter of the work, and a matrix for each.
+    No rank holds or owns more than `limit` numbers of a bucket, unless they are of one matrix.
+    Where there are several ranks, a bucket has about a quarter of the work, and a matrix for each.
     """
     enough = sum(matrix.flops for matrix in owned) / BUCKETS
     bucket: list[Matrix] = []
     held, flops = 0.0, 0
     owns: Counter[int] = Counter()
     for matrix in owned:
-        size = prod(matrix.shape)
-        full = max(held + matrix.held, owns[matrix.owner] + size) > limit
+        size, own = prod(matrix.shape), owns[matrix.owner]
+        full = held + matrix.held > limit or (own > 0 and own + size > limit)
         if bucket and (full or (flops >= enough and len(bucket) >= ranks > 1)):
             yield bucket
             bucket, held, flops = [], 0.0, 0

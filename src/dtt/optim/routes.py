@@ -80,7 +80,9 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
         for p in parameters:
             kind = p.shape, getattr(p, "placements", None), getattr(p, "device_mesh", None)
             if kind not in spreads:
-                spreads[kind] = Spread(boxes(p), copies(p))
+                by_rank = boxes(p)
+                largest = max(prod(box.shape) for box in by_rank.values())
+                spreads[kind] = Spread(by_rank, copies(p), largest / p.numel())
             found += matrices(p, number, split, spreads[kind])
     cut = buckets(share_out(found, ranks), ranks, limit)
     return [_bucket(bucket, rank, ranks, dtype, rows) for bucket in cut]

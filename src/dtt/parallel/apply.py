@@ -46,6 +46,9 @@ def apply(
         apply_tensor(model, layout.part("tensor"))
     if remat != "none":
         rematerialize(model, remat, remat_every)
+    if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on these
+        log.info("not compiled: that goes with tensor parallelism and remat selective, not full")
+        compile_blocks = False
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
         log.info("%s", overlap(layout.part("tensor")))
     if compile_blocks:
@@ -92,6 +95,14 @@ def gradient_sync(module: nn.Module, wanted: bool) -> Iterator[None]:
             part.set_requires_gradient_sync(wanted)
             break
     yield
+
+
+def release(module: nn.Module) -> None:
+    """Let go of the weights that a forward pass without a backward one has left gathered: the next
+    one is to see what the parameters hold by then."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ class Account:
         """`clock` is the first rank's."""
         self._start, self._clock = start, clock
         self._first: int | None = None
+        self._told = False
         self._compiling = 0.0
 
     def begin(self, step: int, meter: Meter) -> None:
@@ -27,9 +28,9 @@ class Account:
 
     def started(self, meter: Meter) -> Record | None:
         """The record of the start, once; call before the first reading."""
-        if self._compiling:
+        if self._told:
             return None
-        assert self._first is not None
+        self._told = True
         first_step, self._compiling = meter.first_step()
         phases = {**self._start.seconds, "first step": first_step}
         told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.loss import IGNORED
 from dtt.optim.ema import Ema
-from dtt.parallel.apply import autocast
+from dtt.parallel.apply import autocast, release
 from dtt.runtime.dist import World
 from dtt.runtime.log import log
 from dtt.track.base import Record
@@ -91,16 +92,14 @@ class Evaluator:
     @torch.no_grad()
     def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[float] | None:
         """Mean loss of each source; None once `stop()`."""
-        model.eval()
         totals = torch.zeros(len(self.parts), 2, device=self.world.device, dtype=torch.float64)
-        for total, part in zip(totals, self.parts, strict=True):
-            for samples in self._chunks(part.count):
-                if stop():
-                    model.train()
-                    return None
-                for micro_batch in self._mine(part.source, samples):
-                    total += self._loss(model, micro_batch)
-        model.train()
+        with _evaluating(model):
+            for total, part in zip(totals, self.parts, strict=True):
+                for samples in self._chunks(part.count):
+                    if stop():
+                        return None
+                    for micro_batch in self._mine(part.source, samples):
+                        total += self._loss(model, micro_batch)
         return [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
 
     def _chunks(self, count: int) -> Iterator[Samples]:
@@ -134,6 +133,17 @@ class Evaluator:
             bytes_per_token = sum(s * (b or 0) for s, b in zip(shares, known, strict=True))
             bits_per_byte = loss / math.log(2) / bytes_per_token
         return {"loss": loss, "bits_per_byte": bits_per_byte}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; afterwards its weights may change, as an average takes their place."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        release(model)
 
 
 class Sampler:

@@ -83,6 +83,7 @@ class Meter:
                 log.warning("%s", told)
         self._memory = Memory(self._device)
         self._spans: deque[Span] = deque(maxlen=RECENT)
+        self._first: Span | None = None
         self._paused = self._waited = 0.0
         self._waiters = [o for o in optimizers if isinstance(o, Waiter)]
         self._gradients: Mark | None = None
@@ -123,6 +124,7 @@ class Meter:
         yield
         self.lap("other")
         self._spans.append((began, start, self._last))
+        self._first = self._first or self._spans[0]
         self.steps += 1
         self._steps += 1
         self._tokens += tokens
@@ -163,10 +165,11 @@ class Meter:
 
         To be called before the first reading, when the device has finished the steps.
         """
-        if not self._spans:
+        if self._first is None:
             return 0.0, 0.0
-        first, *others = [self._seconds(start, end) for _, start, end in self._spans]
-        return first, max(0.0, first - statistics.median(others or [first]))
+        first = self._seconds(*self._first[1:])
+        usual = statistics.median(self._seconds(start, end) for _, start, end in self._spans)
+        return first, max(0.0, first - usual)
 
     def read(self) -> dict[str, Any]:
         """Speed since the last reading; call on all ranks, when the device has finished the steps.

@@ -105,7 +105,8 @@ class Trainer:
         if resume is None and self.guard.rewinds:
             self.save()
         self.start.lap("first evaluation")
-        with self.watchdog.phase("step"), garbage.scheduled():
+        garbage.freeze()
+        with self.watchdog.phase("step"):
             while not self.train():
                 pass
             self.profiler.finish(self.position.step)

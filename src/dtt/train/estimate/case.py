@@ -36,6 +36,11 @@ class Weight:
     """What tensor parallelism leaves of the shape."""
 
     @property
+    def numel(self) -> int:
+        """Its numbers."""
+        return prod(self.shape)
+
+    @property
     def in_block(self) -> bool:
         """Whether it is gathered with a block, not with what is outside of them."""
         return self.name.startswith("layers.")

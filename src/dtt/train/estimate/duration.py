@@ -32,13 +32,21 @@ class Step:
     flops: float
     """Of the model, on all devices."""
 
+    peak: float
+    """FLOP/s of all devices, for MFU."""
+
     @property
     def seconds(self) -> float:
         """In all."""
         return self.compute + self.optimizer + self.exposed
 
+    @property
+    def mfu(self) -> float:
+        """The model's operations, not those of remat and optimizer, over what the peak allows."""
+        return self.flops / (self.seconds * self.peak)
 
-def step(case: Case) -> Step:
+
+def step_of(case: Case) -> Step:
     """Products of a step over the share of the peak that is reached; FSDP2 and DDP exchange beside
     them, as far as there is time, tensor and context parallelism do not."""
     train, arch = case.cfg.train, case.arch
@@ -46,12 +54,11 @@ def step(case: Case) -> Step:
     per_token = count.flops_per_token(arch, train.seq_len)
     flops = float(tokens * per_token)
     peak = case.gpu.fp32 if case.product_bytes == 4 else case.gpu.bf16
-    rate = peak * ACHIEVED[case.compiled] * case.devices
-    compute = flops * (1 + _again(case)) / rate
+    compute = flops * (1 + _again(case)) / (peak * ACHIEVED[case.compiled] * case.devices)
     found = exchanges(case)
     beside = sum(one.seconds for one in found if one.hidden)
     exposed = max(0.0, beside - compute) + sum(one.seconds for one in found if not one.hidden)
-    return Step(compute, _optimizer(case, peak), exposed, found, flops)
+    return Step(compute, _optimizer(case, peak), exposed, found, flops, peak * case.devices)
 
 
 def _again(case: Case) -> float:
@@ -91,7 +98,7 @@ class Run:
     """Jobs of `launch.time` that it takes; None: there is no limit."""
 
 
-def run(case: Case, one: Step) -> Run:
+def run_of(case: Case, one: Step) -> Run:
     """Evaluations are forward passes, a third of the operations; saves go on beside training."""
     train, stages = case.cfg.train, case.stages
     tokens = stages.tokens_before(case.steps)

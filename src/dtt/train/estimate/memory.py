@@ -84,9 +84,30 @@ def optimizer_state(case: Case) -> int:
     muon = case.held(case.muons)
     adamw = case.held(case.weights) - muon
     rows = 0
-    if case.muon is not None and case.muon.normuon_beta2 is not None:
+    if _normuon(case):
         rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
     return case.weight_bytes * (2 * adamw + muon + rows)
+
+
+def _normuon(case: Case) -> bool:
+    return case.muon is not None and case.muon.normuon_beta2 is not None
+
+
+def checkpoint_bytes(case: Case) -> int:
+    """Weights, optimizer state and average, of the whole model; AdamW also counts its steps."""
+    adamw = sum(prod(w.shape) for w in case.weights if w.optimizer == "adamw")
+    muon = sum(prod(w.shape) for w in case.muons)
+    rows = sum(w.shape[0] for w in case.muons) if _normuon(case) else 0
+    average = FP32 * (adamw + muon) if case.cfg.train.ema_decay is not None else 0
+    return case.weight_bytes * (3 * adamw + 2 * muon + rows) + average
+
+
+def checkpoints_at_once(case: Case) -> int:
+    """Most that there ever are: those that rules keep, and one that is being written."""
+    rules = case.cfg.checkpoint
+    forever = case.steps // rules.keep_every if rules.keep_every else 0
+    kept = rules.keep_last + rules.keep_best + forever
+    return min(kept + 1, -(-case.steps // rules.every))
 
 
 def kept_by_block(case: Case) -> int:

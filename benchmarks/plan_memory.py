@@ -1,0 +1,115 @@
+"""What `dtt plan` says a process holds at its peak, beside what real processes do hold.
+
+    python benchmarks/plan_memory.py [NAME …]
+
+Each configuration is trained for three steps in processes of its own, on CPU; measured is the peak of
+resident memory beyond what was resident when the model was begun. Of several processes the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+
+from dtt.config.load import resolve
+from dtt.runtime.dist import start, stop
+from dtt.runtime.ranks import Ranks
+from dtt.train.estimate import gpus
+from dtt.train.estimate.case import Case, make_case
+from dtt.train.estimate.memory import memory
+from dtt.train.estimate.probe import probe
+
+MIB = 2**20
+GPT2 = ("model.family=gpt2", "model.dim=512", "model.n_layers=8", "model.n_heads=8")
+LLAMA = ("model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8")
+QWEN3 = ("model.family=qwen3", "model.dim=512", "model.n_layers=6", "model.n_heads=8")
+GEMMA3 = ("model.family=gemma3", "model.dim=512", "model.n_layers=6", "model.n_heads=8")
+ADAMW, MUON = "optim.type=adamw", "optim.type=muon"
+FP32, BF16, PURE = (f"train.precision={name}" for name in ("fp32", "bf16", "bf16-pure"))
+SHARD = ("parallel.replicate=1", "parallel.shard=-1")
+CONFIGS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "gpt2 fp32 adamw": (1, 1, (*GPT2, FP32, ADAMW)),
+    "gpt2 bf16 adamw": (1, 1, (*GPT2, BF16, ADAMW)),
+    "gpt2 bf16 muon": (1, 1, (*GPT2, BF16, MUON)),
+    "llama fp32 adamw": (1, 1, (*LLAMA, FP32, ADAMW)),
+    "llama bf16 adamw": (1, 1, (*LLAMA, BF16, ADAMW)),
+    "llama bf16 adamw accumulated": (1, 4, (*LLAMA, BF16, ADAMW)),
+    "llama bf16 adamw full remat": (1, 1, (*LLAMA, BF16, ADAMW, "train.remat=full")),
+    "llama bf16 selective remat": (1, 1, (*LLAMA, BF16, ADAMW, "train.remat=selective")),
+    "llama pure bf16 adamw": (1, 1, (*LLAMA, PURE, ADAMW)),
+    "llama bf16 muon, average": (1, 1, (*LLAMA, BF16, MUON, "train.ema_decay=0.99")),
+    "qwen3 bf16 adamw": (1, 1, (*QWEN3, BF16, ADAMW)),
+    "gemma3 fp32 muon, tied": (1, 1, (*GEMMA3, FP32, MUON)),
+    "llama bf16 adamw, DDP 2": (2, 1, (*LLAMA, BF16, ADAMW)),
+    "llama bf16 adamw, FSDP2 2": (2, 1, (*LLAMA, BF16, ADAMW, *SHARD)),
+    "llama fp32 muon, FSDP2 2": (2, 1, (*LLAMA, FP32, MUON, *SHARD)),
+}
+SEQ_LEN, ROWS, VOCABULARY = 512, 4, 16_384
+
+
+def case_of(name: str) -> Case:
+    """What the formulas go by."""
+    ranks, accumulation, arguments = CONFIGS[name]
+    tokens = SEQ_LEN * ROWS * accumulation * ranks
+    sizes = (
+        f"train.seq_len={SEQ_LEN}",
+        f"train.micro_batch={ROWS}",
+        f"train.global_batch_tokens={tokens}",
+        f"model.vocab_size={VOCABULARY}",
+    )
+    cfg = resolve(None, [*sizes, *arguments]).config
+    return make_case(cfg, gpus.find("cpu", ranks), 1, ranks, VOCABULARY, 1000)
+
+
+def one_rank(name: str, rank: int) -> None:
+    """A process of the run; prints what it held."""
+    ranks = CONFIGS[name][0]
+    world = start(Ranks(rank, ranks, rank, ranks, "torchrun"), "cpu")
+    print(json.dumps(probe(case_of(name), world).memory))
+    world.barrier()
+    stop()
+
+
+def measured(name: str) -> int:
+    """The largest peak of the processes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    ranks = CONFIGS[name][0]
+    processes = []
+    for rank in range(ranks):
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        where |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        command = [sys.executable, __file__, "--rank", name, str(rank)]
+        processes.append(
+            subprocess.Popen(command, env=os.environ | where, stdout=subprocess.PIPE, text=True)
+        )
+    return max(int(process.communicate()[0].splitlines()[-1]) for process in processes)
+
+
+def main() -> None:
+    """Print a line per configuration."""
+    if sys.argv[1:2] == ["--rank"]:
+        one_rank(sys.argv[2], int(sys.argv[3]))
+        return
+    errors = []
+    print(f"{'MiB':<32}{'planned':>9}{'measured':>10}{'error':>8}  peak at")
+    for name in sys.argv[1:] or CONFIGS:
+        peak = memory(case_of(name))
+        planned = peak.total - sum(peak.parts[part] for part in ("framework", "batches"))
+        held = measured(name)
+        errors.append(planned / held - 1)
+        print(
+            f"{name:<32}{planned / MIB:>9.0f}{held / MIB:>10.0f}{errors[-1]:>+8.1%}  {peak.moment}",
+            flush=True,
+        )
+    mean = statistics.fmean(map(abs, errors))
+    print(f"mean error {mean:.1%}, largest {max(errors, key=abs):+.1%}")
+
+
+if __name__ == "__main__":
+    main()

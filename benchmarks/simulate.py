@@ -1,0 +1,229 @@
+"""A thousand ranks, simulated: memory of one and bytes of a step, beside the formulas of `dtt plan`.
+
+    python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--tensor N] [--seq-len T]
+                                  [--micro-batch B] [--accumulation A] [--remat KIND] [--layers L]
+
+dtt's own model is put on a mesh by dtt's own code, and trained for two steps, in a process group
+that sends nothing and with tensors that have a shape and no memory. What is seen is every tensor
+that is made and freed, and every exchange. The optimizer's step is left out: its state is known, and
+it takes no more. The device pretends to be a CPU, and so do the formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtt.config.load import resolve, shipped_configs
+from dtt.config.source import read_file
+from dtt.model.decoder import Decoder
+from dtt.parallel.apply import apply, autocast, gradient_sync
+from dtt.parallel.mesh import make_layout
+from dtt.runtime.dist import World
+from dtt.runtime.ranks import Ranks
+from dtt.runtime.sharding import local
+from dtt.train.estimate.case import Case, make_case
+from dtt.train.estimate.communication import exchanges
+from dtt.train.estimate.gpus import GIB, Gpu
+from dtt.train.estimate.memory import memory, optimizer_state
+
+NODE = 8
+"""Ranks of a node."""
+
+
+class Trace(TorchDispatchMode):
+    """Counts the memory of all tensors that are alive, and the bytes of all exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.received: Counter[str] = Counter()
+        """Bytes by kind of exchange, as `dtt.train.estimate.communication` counts them."""
+        self._now = 0
+        self._sizes: dict[int, int] = {}
+        self._watches: dict[int, Any] = {}
+
+    def __enter__(self) -> Trace:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP2 frees memory
+            done = self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+            return done
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*args)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again, as the operations on the local part
+        name = func.name()
+        if "wait_tensor" in name:
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if "c10d" in name:
+            self._exchange(name, args, out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.see(tensor)
+        return out
+
+    def see(self, tensor: Tensor) -> None:
+        """This memory is in use."""
+        storage = local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._set(key, storage.nbytes())
+            self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _set(self, key: int, size: int) -> None:
+        self._now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self._now)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+        del self._watches[key]
+
+    def _exchange(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        kinds = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "allreduce": 2, "all_reduce": 2}
+        kind, times = next((k, n) for k, n in kinds.items() if k in name)
+        whole = max(_bytes(part) for part in (*args, out))
+        ranks = next(_group_size(arg) for arg in args[::-1] if _group_size(arg))
+        self.received[kind.replace("_", "")] += times * whole * (ranks - 1) // ranks
+
+
+def _bytes(part: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+
+
+def _group_size(argument: Any) -> int:
+    if isinstance(argument, str):
+        return dist.distributed_c10d._resolve_process_group(argument).size()
+    if isinstance(argument, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(argument).size()
+    return 0
+
+
+def simulate(case: Case) -> tuple[int, Counter[str]]:
+    """Peak bytes of a rank, without optimizer state; bytes it receives in a step, by kind."""
+    ranks = case.devices
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
+    layout = make_layout(case.sizes, world)
+    train, trace = case.cfg.train, Trace()
+    with FakeTensorMode():
+        with torch.device("meta"):
+            model = Decoder(case.arch)
+        module = apply(
+            model,
+            world,
+            layout,
+            compile_blocks=False,
+            remat=train.remat,
+            remat_every=train.remat_every,
+            precision=case.precision,
+            reshard=case.cfg.parallel.reshard,
+        )
+        model.to_empty(device="cpu")
+        shape = (case.micro_batch, train.seq_len)
+        with trace:
+            for parameter in model.parameters():
+                trace.see(parameter)
+            for _ in range(2):
+                trace.received.clear()
+                for i in range(case.accumulation):
+                    tokens = torch.zeros(shape, dtype=torch.long)
+                    with gradient_sync(module, wanted=i == case.accumulation - 1):
+                        with autocast(world.device, case.precision):
+                            loss = module(tokens, tokens)
+                        loss.backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+    dist.destroy_process_group()
+    return trace.peak, trace.received
+
+
+def case_of(options: argparse.Namespace) -> Case:
+    """The configuration that the arguments name."""
+    _, layer = read_file(shipped_configs() / "models" / f"{options.model}.yaml")
+    sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
+    vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
+    if options.layers:
+        sizes.append(f"model.n_layers={options.layers}")
+    rows = options.ranks // options.tensor * options.micro_batch * options.accumulation
+    cfg = resolve(
+        None,
+        [
+            *sizes,
+            f"train.seq_len={options.seq_len}",
+            f"train.micro_batch={options.micro_batch}",
+            f"train.global_batch_tokens={options.seq_len * rows}",
+            f"train.remat={options.remat}",
+            "train.precision=bf16",
+            "optim.type=adamw",
+            f"parallel.shard={options.shard or options.ranks // options.tensor}",
+            f"parallel.tensor={options.tensor}",
+        ],
+    ).config
+    cpu = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
+    return make_case(cfg, cpu, options.ranks // NODE or 1, min(NODE, options.ranks), vocabulary, 1000)
+
+
+def main() -> None:
+    """Print both, and the ratio."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="llama3-70b")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--shard", type=int)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--layers", type=int)
+    case = case_of(parser.parse_args())
+    begin = time.perf_counter()
+    peak, received = simulate(case)
+    planned = memory(case)
+    state = optimizer_state(case)
+    unseen = ("framework", "batches")
+    held = planned.total - sum(planned.parts[part] for part in unseen)
+    print(
+        f"{case.arch.family}, {sum(w.numel for w in case.weights) / 1e9:.2f}B parameters, "
+        f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - begin:.0f} s"
+    )
+    print(f"{'':<34}{'formula':>12}{'simulated':>12}{'ratio':>8}")
+    _row(f"peak memory, GiB ({planned.moment})", held / GIB, (peak + state) / GIB)
+    total = sum(one.bytes for one in exchanges(case))
+    _row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
+    for kind, size in received.items():
+        print(f"  {kind:<44}{size / 1e9:>12.3f}")
+
+
+def _row(what: str, formula: float, simulated: float) -> None:
+    print(f"{what:<34}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The run itself, three steps of it on random tokens, to see how far the formulas are off."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dtt.model import attend, count
+from dtt.model.decoder import roles
+from dtt.model.scaling import scaled
+from dtt.optim import groups, schedule
+from dtt.optim.ema import Ema
+from dtt.parallel.apply import autocast, clip_gradients, gradient_sync
+from dtt.runtime.dist import World
+from dtt.train.assemble import Assembled, assemble
+from dtt.train.estimate.case import Case
+from dtt.train.plan import Plan
+
+STEPS = 3
+"""The first makes the optimizer's state, and compiles; the last is the one whose time counts."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Of glibc's `mallopt`."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What three steps took on this process's device."""
+
+    memory: int
+    """Peak bytes, beyond what was there before the model was."""
+    seconds: float
+    """Of the last step."""
+
+
+def probe(case: Case, world: World) -> Measured:
+    """Train; all ranks together. Nothing is kept."""
+    _give_freed_memory_back()
+    before = _in_use(world.device)
+    torch.manual_seed(world.rank)
+    made = assemble(case.cfg, _plan(case, world), world)
+    run = _Steps(case, made, world)
+    seconds = 0.0
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        run.step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        seconds = time.perf_counter() - begin
+    return Measured(_peak(world.device) - before, seconds)
+
+
+class _Steps:
+    """As `Trainer.step`, without data, guard and meter."""
+
+    def __init__(self, case: Case, made: Assembled, world: World) -> None:
+        self.case, self.made, self.world = case, made, world
+        by_role = roles(made.model)
+        dtype = case.precision.products
+        self.optimizers = groups.build(case.cfg.optim, made.parameters, by_role, dtype)
+        decay = case.cfg.train.ema_decay
+        self.ema = None if decay is None else Ema(made.parameters, decay)
+        self.good = torch.zeros((), device=world.device)
+
+    def step(self) -> None:
+        case, world, last = self.case, self.world, self.case.accumulation - 1
+        shape = (case.micro_batch, case.cfg.train.seq_len)
+        for i in range(case.accumulation):
+            tokens = torch.randint(case.arch.vocab_size, shape, device=world.device)
+            with gradient_sync(self.made.module, wanted=i == last):
+                with autocast(world.device, case.precision):
+                    loss = self.made.module(tokens, tokens) / tokens.numel()
+                loss.backward()
+        clip_gradients(list(self.made.parameters.values()), 1.0)
+        for optimizer in self.optimizers.values():
+            optimizer.found_inf = self.good  # type: ignore[attr-defined]  # torch's own name
+            optimizer.step()
+            optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update(self.good)
+
+
+def _plan(case: Case, world: World) -> Plan:
+    """As `make_plan` does with data."""
+    cfg, stages = case.cfg, case.stages
+    return Plan(
+        sizes=case.sizes,
+        scaling=scaled(cfg, case.arch.vocab_size),
+        parameters=count.parameters(case.arch),
+        precision=case.precision,
+        compile=case.compiled,
+        attention=attend.describe(
+            case.arch, world.device, cfg.train.seq_len, cfg.data.mask_documents
+        ),
+        tokens=stages.tokens_before(case.steps),
+        step_size=stages.describe(case.steps),
+        steps=case.steps,
+        schedule=schedule.resolve(cfg.schedule, case.steps, stages.tokens_before),
+        data="",
+    )
+
+
+def _give_freed_memory_back() -> None:
+    """Let glibc return to the system at once what is freed: else the peak is that of all time."""
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except OSError:  # another C library
+        return
+    for option, value in ((M_MMAP_THRESHOLD, 2**16), (M_TRIM_THRESHOLD, 2**16), (M_ARENA_MAX, 1)):
+        mallopt(option, value)
+
+
+def _in_use(device: torch.device) -> int:
+    """Bytes held now, from where on the peak is looked for."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text().split("\n")
+    return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
