@@ -2,12 +2,13 @@
 
     python benchmarks/kills.py [KILLS] [SEED]
 
-Runs of one and of two ranks (copies of the model, and shards of one) with Muon, dropout, accumulation, evaluation, samples and asynchronous
-saves. A random rank gets SIGKILL at a random moment, then the same command is started again, ten
-times for each run; then it may end. Every checkpoint file of its last step and every loss is
-compared with those of a run that nobody disturbed. As under torchrun, the other rank gets SIGTERM
-then, and SIGKILL if that does not help (it waits for one that will never come). Anything else that
-has to be done for a run to go on counts as a manual step.
+Runs of one and of two ranks, which hold a copy each or shards of one, with Muon, dropout,
+accumulation, evaluation, samples and asynchronous saves. A random rank gets SIGKILL at a random
+moment, then the same command is started again, ten times for each run; then it may end. Every
+checkpoint file of its last step and every loss is compared with those of a run that nobody
+disturbed. As under torchrun, the other rank gets SIGTERM then, and SIGKILL if that does not help
+(it waits for one that will never come). Anything else that has to be done for a run to go on counts
+as a manual step.
 """
 
 from __future__ import annotations

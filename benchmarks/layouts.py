@@ -74,9 +74,8 @@ def cases(quick: bool, only: str) -> Iterator[Case]:
         return
     families, rest = list(FAMILIES), list(product(OPTIMIZERS, ACCUMULATION))
     for i, layout in enumerate(layouts):
-        for j in (i, i + 2):
-            optimizer, accumulation = rest[(i + j) % 4]
-            yield Case(families[j % 4], layout, optimizer, accumulation)
+        for family, which in ((i, i), (i + 2, 3 - i)):  # between them both of either
+            yield Case(families[family % 4], layout, *rest[which % 4])
 
 
 def losses(folder: Path, tokens: Path, case: Case, layout: tuple[int, list[str]]) -> list[float]:

@@ -2,8 +2,9 @@
 
     python benchmarks/plan_memory.py [NAME …]
 
-Each configuration is trained for three steps in processes of its own, on CPU; measured is the peak of
-resident memory beyond what was resident when the model was begun. Of several processes the largest.
+Each configuration is trained for three steps in processes of its own, on a CPU; measured is the
+peak of resident memory beyond what was resident before the model was. Of several processes the
+largest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CONFIGS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "llama bf16 adamw, FSDP2 2": (2, 1, (*LLAMA, BF16, ADAMW, *SHARD)),
     "llama fp32 muon, FSDP2 2": (2, 1, (*LLAMA, FP32, MUON, *SHARD)),
 }
-SEQ_LEN, ROWS, VOCABULARY = 512, 4, 16_384
+SEQ_LEN, ROWS, VOCABULARY = 512, 2, 16_384
 
 
 def case_of(name: str) -> Case:

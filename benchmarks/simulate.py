@@ -1,12 +1,12 @@
-"""A thousand ranks, simulated: memory of one and bytes of a step, beside the formulas of `dtt plan`.
+"""A thousand ranks, simulated: memory of one and bytes of a step, beside `dtt plan`'s formulas.
 
     python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--tensor N] [--seq-len T]
                                   [--micro-batch B] [--accumulation A] [--remat KIND] [--layers L]
 
 dtt's own model is put on a mesh by dtt's own code, and trained for two steps, in a process group
 that sends nothing and with tensors that have a shape and no memory. What is seen is every tensor
-that is made and freed, and every exchange. The optimizer's step is left out: its state is known, and
-it takes no more. The device pretends to be a CPU, and so do the formulas.
+that is made and freed, and every exchange. The optimizer's step is left out: its state is known,
+and it takes no more. The device pretends to be a CPU, and so do the formulas.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from dtt.train.estimate.memory import memory, optimizer_state
 
 NODE = 8
 """Ranks of a node."""
+KINDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often the bytes of what is exchanged go to a device."""
 
 
 class Trace(TorchDispatchMode):
@@ -60,8 +62,8 @@ class Trace(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP2 frees memory
             done = self._resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, size)
+            if _key(storage) in self._sizes:
+                self._set(_key(storage), size)
             return done
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
@@ -91,7 +93,7 @@ class Trace(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         """This memory is in use."""
         storage = local(tensor).untyped_storage()
-        key = storage._cdata
+        key = _key(storage)
         if key not in self._sizes:
             self._set(key, storage.nbytes())
             self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -106,11 +108,14 @@ class Trace(TorchDispatchMode):
         del self._watches[key]
 
     def _exchange(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        kinds = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "allreduce": 2, "all_reduce": 2}
-        kind, times = next((k, n) for k, n in kinds.items() if k in name)
+        kind = next(kind for kind in KINDS if kind.replace("_", "") in name.replace("_", ""))
         whole = max(_bytes(part) for part in (*args, out))
-        ranks = next(_group_size(arg) for arg in args[::-1] if _group_size(arg))
-        self.received[kind.replace("_", "")] += times * whole * (ranks - 1) // ranks
+        ranks = max(map(_group_size, args))
+        self.received[kind] += KINDS[kind] * whole * (ranks - 1) // ranks
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # noqa: SLF001  its address in C++
 
 
 def _bytes(part: Any) -> int:
@@ -118,11 +123,13 @@ def _bytes(part: Any) -> int:
 
 
 def _group_size(argument: Any) -> int:
-    if isinstance(argument, str):
-        return dist.distributed_c10d._resolve_process_group(argument).size()
-    if isinstance(argument, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(argument).size()
-    return 0
+    """Of the process group that this argument of an operator is, or names; else 0."""
+    try:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument).size()
+        return dist.distributed_c10d._resolve_process_group(argument).size()  # noqa: SLF001
+    except (RuntimeError, TypeError, ValueError):
+        return 0
 
 
 def simulate(case: Case) -> tuple[int, Counter[str]]:
@@ -132,19 +139,19 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
     world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
     layout = make_layout(case.sizes, world)
     train, trace = case.cfg.train, Trace()
-    with FakeTensorMode():
-        with torch.device("meta"):
-            model = Decoder(case.arch)
-        module = apply(
-            model,
-            world,
-            layout,
-            compile_blocks=False,
-            remat=train.remat,
-            remat_every=train.remat_every,
-            precision=case.precision,
-            reshard=case.cfg.parallel.reshard,
-        )
+    with torch.device("meta"):
+        model = Decoder(case.arch)
+    module = apply(
+        model,
+        world,
+        layout,
+        compile_blocks=False,
+        remat=train.remat,
+        remat_every=train.remat_every,
+        precision=case.precision,
+        reshard=case.cfg.parallel.reshard,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's own tensors are real
         model.to_empty(device="cpu")
         shape = (case.micro_batch, train.seq_len)
         with trace:
@@ -164,34 +171,34 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
     return trace.peak, trace.received
 
 
-def case_of(options: argparse.Namespace) -> Case:
+def case_of(given: argparse.Namespace) -> Case:
     """The configuration that the arguments name."""
-    _, layer = read_file(shipped_configs() / "models" / f"{options.model}.yaml")
+    _, layer = read_file(shipped_configs() / "models" / f"{given.model}.yaml")
     sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
-    if options.layers:
-        sizes.append(f"model.n_layers={options.layers}")
-    rows = options.ranks // options.tensor * options.micro_batch * options.accumulation
+    if given.layers:
+        sizes.append(f"model.n_layers={given.layers}")
+    rows = given.ranks // given.tensor * given.micro_batch * given.accumulation
     cfg = resolve(
         None,
         [
             *sizes,
-            f"train.seq_len={options.seq_len}",
-            f"train.micro_batch={options.micro_batch}",
-            f"train.global_batch_tokens={options.seq_len * rows}",
-            f"train.remat={options.remat}",
+            f"train.seq_len={given.seq_len}",
+            f"train.micro_batch={given.micro_batch}",
+            f"train.global_batch_tokens={given.seq_len * rows}",
+            f"train.remat={given.remat}",
             "train.precision=bf16",
             "optim.type=adamw",
-            f"parallel.shard={options.shard or options.ranks // options.tensor}",
-            f"parallel.tensor={options.tensor}",
+            f"parallel.shard={given.shard or given.ranks // given.tensor}",
+            f"parallel.tensor={given.tensor}",
         ],
     ).config
     cpu = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
-    return make_case(cfg, cpu, options.ranks // NODE or 1, min(NODE, options.ranks), vocabulary, 1000)
+    return make_case(cfg, cpu, given.ranks // NODE or 1, min(NODE, given.ranks), vocabulary, 1000)
 
 
-def main() -> None:
-    """Print both, and the ratio."""
+def options() -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=1024)
@@ -202,7 +209,12 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--layers", type=int)
-    case = case_of(parser.parse_args())
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print both, and the ratio."""
+    case = case_of(options())
     begin = time.perf_counter()
     peak, received = simulate(case)
     planned = memory(case)

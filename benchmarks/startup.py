@@ -11,10 +11,10 @@ cache and is not counted. Peers that are not installed beside dtt are left out.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -39,14 +39,14 @@ def seconds(command: list[str]) -> float:
 def training(runs: int, arguments: list[str]) -> None:
     """Phases of the start of one-step runs; the first, which warms the file cache, is left out."""
     found: list[dict[str, float]] = []
+    job = Path("jobs/startup")
+    given = [f"name={job.name}", "train.steps=1", "train.sample_tokens=0"]
     for _ in range(runs + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            given = [f"name={Path(folder).name}", "train.steps=1", "train.sample_tokens=0"]
-            command = [str(BIN / "dtt"), "train", *arguments, *given]
-            subprocess.run(command, check=True, capture_output=True)
-            metrics = Path("jobs") / Path(folder).name / "metrics.jsonl"
-            records = map(json.loads, metrics.read_text().splitlines())
-            found.append(next(r["seconds"] for r in records if r["kind"] == "start"))
+        shutil.rmtree(job, ignore_errors=True)
+        command = [str(BIN / "dtt"), "train", *arguments, *given]
+        subprocess.run(command, check=True, capture_output=True)
+        records = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
+        found.append(next(r["seconds"] for r in records if r["kind"] == "start"))
     print(f"{runs} runs, seconds{'median':>16}{'min':>8}{'max':>8}")
     for phase in [*found[0], "all"]:
         seconds = [sum(run.values()) if phase == "all" else run[phase] for run in found[1:]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtt.optim.newton_schulz import POLAR_EXPRESS, Quintic, orthogonalize, quintics
+from dtt.optim.newton_schulz import HALVED, POLAR_EXPRESS, Quintic, orthogonalize, quintics
 
 Kind = Literal["classic", "polar-express"]
 CUSHION = 0.02407327424182761
@@ -106,6 +106,17 @@ def test_bfloat16_ends_in_the_same_band(kind: Kind) -> None:
     values = torch.linalg.svdvals(result.double())
     assert values.min() > 0.5
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(2, 385, 400), (1, 900, 771)])
+def test_large_matrices_made_of_halves_are_those_of_whole_products(shape: tuple[int, ...]) -> None:
+    x = matrices(shape)
+    assert min(shape[1:]) >= HALVED
+    polynomials = quintics("polar-express", 3)
+    whole = orthogonalize(x, polynomials, torch.float64)
+    torch.testing.assert_close(
+        orthogonalize(x, polynomials, torch.float32).double(), whole, atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["classic", "polar-express"])

@@ -1,5 +1,5 @@
-"""The loss curve of a run is the same on every layout: some of the table of `benchmarks/layouts.py`,
-or, with DTT_ALL_LAYOUTS=1, all of it."""
+"""The loss curve of a run is the same on every layout: some of the table that
+`benchmarks/layouts.py` prints, or, with DTT_ALL_LAYOUTS=1, all of it."""
 
 from __future__ import annotations
 

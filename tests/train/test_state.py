@@ -22,6 +22,7 @@ from dtt.optim import groups
 from dtt.train.state import (
     Position,
     load_optimizers,
+    load_parameters,
     optimizer_tensors,
     restore_rng,
     rng_tensors,
@@ -101,6 +102,22 @@ def test_what_was_loaded_is_no_longer_tied_to_the_checkpoint() -> None:
     assert all(torch.equal(state[key], before[key]) for key in before)
 
 
+@pytest.mark.parametrize("config", [MuonConfig(), AdamWConfig()], ids=lambda c: c.type)
+def test_state_takes_the_precision_that_its_parameter_has_now(config: OptimConfig) -> None:
+    model, optimizers = make(config)
+    train(model, optimizers, range(2))
+    saved = optimizer_tensors(optimizers)
+    pure, _ = make(config)
+    pure.to(torch.bfloat16)
+    parameters = dict(pure.named_parameters())
+    restored = groups.build(config, parameters, roles(pure), torch.float32)
+    load_optimizers(restored, saved)
+    for path, value in optimizer_tensors(restored).items():
+        assert value.dtype == (torch.bfloat16 if value.ndim else torch.float32), path
+        assert torch.equal(value, saved[path].to(value.dtype)), path
+    train(pure, restored, range(2, 3))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.type)
 def test_the_state_of_other_optimizers_or_parameters_is_refused(config: OptimConfig) -> None:
     other = AdamWConfig() if isinstance(config, MuonConfig) else MuonConfig()
@@ -141,6 +158,15 @@ def test_optimizers_that_have_not_stepped_can_be_saved_and_restored(tmp_path: Pa
     model, restored = make(MuonConfig())
     load_optimizers(restored, state)
     train(model, restored, range(1))
+
+
+def test_the_weights_of_another_model_are_refused() -> None:
+    parameters = dict(make(AdamWConfig())[0].named_parameters())
+    deeper = dict(make(AdamWConfig(), n_layers=3)[0].named_parameters())
+    wider = parameters | {"norm.weight": torch.ones(17)}
+    for other, what in ((deeper, "layers.2.attn.k.weight"), (wider, "norm.weight")):
+        with pytest.raises(ConfigError, match=f"{what} is"):
+            load_parameters(parameters, other)
 
 
 def test_the_position_survives_json() -> None:

@@ -300,9 +300,9 @@ def test_on_any_layout_of_any_number_of_ranks_in_turn_it_trains_what_one_does(
         train__ema_decay=0.9, schedule__type="constant", train__steps=30, checkpoint__keep_last=99,
     )  # fmt: skip
     dtt("train", *settings, "name=undisturbed")
-    fsdp, fsdp_and_tensor = ["parallel.shard=2"], ["parallel.shard=2", "parallel.tensor=2"]
-    turns = [(1, []), (2, fsdp), (4, fsdp_and_tensor), (3, []), (1, [])]
-    for turn, (ranks, layout) in enumerate(turns, start=1):
+    turns = [(1, 1, 1), (2, 2, 1), (4, 2, 2), (3, 3, 1), (1, 1, 1)]
+    for turn, (ranks, shard, tensor) in enumerate(turns, start=1):
+        layout = (f"parallel.shard={shard}", f"parallel.tensor={tensor}")
         allow = (f"train.steps={6 * turn}", "--allow-change", "train.steps")
         done = Dtt.wait(torchrun(dtt, ranks, "train", *settings, *layout, *allow))
         assert done.returncode == 0, done.stderr

@@ -146,18 +146,19 @@ def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[s
     """One line for each tensor that is not equal bit for bit."""
     import torch
 
-    left, right = a.tensors(kind), b.tensors(kind)
+    left, right = a.stored(kind), b.stored(kind)
     lines = []
     for name in sorted(left.keys() | right.keys()):
-        x, y = left.get(name), right.get(name)
+        one, other = left.get(name), right.get(name)
         problem, distance = None, None
-        if x is None or y is None:
-            problem = f"only in {(a if y is None else b).path}"
-        elif x.shape != y.shape or x.dtype != y.dtype:
-            problem = f"{x.dtype} {list(x.shape)}, {y.dtype} {list(y.shape)}"
-        elif torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x.equal(y):
-            continue
+        if one is None or other is None:
+            problem = f"only in {(a if other is None else b).path}"
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            problem = f"{one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}"
         else:
+            x, y = one[()], other[()]
+            if torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x.equal(y):
+                continue
             distance = (x.double() - y.double()).abs().max().item()
         lines.append({"kind": kind, "name": name, "problem": problem, "distance": distance})
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -15,7 +15,9 @@ from dtt.data.encoder import Encoder
 from dtt.data.tokenizer import find_tokenizer
 from dtt.errors import ConfigError, InputError
 from dtt.model import count
+from dtt.runtime import dist
 from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
 from dtt.train.estimate import advice, gpus
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import LINK
@@ -28,6 +30,8 @@ from dtt.train.estimate.memory import (
     checkpoints_at_once,
     memory,
 )
+from dtt.train.estimate.probe import Measured
+from dtt.train.estimate.probe import probe as measure
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,25 @@ def run(
     told = Told(case, peak, one, run_of(case, one), None, price)
     if not told.fits:
         told = Told(case, peak, one, told.run, advice.remedy(case), price)
+    measured = probed(case) if probe else None
     if as_json:
-        print(json.dumps(facts(told), indent=1))
-    else:
-        print("\n".join(lines(told)))
+        found = {} if measured is None else {"probe": asdict(measured)}
+        print(json.dumps(facts(told) | found, indent=1))
+        return
+    print("\n".join(lines(told)))
+    if measured is not None:
+        print("\n".join(_probe_lines(told, measured)))
+
+
+def probed(case: Case) -> Measured:
+    """Three steps of the run, on this machine; ConfigError unless it is a run of one device."""
+    if case.devices > 1:
+        raise ConfigError(
+            f"--probe is for a single device, and the plan is for {case.devices}",
+            next="--nodes 1 --gpus-per-node 1, with a train.global_batch_tokens for one",
+        )
+    world = dist.start(Ranks(), case.gpu.kind)
+    return measure(case, world)
 
 
 def known_of_the_data(cfg: RunConfig) -> tuple[int, int]:
@@ -246,6 +265,23 @@ def _whole_lines(told: Told) -> Iterator[str]:
     hours = device_hours(told)
     cost = "" if told.price is None else f" x {told.price:g} = {told.price * hours:,.0f}"
     yield f"{'cost':<10}≈ {hours:,.3g} device hours{cost}"
+
+
+def _probe_lines(told: Told, measured: Measured) -> Iterator[str]:
+    """The plan's error: by how much it is above what was measured."""
+    planned = told.memory.total - told.memory.parts["framework"] - told.memory.parts["batches"]
+    memory_error = planned / measured.memory - 1
+    time_error = told.step.seconds / measured.seconds - 1
+    yield ""
+    yield f"{'measured in three steps':<30}{'plan':>10}{'measured':>10}{'error':>10}"
+    yield (
+        f"  {'memory beyond start, GiB':<28}{planned / GIB:>10.2f}{measured.memory / GIB:>10.2f}"
+        f"{memory_error:>+10.1%}"
+    )
+    yield (
+        f"  {'step, seconds':<28}{told.step.seconds:>10.3g}{measured.seconds:>10.3g}"
+        f"{time_error:>+10.1%}"
+    )
 
 
 def _assumptions(told: Told) -> Iterator[str]:

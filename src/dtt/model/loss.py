@@ -162,6 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             loss += chunk_loss
             grad_logits = _grad_logits(logp_CV, lse_C1, targets_C, softcap, z_loss, part)
+            del logp_CV  # nothing of a chunk is to be there longer than it is needed
             grad_logits = grad_logits.to(hidden.dtype)
             # Ignored rows are zeroed in the narrow [C, D] factors, not in the wide gradient.
             if grad_hidden is not None:
@@ -172,6 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, h_CD)
                 else:
                     grad_weight += grad_logits.T @ h_CD
+            del grad_logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         return loss

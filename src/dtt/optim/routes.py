@@ -81,6 +81,7 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
             kind = p.shape, getattr(p, "placements", None), getattr(p, "device_mesh", None)
             if kind not in spreads:
                 by_rank = boxes(p)
+                assert len(by_rank) == ranks, "all processes are in a parameter's mesh"
                 largest = max(prod(box.shape) for box in by_rank.values())
                 spreads[kind] = Spread(by_rank, copies(p), largest / p.numel())
             found += matrices(p, number, split, spreads[kind])

@@ -38,8 +38,7 @@ def changed_by(case: Case, change: Change) -> Case | None:
             section, name = key.split(".")
             sections.setdefault(section, {})[name] = value
     update = {
-        name: getattr(case.cfg, name).model_copy(update=values)
-        for name, values in sections.items()
+        name: getattr(case.cfg, name).model_copy(update=values) for name, values in sections.items()
     }
     cfg = case.cfg.model_copy(update=update)
     nodes = change.get("nodes", case.nodes)
@@ -101,5 +100,3 @@ def described(case: Case, change: Change) -> str:
     now = {"nodes": case.nodes, "train.remat_every": case.cfg.train.remat_every}
     said = {key: value for key, value in change.items() if now.get(key) != value}
     return " ".join(f"--nodes {v}" if key == "nodes" else f"{key}={v}" for key, v in said.items())
-
-

@@ -195,13 +195,16 @@ def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:
 
 def _check_mesh(sizes: Sizes, arch: Architecture, seq_len: int) -> None:
     wanted = {
-        "tensor": (sizes.tensor, {
-            "model.n_kv_heads": arch.n_kv_heads,
-            "model.n_heads": arch.n_heads,
-            "the vocabulary": arch.vocab_size,
-            "model.ffn_dim": arch.ffn_dim,
-            "the tokens of a device": seq_len // sizes.context,
-        }),
+        "tensor": (
+            sizes.tensor,
+            {
+                "model.n_kv_heads": arch.n_kv_heads,
+                "model.n_heads": arch.n_heads,
+                "the vocabulary": arch.vocab_size,
+                "model.ffn_dim": arch.ffn_dim,
+                "the tokens of a device": seq_len // sizes.context,
+            },
+        ),
         "context": (2 * sizes.context, {"train.seq_len": seq_len} if sizes.context > 1 else {}),
     }
     for name, (size, things) in wanted.items():

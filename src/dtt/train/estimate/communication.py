@@ -85,9 +85,7 @@ def _context_parallel(case: Case) -> Iterator[Exchange]:
     repeats = 3 if case.cfg.train.remat == "full" else 2
     whole = case.tokens * sizes.context * width * arch.n_layers
     size = case.product_bytes * case.accumulation * whole * repeats
-    yield _exchange(
-        case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False
-    )
+    yield _exchange(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)
 
 
 def _muon(case: Case) -> Iterator[Exchange]:

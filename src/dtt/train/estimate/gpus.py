@@ -92,6 +92,4 @@ def _this_cpu(processes: int) -> Gpu:
     bf16, fp32 = (measured_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     share = CPU_BYTES_PER_SECOND / processes
     memory = psutil.virtual_memory().total // processes
-    return Gpu(
-        "CPU", memory, bf16 / processes, fp32 / processes, share, share, share, kind="cpu"
-    )
+    return Gpu("CPU", memory, bf16 / processes, fp32 / processes, share, share, share, kind="cpu")

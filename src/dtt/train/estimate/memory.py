@@ -207,20 +207,17 @@ def _loss(case: Case) -> tuple[int, int]:
     """What the loss leaves for the backward pass, and what it takes for itself meanwhile.
 
     Its gradients: of the head in fp32, 4VD, of the hidden states, eND. Meanwhile the logits of a
-    chunk in e and their log-probabilities in fp32 (on a CPU first a copy of the logits), beside the
-    gradients of the chunk before in both; then, in e, their gradient and the chunk's part of the
-    head's, unless that is added up in one.
+    chunk in e and their log-probabilities in fp32 (on a CPU first a copy of the logits); then, in
+    e, their gradient and the chunk's part of the head's, unless that is added up in one.
     """
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
-    chunk = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows))
-    logits = chunk * rows
+    logits = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows)) * rows
     left = FP32 * rows * arch.dim + e * n * arch.dim
     widened = FP32 if case.gpu.kind == "cpu" and e < FP32 else 0
     narrow = e * (logits + rows * arch.dim) if e < FP32 else 0
     hidden = n * arch.dim * (case.stream_bytes + (e if case.autocast else 0))
-    before = FP32 + (e if e < FP32 else 0) if n > chunk else 0
-    return left, hidden + max((e + FP32 + widened + before) * logits, FP32 * logits + narrow)
+    return left, hidden + max((e + FP32 + widened) * logits, narrow)
 
 
 def _casts(case: Case) -> int:
@@ -291,10 +288,9 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
     arch = case.arch
     if case.sizes.sharded:
         outside = numbers(case.outside)
+        whole = (FP32 if case.accumulation > 1 else case.product_bytes) * outside
         return {
-            "gradients": _kept_gradients(case)
-            + FP32 * case.held(case.weights)
-            + case.product_bytes * outside,
+            "gradients": FP32 * case.held(case.weights) + whole,
             "exchange buffers": FP32 * (outside + numbers(case.block)),
         }
     again = FP32 * arch.vocab_size * arch.dim if arch.tie_embeddings else 0

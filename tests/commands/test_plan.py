@@ -1,0 +1,111 @@
+"""`dtt plan`: one screen, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import Dtt
+
+from dtt.artifacts import TokensManifest
+from dtt.commands import plan
+from dtt.config.load import resolve
+from dtt.errors import ConfigError
+
+RUN = (
+    "model.dim=64", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
+    "train.global_batch_tokens=4096", "train.micro_batch=8", "train.steps=100",
+)  # fmt: skip
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    gpu: str = "H100",
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    price: float | None = None,
+) -> tuple[dict[str, object], str]:
+    """The JSON, and the screen."""
+    cfg = resolve(None, [*RUN, *arguments]).config
+    said = []
+    for as_json in (True, False):
+        plan.run(cfg, gpu, nodes, gpus_per_node, price, probe=False, as_json=as_json)
+        said.append(capsys.readouterr().out)
+    return json.loads(said[0]), said[1]
+
+
+def test_without_data_the_configuration_says_it_all(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts, screen = planned(capsys, "tokenizer.vocab_size=1000", price=2.5)
+    assert facts["parameters_embedding_and_head"] == 2 * 1024 * 64
+    assert facts["tokens"] == 100 * 4096
+    assert facts["mesh"] == {"replicate": 8, "shard": 1, "context": 1, "tensor": 1}
+    assert facts["fits"] is True
+    assert facts["change"] is None
+    assert facts["memory_peak"] == sum(facts["memory"].values())  # type: ignore[attr-defined]
+    assert facts["cost"] == pytest.approx(2.5 * 8 * facts["seconds"] / 3600)  # type: ignore[operator]
+    assert "  fits\n" in screen
+    assert max(map(len, screen.splitlines())) <= 100
+    assert len(screen.splitlines()) <= 40
+
+
+def test_token_files_say_how_many_there_are(
+    capsys: pytest.CaptureFixture[str], tokens: Path
+) -> None:
+    facts, _ = planned(
+        capsys, f"data.tokens={tokens}", "data.on_exhausted=stop", "train.steps=1000000"
+    )
+    windows = (TokensManifest.read(tokens).counts("train").tokens - 1) // 64
+    assert facts["steps"] == windows // 64
+
+
+def test_what_does_not_fit_comes_with_a_change_that_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    many = ("train.seq_len=8192", "train.global_batch_tokens=8388608", "train.micro_batch=128")
+    facts, screen = planned(capsys, "model.dim=1024", "model.n_layers=12", *many)
+    assert facts["fits"] is False
+    assert isinstance(facts["change"], dict)
+    assert list(facts["change"]) == ["train.micro_batch"]
+    named = f"train.micro_batch={facts['change']['train.micro_batch']}"
+    assert f"fits with {named}" in screen
+    better, screen = planned(capsys, "model.dim=1024", "model.n_layers=12", *many, named)
+    assert better["fits"] is True
+    rows = 2 * facts["change"]["train.micro_batch"]
+    assert not planned(
+        capsys, "model.dim=1024", "model.n_layers=12", *many, f"train.micro_batch={rows}"
+    )[0]["fits"]
+
+
+def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt) -> None:
+    said = dtt(
+        "plan", *RUN, "model.vocab_size=512", "train.global_batch_tokens=512", "--gpu", "cpu",
+        "--gpus-per-node", "1", "--probe", "--json",
+    )  # fmt: skip
+    facts = json.loads(said.stdout)
+    assert facts["gpu"] == "CPU"
+    assert facts["probe"]["memory"] > 0
+    assert facts["probe"]["seconds"] > 0
+
+
+def test_a_probe_of_many_devices_is_refused() -> None:
+    cfg = resolve(None, [*RUN, "model.vocab_size=512"]).config
+    with pytest.raises(ConfigError, match="--probe is for a single device"):
+        plan.run(cfg, "H100", 1, 8, None, probe=True, as_json=False)
+
+
+@pytest.mark.gpu
+def test_the_plan_of_a_gpu_is_near_what_it_measures(dtt: Dtt) -> None:
+    said = dtt(
+        "plan", "-c", "models/gpt2-124m", "train.seq_len=1024", "train.micro_batch=8",
+        "train.global_batch_tokens=8192", "--gpus-per-node", "1", "--probe", "--json",
+    )  # fmt: skip
+    facts = json.loads(said.stdout)
+    parts = facts["memory"]
+    planned_bytes = facts["memory_peak"] - parts["framework"] - parts["batches"]
+    assert planned_bytes == pytest.approx(facts["probe"]["memory"], rel=0.15)
