@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -45,11 +46,11 @@ KINDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """How often the bytes of what is exchanged go to a device."""
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of all tensors that are alive, and the bytes of all exchanges."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.received: Counter[str] = Counter()
         """Bytes by kind of exchange, as `dtt.train.estimate.communication` counts them."""
@@ -66,13 +67,13 @@ class Trace(TorchDispatchMode):
                 self._set(_key(storage), size)
             return done
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,7 +116,8 @@ class Trace(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    return storage._cdata  # noqa: SLF001  its address in C++
+    address: int = storage._cdata  # noqa: SLF001  its address in C++
+    return address
 
 
 def _bytes(part: Any) -> int:
@@ -127,7 +129,7 @@ def _group_size(argument: Any) -> int:
     try:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()
-        return dist.distributed_c10d._resolve_process_group(argument).size()  # noqa: SLF001
+        return c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined]  # noqa: SLF001
     except (RuntimeError, TypeError, ValueError):
         return 0
 

@@ -244,9 +244,10 @@ def _step_lines(told: Told) -> Iterator[str]:
     if not one.exchanges:
         yield "  nothing"
     yield (
-        f"{'step':<10}≈ {one.seconds:.3g} s: {one.compute:.3g} s of products, {one.optimizer:.3g} "
-        f"optimizer, {one.exposed:.3g} exchanges that nothing hides; MFU ≈ {one.mfu:.0%}"
+        f"{'step':<10}≈ {one.seconds:.3g} s ({one.compute:.3g} of products, {one.optimizer:.3g} of "
+        f"the optimizer, {one.exposed:.3g} of exchanges that"
     )
+    yield f"{'':<10}nothing hides), MFU ≈ {one.mfu:.0%}"
 
 
 def _whole_lines(told: Told) -> Iterator[str]:

@@ -15,12 +15,12 @@ from dtt.config.run import RunConfig
 from dtt.data import fit
 from dtt.data.stages import Stages
 from dtt.data.stages import resolve as resolve_stages
-from dtt.errors import ConfigError
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, roles
 from dtt.model.scaling import scaled
 from dtt.optim import groups
 from dtt.train.estimate.gpus import Gpu
+from dtt.train.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
 
 
@@ -182,7 +182,7 @@ def make_case(
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
     arch = scaled(cfg, vocab_size).arch
     fit.check_batches(cfg.train, sizes.data)
-    _check_mesh(sizes, arch, cfg.train.seq_len)
+    check_mesh(sizes, arch, cfg.train)
     stages = resolve_stages(cfg.train)
     return Case(cfg, gpu, nodes, gpus_per_node, sizes, arch, _precision(cfg, gpu), stages, steps)
 
@@ -191,23 +191,3 @@ def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:
     if cfg.train.precision == "auto" and gpu.kind == "cuda":
         return Precision.BF16  # which all of GPUS multiply natively
     return choose(cfg.train.precision, torch.device("cpu"))
-
-
-def _check_mesh(sizes: Sizes, arch: Architecture, seq_len: int) -> None:
-    wanted = {
-        "tensor": (
-            sizes.tensor,
-            {
-                "model.n_kv_heads": arch.n_kv_heads,
-                "model.n_heads": arch.n_heads,
-                "the vocabulary": arch.vocab_size,
-                "model.ffn_dim": arch.ffn_dim,
-                "the tokens of a device": seq_len // sizes.context,
-            },
-        ),
-        "context": (2 * sizes.context, {"train.seq_len": seq_len} if sizes.context > 1 else {}),
-    }
-    for name, (size, things) in wanted.items():
-        for what, number in things.items():
-            if number % size:
-                raise ConfigError(f"parallel.{name}: {size} does not divide {what} = {number}")

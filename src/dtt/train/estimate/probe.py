@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,7 @@ class Measured:
 def probe(case: Case, world: World) -> Measured:
     """Train; all ranks together. Nothing is kept."""
     _give_freed_memory_back()
+    import_module("torch._dynamo")  # as optimizers do in their first step: tens of MB
     before = _in_use(world.device)
     torch.manual_seed(world.rank)
     made = assemble(case.cfg, _plan(case, world), world)
