@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from running import Dtt
 
 from dtt.artifacts import TokensManifest
@@ -100,6 +101,7 @@ def test_a_probe_of_many_devices_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_plan_of_a_gpu_is_near_what_it_measures(dtt: Dtt) -> None:
     said = dtt(
         "plan", "-c", "models/gpt2-124m", "train.seq_len=1024", "train.micro_batch=8",

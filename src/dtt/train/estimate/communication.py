@@ -69,10 +69,10 @@ def _data_parallel(case: Case) -> Iterator[Exchange]:
 
 def _tensor_parallel(case: Case) -> Iterator[Exchange]:
     """Each block gathers the tokens of the group twice, [N, D], and reduce-scatters them twice;
-    the backward pass does the reverse. So do the embedding and the last norm, once each. With
-    full remat the gathers and scatters of the forward pass are done again."""
-    repeats = 3 if case.cfg.train.remat == "full" else 2
-    times = case.arch.n_layers * 4 * repeats + 2 * 2
+    the backward pass does the reverse. So do the embedding and the last norm, once each. Full
+    remat does those of the forward pass again, but for the last, after which nothing is kept."""
+    again = 3 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0
+    times = case.arch.n_layers * (8 + again) + 4
     size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
     yield _exchange(case, "tensor parallelism", size, case.sizes.tensor, 1, hidden=False)
 
@@ -82,7 +82,7 @@ def _context_parallel(case: Case) -> Iterator[Exchange]:
     gradients; with full remat it gathers twice."""
     arch, sizes = case.arch, case.sizes
     width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
-    repeats = 3 if case.cfg.train.remat == "full" else 2
+    repeats = 2 + (1 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
     whole = case.tokens * sizes.context * width * arch.n_layers
     size = case.product_bytes * case.accumulation * whole * repeats
     yield _exchange(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)

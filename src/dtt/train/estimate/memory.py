@@ -58,6 +58,7 @@ def memory(case: Case) -> Memory:
             "the loss": _at_the_loss(case),
             "the backward pass": _in_the_backward_pass(case, 0),
             "the backward pass, then": _in_the_backward_pass(case, 1),
+            "the embedding's gradient": _at_the_embedding(case),
             "the end of the backward pass": _after_the_backward_pass(case),
             "the optimizer's step": _in_the_step(case),
         }.items()
@@ -279,6 +280,20 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
         "gradients": max(_kept_gradients(case), new) + head,
         "activations": kept + working,
         "exchange buffers": sent,
+    }
+
+
+def _at_the_embedding(case: Case) -> dict[str, int]:
+    """With tensor parallelism each device has the gradient of all its rows, before it takes its
+    own of them; what is outside of blocks is still gathered."""
+    if case.sizes.tensor == 1:
+        return {}
+    whole = case.arch.vocab_size * case.arch.dim
+    return {
+        "gathered parameters": _gathered(case, 0),
+        "gradients": FP32 * case.held(case.weights)
+        + case.product_bytes * (numbers(case.outside) + whole),
+        "exchange buffers": FP32 * numbers(case.block),
     }
 
 
