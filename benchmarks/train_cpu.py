@@ -85,7 +85,8 @@ def train(shape: Shape, precision: str) -> None:
     from dtt.main import main
     from dtt.train.trainer import Trainer
 
-    step, began = Trainer.step, None
+    step = Trainer.step
+    began: float | None = None
 
     def waiting(self: Trainer, *arguments: Any) -> None:
         nonlocal began
@@ -100,7 +101,7 @@ def train(shape: Shape, precision: str) -> None:
         began = time.perf_counter()
         step(self, *arguments)
 
-    Trainer.step = waiting  # type: ignore[method-assign]
+    Trainer.step = waiting  # type: ignore[assignment,method-assign]
     with tempfile.TemporaryDirectory(prefix="dtt-train-") as name:
         os.chdir(name)
         tokens = make_tokens(Path(name))

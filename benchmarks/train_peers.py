@@ -65,7 +65,7 @@ def loop(
         tokens, targets = next(data)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = loss_of(tokens, targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def trainer(shape: Shape, precision: str) -> Steps:
     go: queue.Queue[None] = queue.Queue()
     done: queue.Queue[float] = queue.Queue()
 
-    class Wait(TrainerCallback):  # type: ignore[misc]
+    class Wait(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             go.get()
 

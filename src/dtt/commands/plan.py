@@ -294,8 +294,8 @@ def _assumptions(told: Told) -> Iterator[str]:
         f"{gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between nodes;"
     )
     yield (
-        f"{SPARE[gpu.kind]:.0%} of the memory stays free. All is arithmetic: measure a few steps "
-        "before you rely on it."
+        f"{SPARE[gpu.kind]:.0%} of the memory stays free. Times are guesses, below 1B parameters "
+        "too short: measure a few steps."
     )
 
 

@@ -345,7 +345,7 @@ def build(
             this.job, this.number, world, cfg.checkpoint, facts, this.requests.stop_asked_here
         ),
         meter=meter,
-        profiler=Profiler(cfg.profile, world, this.job.profiles, meter),
+        profiler=Profiler(cfg.profile, world, this.job.profiles, meter, watchdog),
         account=Account(this.start, this.clock),
         start=this.start,
         budget=make_budget(cfg, dataset, this, resume),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
 from dtt.checkpoint import store
+from dtt.config import parallel
 from dtt.config.data import GivenTokenizerConfig, TextDataConfig
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
@@ -148,7 +149,9 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
     if command == "pipeline":  # which starts them itself
         key, nodes = "pipeline.train_processes", 1
         each = cfg.pipeline.train_processes or gpus or 1
-    yield from caught(lambda: fit.check_batches(cfg.train, nodes * each))
+    yield from caught(
+        lambda: fit.check_batches(cfg.train, parallel.resolve(cfg.parallel, nodes * each).data)
+    )
     if gpus and each > gpus:
         yield ConfigError(
             f"{each} processes on a node do not share {gpus} GPUs",

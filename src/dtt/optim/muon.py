@@ -139,9 +139,9 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack(batch.of(_gradient))
         momenta = batch.of(lambda p: self.state[p]["momentum"])
         old = torch.stack(momenta)
-        new = torch.lerp(old, gradients, 1 - decay)
+        new = torch.lerp(old, gradients, _weight(1 - decay, old))
         self._write(momenta, old, new)
-        return gradients.lerp_(new, decay) if self._config.nesterov else new
+        return gradients.lerp_(new, _weight(decay, new)) if self._config.nesterov else new
 
     def _warmed_up(self, batch: Batch) -> float | Tensor:
         """The momentum of this step; [N, 1, 1] if it depends on the steps that each has done."""
@@ -217,6 +217,11 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is None:
             return new
         return torch.where(self.found_inf == 1, old, new, out=new)
+
+
+def _weight(weight: float | Tensor, ends: Tensor) -> float | Tensor:
+    """As `lerp` takes it: a tensor must have the dtype of what it stands between."""
+    return weight.to(ends.dtype) if isinstance(weight, Tensor) else weight
 
 
 def _gradient(p: Tensor) -> Tensor:

@@ -109,8 +109,8 @@ def check_shared(world: World, folder: Path) -> None:
     if world.first:
         with suppress(OSError):  # `examine` has told
             sign.touch()
-    there = world.from_first(sign.exists())
-    seen = sign.exists()
+    there = world.from_first(_exists(sign))
+    seen = _exists(sign)
     world.barrier()
     if world.first:
         sign.unlink(missing_ok=True)
@@ -142,7 +142,15 @@ def _where(place: Path) -> str:
 
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return next(path for path in (folder, *folder.parents) if _exists(path) and path.is_dir())
+
+
+def _exists(path: Path) -> bool:
+    """Whether we see it: not so where we may not look."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
 
 
 def _kind(place: Path) -> str:

@@ -33,7 +33,7 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 
-Phase = Literal["start", "step", "evaluate", "sample", "save", "stop"]
+Phase = Literal["start", "step", "evaluate", "sample", "save", "profile", "stop"]
 
 FACTOR = 20
 """A step may take so many times what the recent ones took, and the floor at least."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
 from dtt.track.base import Record
@@ -33,7 +35,7 @@ class Account:
         self._told = True
         first_step, self._compiling = meter.first_step()
         phases = {**self._start.seconds, "first step": first_step}
-        told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
+        told = ", ".join(f"{phase} {took:.1f}" for phase, took in phases.items() if took >= 0.05)
         log.info("the first step was done after %.1f s: %s", sum(phases.values()), told)
         return {
             "kind": "start",
@@ -42,11 +44,16 @@ class Account:
             "matmul_flops": meter.matmul,
         }
 
+    def end(self, step: int, meter: Meter) -> None:
+        """No more steps: what came after the last reading counts, too."""
+        meter.restart()
+        self.keep(step, meter)
+
     def keep(self, step: int, meter: Meter) -> None:
-        """The attempt has come to `step`."""
+        """The attempt has come to `step`, and its time was read."""
         if self._clock is None:
             return
-        parts: dict[str, float] = dict(meter.totals)
+        parts: defaultdict[str, float] = defaultdict(float, meter.totals)
         parts["start"] = sum(self._start.seconds.values()) + self._compiling
         parts["forward_backward"] -= self._compiling
         kept = {part: round(seconds, 3) for part, seconds in parts.items()}

@@ -100,7 +100,7 @@ class Budget:
         `pauses`: what an evaluation, a sample and holding up training for a save last took.
         """
         self._steps += 1
-        self.took(**pauses)
+        self.took(**{part: took for part, took in pauses.items() if part in RECURRING})
         before, since = self._mark or (worked, step)
         if self._steps > COMPILING and step > since:  # else the run went back to an earlier one
             tokens = self.tokens_before(step) - self.tokens_before(since)

@@ -33,32 +33,32 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def peak(self) -> int:
-        """Most that was ever held."""
-        if self._device.type != "cuda":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
-        return self._peak
-
     def read(self) -> dict[str, float | None]:
         """In GB: the peak; the peak since the last reading (now, on a CPU); what is reserved.
 
         The first steps compile, and make the optimizer's state: the steady peak is that of later
         readings.
         """
-        peak, reserved = self.peak(), None
+        held, reserved = most_held(self._device), None
         if self._device.type == "cuda":
-            steady = torch.cuda.max_memory_allocated(self._device)
+            steady = held
             reserved = torch.cuda.max_memory_reserved(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             steady = int(psutil.Process().memory_info().rss)
-            peak = max(peak, steady)  # the system counts in steps
+        self._peak = max(self._peak, held, steady)  # a system may count the most in large steps
         return {
-            "memory_gb": _gb(peak),
+            "memory_gb": _gb(self._peak),
             "memory_steady_gb": _gb(steady),
             "memory_reserved_gb": None if reserved is None else _gb(reserved),
         }
+
+
+def most_held(device: torch.device) -> int:
+    """Bytes at the peak: since the last reading on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
 
 
 def _gb(size: int) -> float:
@@ -85,7 +85,7 @@ def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]
             except (OSError, RuntimeError) as failure:  # there may be no memory for this, either
                 log.warning("no memory snapshot: %s", failure)
                 where = None
-        peak = Memory(world.device).peak()
+        peak = most_held(world.device)
         said = str(error).splitlines()[0] if str(error) else "no memory"
         raise EnvironmentUnfit(
             f"the {'GPU' if world.device.type == 'cuda' else 'machine'} of rank {world.rank} "

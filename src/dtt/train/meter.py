@@ -124,7 +124,7 @@ class Meter:
         yield
         self.lap("other")
         self._spans.append((began, start, self._last))
-        self._first = self._first or self._spans[0]
+        self._first = self._first or self._spans[-1]
         self.steps += 1
         self._steps += 1
         self._tokens += tokens
@@ -141,18 +141,12 @@ class Meter:
         self._last = mark
 
     @contextmanager
-    def part(self, part: Part) -> Iterator[None]:
-        """What happens inside is `part`."""
+    def paused(self, part: Part) -> Iterator[None]:
+        """What happens inside is `part`, and no part of the steps."""
+        start = time.perf_counter()
         self.lap("other")
         yield
         self.lap(part)
-
-    @contextmanager
-    def paused(self, part: Part) -> Iterator[None]:
-        """The same, and it is no part of the steps."""
-        start = time.perf_counter()
-        with self.part(part):
-            yield
         self.pauses[part] = time.perf_counter() - start
         self._paused += self.pauses[part]
 

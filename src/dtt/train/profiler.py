@@ -14,6 +14,7 @@ from dtt.config.profile import Kind, ProfileConfig
 from dtt.errors import ConfigError
 from dtt.runtime.dist import World
 from dtt.runtime.log import log
+from dtt.runtime.watchdog import Watchdog
 from dtt.train.memory import dump_snapshot
 from dtt.train.meter import Meter
 
@@ -28,8 +29,10 @@ Interval = tuple[float, float]
 class Profiler:
     """Told of each step; records those that were asked for."""
 
-    def __init__(self, config: ProfileConfig, world: World, folder: Path, meter: Meter) -> None:
-        """Files go into `folder`; `meter` is told what writing them takes.
+    def __init__(
+        self, config: ProfileConfig, world: World, folder: Path, meter: Meter, watchdog: Watchdog
+    ) -> None:
+        """Files go into `folder`; `meter` and `watchdog` are told when they are written.
 
         ConfigError for a profile that this device does not have.
         """
@@ -40,21 +43,22 @@ class Profiler:
                 next="profile.kind=torch",
             )
         self._device, self._folder = world.device, folder
-        self._meter = meter
+        self._meter, self._watchdog = meter, watchdog
         self._name = f"rank-{world.rank:05d}"
         self._mine = world.rank in config.ranks
-        self._kind = config.kind
+        self._kind = self._usual = config.kind
         self._first, self._last = config.steps or (0, 0)
         self._began = 0
         """The step that a profile on its way began with."""
         self._trace: torch.profiler.profile | None = None
 
     def ask(self, step: int, kind: str) -> None:
-        """Record the next few steps, after `step`; an unknown `kind` is that of before."""
+        """Record the next few steps, after `step`; without a `kind` that there is, as configured."""
         if self._began:
             return  # one at a time
         self._first, self._last = step + 1, step + STEPS_ON_REQUEST
-        self._kind = next((known for known in available(self._device) if known == kind), self._kind)
+        known = {kind: kind for kind in available(self._device)}
+        self._kind = known.get(kind, self._usual)  # type: ignore[call-overload]
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -77,7 +81,7 @@ class Profiler:
     def finish(self, step: int) -> None:
         """End a profile that is on its way with `step`, and write it."""
         if self._began:
-            with self._meter.part("profile"):
+            with self._watchdog.phase("profile"), self._meter.paused("profile"):
                 self._write(step)
 
     def _write(self, step: int) -> None:

@@ -113,6 +113,7 @@ class Trainer:
             with self.watchdog.phase("save"):
                 self.saver.wait()
         self.log_saves()
+        self.account.end(self.position.step, self.meter)
         self.requests.forget(self.world)
         return self.position.step == self.plan.steps and not self.evaluation_due()
 
