@@ -113,7 +113,7 @@ def _show(board: Board, rank: int) -> None:
     around(
         trainer,
         "gradient_sync",
-        lambda module, wanted: None if wanted or first else "accumulation",
+        lambda module, last, each: None if last or first else "accumulation",
     )
 
     steps, listen = Trainer.step, Requests.__init__

@@ -168,7 +168,7 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
                 trace.begin_step()
                 for i in range(case.accumulation):
                     tokens = torch.zeros(shape, dtype=torch.long)
-                    with gradient_sync(module, wanted=i == case.accumulation - 1):
+                    with gradient_sync(module, last=i == case.accumulation - 1):
                         with autocast(world.device, case.precision):
                             loss = module(tokens, tokens)
                         loss.backward()

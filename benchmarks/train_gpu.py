@@ -100,7 +100,7 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = hf_model(shape).train()
-    compiled = torch.compile(model)
+    compiled: Any = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     size = shape["batch"], shape["seq_len"] + 1
     spent = []

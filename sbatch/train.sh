@@ -60,8 +60,7 @@ _dtt_processes() {
     getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
     exec torchrun \
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node=4 \
-        --rdzv_backend=c10d --rdzv_endpoint="$_dtt_host:$_dtt_port" \
-        --rdzv_conf=is_host="$((SLURM_NODEID == 0))" --rdzv_id="$_dtt_tag" --max_restarts=0 \
+        --node_rank="$SLURM_NODEID" --rdzv_endpoint="$_dtt_host:$_dtt_port" --max_restarts=0 \
         --signals_to_handle=SIGINT,SIGHUP,SIGQUIT \
         -m "$@"
 }

@@ -35,8 +35,11 @@ def test_what_is_wrong_is_told_in_words_after_the_rest_was_looked_at(dtt: Dtt) -
     assert "nothing is wrong" not in done.stdout
     assert "2 things are wrong\nthe disk does not let us write a file\n" in done.stderr
     assert "torch sees no GPU" in done.stderr
-    as_json = dtt("doctor", "--path=/proc/1", "--json", "--device=cpu", expect=ExitCode.UNFIT)
-    found = json.loads(as_json.stdout)
+    options = ["--processes=1", "--path=/proc/1", "--json", "--device=cpu"]
+    done = dtt.wait(dtt.start("doctor", *options))
+    assert done.returncode == ExitCode.UNFIT
+    assert "dtt: this machine is not fit" in done.stderr.partition("ChildFailedError")[2]
+    found = json.loads(done.stdout)
     assert not found["fit"]
     (problem,) = found["problems"]
     assert "where: /proc/1 on node" in problem

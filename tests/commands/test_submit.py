@@ -132,6 +132,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
         ("pipeline", {"launch__gpus_per_node": 1, "pipeline__train_processes": 2}, "share 1 GPUs"),
         ("pipeline", {"launch__gpus_per_node": 3}, "does not divide over 3 processes"),
         ("pipeline", {"pipeline__train_processes": 3}, "does not divide over 3 processes"),
+        ("train", {"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
     ],
 )
 def test_processes_that_could_not_train_are_told(
@@ -139,6 +140,11 @@ def test_processes_that_could_not_train_are_told(
 ) -> None:
     settings = tiny(download__dataset="python-stdlib", **changes)
     assert problem in dtt("submit", command, *settings, "--dry-run", expect=2).stderr
+
+
+def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(launch__nodes=3, parallel__context=3)
+    dtt("submit", "train", *settings, "--dry-run")
 
 
 def test_the_step_that_weights_are_taken_from_is_there(dtt: Dtt, tiny: Settings) -> None:

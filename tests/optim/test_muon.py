@@ -107,6 +107,17 @@ def test_momentum_warms_up_in_a_line() -> None:
         torch.testing.assert_close(optimizer.state[p]["momentum"], expected)
 
 
+def test_momentum_warms_up_in_bf16() -> None:
+    config = MuonConfig(momentum_start=0.5, momentum_warmup=4)
+    wide, narrow = weights([(16, 8)]), [nn.Parameter(p.bfloat16()) for p in weights([(16, 8)])]
+    for params, dtype in ((wide, torch.float32), (narrow, torch.bfloat16)):
+        optimizer = Muon(params, config, torch.float32)
+        for step in range(3):
+            params[0].grad = random(16, 8, seed=step).to(dtype)
+            optimizer.step()
+    torch.testing.assert_close(narrow[0].float(), wide[0].detach(), atol=0.02, rtol=0.01)
+
+
 def test_cautious_decay_takes_only_from_weights_that_the_step_makes_smaller() -> None:
     def trained(**settings: Any) -> Tensor:
         params = weights([(16, 8)])

@@ -44,7 +44,7 @@ def gradients(world: World, micro_batch: int) -> dict[str, list]:  # type: ignor
     module = applied(model, world)
     mine = batch()[world.rank :: world.size].split(micro_batch)
     for i, ids in enumerate(mine):
-        with gradient_sync(module, wanted=i == len(mine) - 1):
+        with gradient_sync(module, last=i == len(mine) - 1):
             loss = module(ids[:, :-1], ids[:, 1:]) * world.size / (ROWS * SEQ_LEN)
             loss.backward()
     return {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}

@@ -15,6 +15,7 @@ from dtt.config.parallel import Sizes
 from dtt.model import families
 from dtt.model.attend import attends_from_chunks
 from dtt.model.decoder import Decoder, document_positions
+from dtt.model.generate import generate, generate_uncached
 from dtt.model.init import initialize
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.mesh import Layout, make_layout
@@ -40,9 +41,9 @@ FAMILIES = {
 }
 
 
-def make(family: str) -> Decoder:
+def make(family: str, length: int = LENGTH) -> Decoder:
     cfg = FAMILIES[family]
-    model = Decoder(families.get(cfg.family).architecture(cfg, 100, LENGTH))
+    model = Decoder(families.get(cfg.family).architecture(cfg, 100, length))
     initialize(model, seed=1)
     return model
 
@@ -113,6 +114,34 @@ def test_two_that_share_a_sequence_compute_what_one_alone_does_in_every_family()
 def test_four_that_share_a_sequence_compute_what_one_alone_does() -> None:
     """A window is longer than a chunk, documents are longer or shorter, the end is padded."""
     assert_none(on_ranks(4, differences, Sizes(context=4), ["gemma3"]))
+
+
+def generated(world: World, length: int) -> tuple[list[int], list[int]]:
+    """Until the context is full: by all ranks together, and by one alone."""
+    torch.set_num_threads(1)
+    layout = make_layout(Sizes(context=world.size), world)
+    model = make("gpt2", length)
+    how: dict[str, Any] = {
+        "max_new_tokens": length,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "stop_id": -1,
+    }
+    module, multiple, agreed = shared(model, layout), layout.granularity, world.from_first
+    together = generate_uncached(
+        module, multiple, agreed, length, [1, 2, 3], generator=seeded(), **how
+    )
+    return list(together), list(generate(model, [1, 2, 3], generator=seeded(), **how))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_text_fills_a_context_that_does_not_divide() -> None:
+    for together, alone in on_ranks(2, generated, LENGTH + 2):
+        assert together == alone
+        assert len(alone) == LENGTH - 1
 
 
 def compiled(world: World) -> float:

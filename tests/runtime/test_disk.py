@@ -14,7 +14,8 @@ from ranks import on_ranks
 
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime import disk
-from dtt.runtime.dist import World
+from dtt.runtime.dist import World, start
+from dtt.runtime.ranks import Ranks
 
 
 def test_a_folder_that_works_is_told_with_its_file_system_and_left_as_it_was(
@@ -46,6 +47,19 @@ def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do() -> None:
     assert "the disk does not let us write a file" in said
     assert f"where: /usr on node {socket.gethostname()}\n" in said
     assert "name another folder" in said
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    tmp_path.chmod(0)
+    yield tmp_path
+    tmp_path.chmod(0o700)
+
+
+def test_a_folder_that_we_may_not_look_into_is_refused_alike(locked: Path, nobody: None) -> None:
+    with pytest.raises(EnvironmentUnfit, match="permission denied"):
+        disk.examine(locked / "jobs/run")
+    disk.check_shared(start(Ranks(), "cpu"), locked / "jobs/run")
 
 
 @pytest.fixture

@@ -128,6 +128,12 @@ def test_where_steps_run_out_first_the_run_ends_with_them(clock: Clock) -> None:
     assert (run.step, run.begun) == (400, 320)
 
 
+def test_a_pause_that_does_not_come_again_is_not_expected(clock: Clock) -> None:
+    budget = simulated(clock, lambda _: 1.0).budget
+    budget.measure(1, 100.0, 1.0, {"profile": 9.0, "save": 2.0})
+    assert budget.speed.save == 2.0
+
+
 def test_after_the_time_is_over_a_short_decay_is_left(clock: Clock) -> None:
     run = simulated(clock, lambda _: 2000.0)
     assert (run.step, run.begun) == (1 + SHORTEST, 1)

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dtt.config.model import ModelConfig
+from dtt.model import families
+from dtt.runtime.dist import start
 from dtt.runtime.jobdir import JobDir
+from dtt.runtime.laps import Laps
+from dtt.runtime.ranks import Ranks
+from dtt.train.account import Account
 from dtt.train.clock import Clock
 from dtt.train.goodput import goodput
+from dtt.train.meter import Meter
 
 
 def attempts(root: Path, *records: dict[str, Any]) -> JobDir:
@@ -36,12 +44,12 @@ def test_steps_that_were_done_again_after_a_crash_were_no_use(tmp_path: Path) ->
     assert found.useful == pytest.approx(60 + 100)
     assert found.seconds == 300.0
     assert found.lost == pytest.approx(
-        {"start": 50.0, "redone": 40.0, "data": 5.0, "save": 10.0, "other": 35.0}
+        {"start": 50.0, "redone": 40.0, "data": 5.0, "save": 10.0, "unlogged": 35.0}
     )
     assert found.useful + sum(found.lost.values()) == pytest.approx(found.seconds)
     assert found.describe() == (
-        "53.3% of 5 min 0 s, start 16.7%, redone 13.3%, other 11.7%, save 3.3%, data 1.7% "
-        "in 3 attempts"
+        "53.3% of 5 min 0 s in 3 attempts; lost: start 16.7%, redone 13.3%, unlogged 11.7%, "
+        "save 3.3%, data 1.7%"
     )
 
 
@@ -79,4 +87,25 @@ def test_the_clock_keeps_what_it_is_told(tmp_path: Path) -> None:
     found = goodput(job)
     assert found is not None
     assert found.useful == 1.0
-    assert found.lost["other"] == pytest.approx(found.seconds - 1.0)
+    assert found.lost["unlogged"] == pytest.approx(found.seconds - 1.0)
+
+
+def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
+    tmp_path: Path,
+) -> None:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
+    arch = families.get(config.family).architecture(config, 64, 32)
+    meter = Meter(arch, torch.float32, start(Ranks(), "cpu"))
+    job = JobDir(tmp_path)
+    clock = Clock(job, job.begin_attempt())
+    account = Account(Laps(), clock)
+    account.begin(0, meter)
+    with meter.step(1, 32):  # passed over by the guard: nothing but data
+        meter.lap("data")
+    with meter.paused("save"):
+        pass
+    account.end(1, meter)
+    clock.close()
+    kept = json.loads(job.clock(1).read_text())
+    assert (kept["first"], kept["step"], kept["steps"]) == (0, 1, 1)
+    assert {"start", "data", "save", "other"} <= kept["parts"].keys()

@@ -55,9 +55,11 @@ def test_sharding_is_advised_where_there_are_several_processes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_is_full_leaves_a_snapshot(tmp_path: Path) -> None:
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")  # the most that is ever held
     with (
-        pytest.raises(EnvironmentUnfit, match="the GPU of rank 0"),
+        pytest.raises(EnvironmentUnfit, match="the GPU of rank 0") as raised,
         exhaustion_told(CFG, JobDir(tmp_path), start(Ranks(), "cuda")),
     ):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert "(at most 0.00 GB were held)" not in str(raised.value)
     assert (tmp_path / "profiles/oom-rank-00000.pickle").stat().st_size > 0

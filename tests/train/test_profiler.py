@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch._C._autograd import DeviceType
 
-from dtt.train.profiler import covered, exposed_share
+from dtt.config.model import ModelConfig
+from dtt.config.profile import ProfileConfig
+from dtt.model import families
+from dtt.runtime.dist import start
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+from dtt.runtime.watchdog import Watchdog
+from dtt.train.meter import Meter
+from dtt.train.profiler import Profiler, covered, exposed_share
 
 
 def kernel(name: str, start: float, end: float, **other: object) -> SimpleNamespace:
@@ -34,3 +44,28 @@ def test_exchange_beside_other_kernels_is_not_exposed() -> None:
 
 def test_without_a_gpu_it_is_not_known() -> None:
     assert exposed_share([kernel("aten::mm", 0, 1, device_type=DeviceType.CPU)]) is None
+
+
+def test_writing_a_profile_is_no_step_that_hangs_or_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, job = start(Ranks(), "cpu"), JobDir(tmp_path)
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
+    arch = families.get(config.family).architecture(config, 64, 32)
+    meter = Meter(arch, torch.float32, world)
+    watchdog = Watchdog(job, world.ranks, 3, attempt=job.begin_attempt())
+    phases, write = [], Profiler._write_trace
+
+    def spied(profiler: Profiler, stem: Path) -> None:
+        phases.append(watchdog._phase)
+        write(profiler, stem)
+
+    monkeypatch.setattr(Profiler, "_write_trace", spied)
+    profiler = Profiler(ProfileConfig(steps=(2, 2)), world, job.profiles, meter, watchdog)
+    with watchdog.phase("step"):
+        for step in (1, 2, 3):
+            with profiler.step(step):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+    assert phases == ["profile"]
+    assert meter.pauses.keys() == {"profile"}
+    assert len(list(job.profiles.iterdir())) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtt.errors import ConfigError, EnvironmentUnfit, ExitCode
+from dtt.errors import ConfigError, EnvironmentUnfit
 from dtt.launch import local
 from dtt.runtime import disk, environment
 from dtt.runtime.disk import Disk
@@ -64,7 +63,8 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
     ranks = Ranks.detect()
     if processes is not None:
         options = ["--path", str(folder), "--device", device, *(["--json"] if as_json else [])]
-        sys.exit(_as_processes(processes, options, ranks))
+        _as_processes(processes, options, ranks)
+        return
     mine = Findings(ranks, socket.gethostname(), environment.facts())
     if ranks.local_rank == 0:
         with mine.noting():
@@ -129,15 +129,18 @@ def _together(mine: Findings, world: World, folder: Path, device: str, *, as_jso
         _tell(everyone, timings, [*problems, *wrong], as_json=as_json)
 
 
-def _as_processes(processes: int, options: Sequence[str], ranks: Ranks) -> ExitCode:
-    """The same as so many processes of torchrun, which says 1 whatever they said."""
+def _as_processes(processes: int, options: Sequence[str], ranks: Ranks) -> None:
+    """The same as so many processes of torchrun, which says 1 whatever they said, at length."""
     if ranks.size > 1:
         raise ConfigError(
             f"{ranks.launcher} has started this as {ranks.size} processes",
             next="leave --processes out",
         )
-    code = local.run(local.torchrun_argv(processes, ["doctor", *options]))
-    return ExitCode.UNFIT if code else ExitCode.DONE
+    if local.run(local.torchrun_argv(processes, ["doctor", *options])):
+        raise EnvironmentUnfit(
+            "this machine is not fit to train on, or the look at it was broken off",
+            next="see what is told above, before the lines of torchrun",
+        )
 
 
 def _tell(

@@ -23,6 +23,7 @@ from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
+from dtt.train.clock import in_words
 from dtt.train.goodput import goodput
 
 POLL_SECONDS = 0.1
@@ -129,7 +130,7 @@ def _report(status: Status) -> Iterator[str]:
         age = f"{own.now - beat['time']:.0f} s ago"
         yield f"heartbeat   {age}, {beat['world_size']} processes, the first on {beat['node']}"
     if own.attempt:
-        yield f"attempt     {own.attempt}, began {_duration(own.now - own.began)} ago"
+        yield f"attempt     {own.attempt}, began {in_words(own.now - own.began)} ago"
         if (parent := status.job.parent_record()) is not None:
             where = os.path.normpath(status.job.root / parent["job"])
             yield f"parent      {where}@{parent['step']}"
@@ -158,12 +159,7 @@ def _step(status: Status) -> str:
 def _speed(status: Status) -> str:
     rate, left = status.own.tokens_per_second, status.seconds_left
     fast = f", {rate:,.0f} tokens/s" if rate is not None and status.own.beats else ""
-    return fast + (f", {_duration(left)} left" if left is not None else "")
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    return fast + (f", {in_words(left)} left" if left is not None else "")
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:

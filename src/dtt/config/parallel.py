@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -32,6 +32,10 @@ class ParallelConfig(Section):
     tensor: Size = free(1)
     """Devices that share each matrix product, and between these the sequence (tensor and sequence
     parallelism). They talk much: keep them on one node."""
+    reduce: Literal["last", "each"] = free("last")
+    """When sharded gradients are summed over devices: after the `last` micro-batch of a step, for
+    which each device keeps the gradient of the whole model; or after `each`, which takes less
+    memory and more communication."""
     reshard: bool = free(True)
     """Whether weights that were gathered for a forward pass are let go until the backward pass:
     less memory, half as much communication again."""

@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,7 @@ def generate_batch(
 def generate_uncached(
     module: nn.Module,
     multiple: int,
+    agreed: Callable[[int], int],
     context: int,
     prompt_ids: Sequence[int],
     *,
@@ -109,7 +110,8 @@ def generate_uncached(
     """As `generate`, for a model that lies on several ranks, which all call this together.
 
     Every token takes a forward pass over all before it, padded to one length that is a multiple of
-    `multiple`; at most `context` tokens.
+    `multiple`; at most `context` tokens. `agreed` makes the token of one rank that of all: the last
+    bits of their logits may differ, and with them where the text ends.
     """
     ids = list(prompt_ids)
     end = min(len(ids) + max_new_tokens, context)
@@ -120,7 +122,7 @@ def generate_uncached(
         while len(ids) < end:
             padded[0, : len(ids)] = torch.tensor(ids)
             logits = module(padded.to(generator.device))[0, len(ids) - 1]
-            token = sample(logits.float(), temperature, None, top_p, generator)
+            token = agreed(sample(logits.float(), temperature, None, top_p, generator))
             if token == stop_id:
                 return
             yield token

@@ -84,15 +84,19 @@ def _shard(
 
 
 @contextmanager
-def gradient_sync(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """Average gradients over ranks in the backward pass inside, or (accumulating) not yet."""
-    if isinstance(module, DistributedDataParallel) and not wanted:
+def gradient_sync(module: nn.Module, last: bool, each: bool = False) -> Iterator[None]:
+    """Average gradients over ranks in the backward pass inside if it is the last of a step.
+
+    With `each` sharded ones are always summed over shards, if not over copies.
+    """
+    if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
             yield
         return
     for part in module.modules():
         if isinstance(part, FSDPModule):  # the first, outermost one sets it for all
-            part.set_requires_gradient_sync(wanted)
+            part.set_requires_gradient_sync(last or each)
+            part.set_requires_all_reduce(last)
             break
     yield
 

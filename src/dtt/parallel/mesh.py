@@ -46,10 +46,9 @@ class Layout:
 
     @property
     def granularity(self) -> int:
-        """What the length of every sequence is a multiple of: causal attention is shared evenly if
-        each context takes a piece from either end."""
-        pieces = 1 if self.sizes.context == 1 else 2 * self.sizes.context
-        return pieces * self.sizes.tensor
+        """What the length of a sequence must be a multiple of; those that share the context pad
+        it themselves."""
+        return self.sizes.tensor if self.sizes.context == 1 else 1
 
     def part(self, *names: str) -> DeviceMesh:
         """The mesh of these dimensions alone."""

@@ -80,7 +80,8 @@ def examine(folder: Path) -> Disk:
         read = time.perf_counter()
     finally:
         for path in (aside, final):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
     if not same:
         raise EnvironmentUnfit(
             "a file is not read back as it was written",
@@ -112,8 +113,8 @@ def check_shared(world: World, folder: Path) -> None:
     there = world.from_first(_exists(sign))
     seen = _exists(sign)
     world.barrier()
-    if world.first:
-        sign.unlink(missing_ok=True)
+    if there and world.first:
+        sign.unlink()
     if there and not seen:
         raise EnvironmentUnfit(
             f"rank {world.rank} does not see the files of rank 0",

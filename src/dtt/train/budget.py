@@ -26,6 +26,8 @@ MEMORY = 0.5
 end, the more counts what steps take now."""
 TOLERANCE = 0.05
 """Share of what remains by which a decay may end early before it is stretched again."""
+RECURRING = ("evaluate", "sample", "save")
+"""Pauses that come again."""
 COMPILING = 2
 """Steps of an attempt that say nothing of its speed."""
 
@@ -97,7 +99,7 @@ class Budget:
     def measure(self, step: int, left: float, worked: float, pauses: Mapping[str, float]) -> None:
         """`step` steps are done, `left` as given by `left`; `worked`: a clock that runs in steps.
 
-        `pauses`: what an evaluation, a sample and holding up training for a save last took.
+        `pauses`: what each kind last took; for a save, holding up training.
         """
         self._steps += 1
         self.took(**{part: took for part, took in pauses.items() if part in RECURRING})

@@ -77,10 +77,12 @@ class Clock:
 
     def _run(self) -> None:
         over = False
-        while not over:
-            over = self._over.wait(self._interval)
+        while True:
             with contextlib.suppress(OSError):  # a full disk is for the checkpoints to report
                 self._keep()
+            if over:
+                return
+            over = self._over.wait(self._interval)
 
     def _keep(self) -> None:
         """Not flushed to the disk, as with the heartbeat."""
@@ -88,6 +90,12 @@ class Clock:
         aside = self._path.with_name(".clock.json.tmp")
         aside.write_text(json.dumps(record) + "\n")
         aside.replace(self._path)
+
+
+def in_words(seconds: float) -> str:
+    """As `1 h 20 min` or `3 min 5 s`."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 def records(job: JobDir, attempts: Iterable[int]) -> Iterator[dict[str, Any]]:

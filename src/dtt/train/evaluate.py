@@ -157,12 +157,15 @@ class Sampler:
         self._prompt = encoded or [end]
 
     def record(
-        self, model: Decoder, step: int, together: tuple[nn.Module, int] | None = None
+        self,
+        model: Decoder,
+        step: int,
+        together: tuple[nn.Module, int, Callable[[int], int]] | None = None,
     ) -> Record:
         """The `sample` record; the prompt alone if the model has diverged.
 
-        `together`: the module that ranks with a part of the model each must call at once, and what
-        the lengths of its sequences must be a multiple of.
+        `together`: the module that ranks with a part of the model each must call at once, what the
+        lengths of its sequences must be a multiple of, and what makes one rank's token that of all.
         """
         device = next(model.parameters()).device
         how: dict[str, Any] = {

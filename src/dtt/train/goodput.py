@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtt.runtime.jobdir import JobDir
-from dtt.train.clock import records
+from dtt.train.clock import in_words, records
 
 USEFUL = ("forward_backward", "optimizer")
 TOLD = 0.005
@@ -25,7 +25,8 @@ class Goodput:
     useful: float
     """Forward, backward and optimizer of steps that were not done again later."""
     lost: Mapping[str, float]
-    """What else: start, redone (steps that were), data (waiting for it), save, …"""
+    """What else: start, redone (steps that were), data (waiting for it), save, …; unlogged, after
+    the last log line of an attempt that goes on or was killed."""
 
     @property
     def share(self) -> float:
@@ -35,10 +36,11 @@ class Goodput:
     def describe(self) -> str:
         """A line."""
         lost = sorted(self.lost.items(), key=lambda item: -item[1])
-        told = [f"{n} {s / self.seconds:.1%}" for n, s in lost if s / self.seconds > TOLD]
-        return ", ".join([f"{self.share:.1%} of {_duration(self.seconds)}", *told]) + (
-            f" in {self.attempts} attempts" if self.attempts > 1 else ""
-        )
+        shares = [(name, seconds / self.seconds) for name, seconds in lost]
+        told = ", ".join(f"{name} {share:.1%}" for name, share in shares if share > TOLD)
+        plural = "s" if self.attempts > 1 else ""
+        whole = f"{in_words(self.seconds)} in {self.attempts} attempt{plural}"
+        return f"{self.share:.1%} of {whole}" + (f"; lost: {told}" if told else "")
 
     def record(self) -> dict[str, Any]:
         """For machines."""
@@ -67,10 +69,5 @@ def goodput(job: JobDir) -> Goodput | None:
         lost["redone"] += (1 - kept) * working
         for part, taken in spent.items():
             lost[part] += taken
-        lost["other"] += max(0.0, attempt["seconds"] - working - sum(spent.values()))
+        lost["unlogged"] += max(0.0, attempt["seconds"] - working - sum(spent.values()))
     return Goodput(len(attempts), seconds, useful, lost)
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

@@ -53,12 +53,12 @@ class Profiler:
         self._trace: torch.profiler.profile | None = None
 
     def ask(self, step: int, kind: str) -> None:
-        """Record the next few steps, after `step`; without a `kind` that there is, as configured."""
+        """Record the next few steps, after `step`; as configured without a `kind` that we have."""
         if self._began:
             return  # one at a time
         self._first, self._last = step + 1, step + STEPS_ON_REQUEST
-        known = {kind: kind for kind in available(self._device)}
-        self._kind = known.get(kind, self._usual)  # type: ignore[call-overload]
+        known = available(self._device)
+        self._kind = next((one for one in known if one == kind), self._usual)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

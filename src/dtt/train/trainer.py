@@ -110,7 +110,7 @@ class Trainer:
             while not self.train():
                 pass
             self.profiler.finish(self.position.step)
-            with self.watchdog.phase("save"):
+            with self.watchdog.phase("save"), self.meter.paused("save"):
                 self.saver.wait()
         self.log_saves()
         self.account.end(self.position.step, self.meter)
@@ -228,7 +228,8 @@ class Trainer:
         scale = self.layout.copies / max(1, batch.targets)
         loss = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(batch.micro_batches):
-            with gradient_sync(self.module, wanted=i == len(batch.micro_batches) - 1):
+            last = i == len(batch.micro_batches) - 1
+            with gradient_sync(self.module, last, each=self.cfg.parallel.reduce == "each"):
                 with autocast(self.world.device, self.plan.precision):
                     part = scale * self.module(
                         micro_batch.tokens,
@@ -339,7 +340,8 @@ class Trainer:
         if self.sampler is not None:
             self.read_losses()
             if self.world.first or self.layout.sharded:
-                together = (self.module, self.layout.granularity) if self.layout.sharded else None
+                how = self.module, self.layout.granularity, self.world.from_first
+                together = how if self.layout.sharded else None
                 with self.watchdog.phase("sample"), self.meter.paused("sample"):
                     self.emit(self.sampler.record(self.model, self.position.step, together))
 

@@ -20,8 +20,8 @@ def remedy(case: Case) -> Change | None:
     """The smallest change with which the run fits, as the formulas have it; None: there is none.
 
     In this order: a smaller micro-batch; selective, then full remat; weights spread over all
-    devices; tensor parallelism within a node; each alone, then each with those before it; then
-    twice the nodes, and so on, with all of that.
+    devices; gradients summed over these after each micro-batch; tensor parallelism within a node;
+    each alone, then each with those before it; then twice the nodes, and so on, with all of that.
     """
     for change in _changes(case):
         changed = changed_by(case, change)
@@ -50,7 +50,8 @@ def changed_by(case: Case, change: Change) -> Case | None:
 
 
 def _changes(case: Case) -> Iterator[Change]:
-    kinds = [list(kind) for kind in (_batches(case), _remat(case), _shards(case), _tensor(case))]
+    choices = (_batches(case), _remat(case), _shards(case), _reduce(case), _tensor(case))
+    kinds = [list(choice) for choice in choices]
     for kind in kinds:
         yield from kind
     # With the strongest of every kind before it.
@@ -85,6 +86,11 @@ def _remat(case: Case) -> Iterator[Change]:
 def _shards(case: Case) -> Iterator[Change]:
     if case.sizes.replicate > 1:
         yield {"parallel.replicate": 1, "parallel.shard": REST}
+
+
+def _reduce(case: Case) -> Iterator[Change]:
+    if case.cfg.parallel.reduce == "last":
+        yield {"parallel.reduce": "each"}
 
 
 def _tensor(case: Case) -> Iterator[Change]:

@@ -114,6 +114,12 @@ class Case:
         return -(-self.sequences // self.micro_batch)
 
     @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether each device adds up the gradients of all weights, though it holds a part."""
+        late = self.cfg.parallel.reduce == "last"
+        return self.sizes.sharded and self.accumulation > 1 and late
+
+    @property
     def tokens(self) -> int:
         """Of a forward pass on one device; those of a tensor group share them."""
         return self.micro_batch * self.cfg.train.seq_len // self.sizes.context

@@ -47,8 +47,8 @@ def _exchange(case: Case, kind: str, size: float, n: int, stride: int, *, hidden
 def _data_parallel(case: Case) -> Iterator[Exchange]:
     """FSDP2 gathers weights as products take them: of blocks in the forward pass, and once more in
     the backward pass if they were let go, of what is outside of blocks once; in every micro-batch.
-    With the last it reduce-scatters gradients in fp32, and all-reduces the parts over copies
-    (HSDP). DDP all-reduces all gradients."""
+    With the last, or with each, it reduce-scatters gradients in fp32; it all-reduces the parts over
+    copies (HSDP). DDP all-reduces all gradients."""
     sizes, weights = case.sizes, numbers(case.weights)
     inner = sizes.tensor
     if not sizes.sharded:
@@ -59,9 +59,9 @@ def _data_parallel(case: Case) -> Iterator[Exchange]:
     again = blocks if case.cfg.parallel.reshard else 0
     gathered = case.accumulation * case.product_bytes * (weights + again)
     yield _exchange(case, "all-gather of weights", gathered, case.spread, inner, hidden=True)
-    yield _exchange(
-        case, "reduce-scatter of gradients", FP32 * weights, case.spread, inner, hidden=True
-    )
+    times = case.accumulation if case.cfg.parallel.reduce == "each" else 1
+    scattered = times * FP32 * weights
+    yield _exchange(case, "reduce-scatter of gradients", scattered, case.spread, inner, hidden=True)
     part = 2 * FP32 * case.held(case.weights)
     stride = inner * case.spread
     yield _exchange(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)

@@ -242,9 +242,11 @@ def _gathered(case: Case, blocks: int) -> int:
 
 def _kept_gradients(case: Case) -> int:
     """Gradients that are there before the backward pass: of the micro-batches before, which FSDP2
-    keeps whole until the last one; DDP's buffers are there all the time."""
+    keeps whole until the last one, unless told otherwise; DDP's buffers are there all the time."""
+    if case.keeps_whole_gradients:
+        return FP32 * numbers(case.weights)
     if case.sizes.sharded:
-        return FP32 * numbers(case.weights) if case.accumulation > 1 else 0
+        return FP32 * case.held(case.weights) if case.accumulation > 1 else 0
     there = case.accumulation > 1 or case.devices > 1
     return case.weight_bytes * numbers(case.weights) if there else 0
 
@@ -303,7 +305,7 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
     arch = case.arch
     if case.sizes.sharded:
         outside = numbers(case.outside)
-        whole = (FP32 if case.accumulation > 1 else case.product_bytes) * outside
+        whole = (FP32 if case.keeps_whole_gradients else case.product_bytes) * outside
         return {
             "gradients": FP32 * case.held(case.weights) + whole,
             "exchange buffers": FP32 * (outside + numbers(case.block)),

@@ -73,7 +73,8 @@ class _Steps:
         shape = (case.micro_batch, case.cfg.train.seq_len)
         for i in range(case.accumulation):
             tokens = torch.randint(case.arch.vocab_size, shape, device=world.device)
-            with gradient_sync(self.made.module, wanted=i == last):
+            each = case.cfg.parallel.reduce == "each"
+            with gradient_sync(self.made.module, i == last, each):
                 with autocast(world.device, case.precision):
                     loss = self.made.module(tokens, tokens) / tokens.numel()
                 loss.backward()
