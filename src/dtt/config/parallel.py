@@ -82,19 +82,17 @@ class Sizes(NamedTuple):
 
 
 def resolve(config: ParallelConfig, processes: int) -> Sizes:
-    """The mesh of so many processes; ConfigError if they do not make one.
-
-    `shard`, `context` and `tensor` of -1 leave `replicate`, unless it is given, at 1.
-    """
+    """The mesh of so many processes; ConfigError if they do not make one."""
     given = config.sizes
     rest = next((name for name, size in given.items() if size == REST), None)
     known = prod(size for size in given.values() if size != REST)
     if processes % known or (rest is None and known != processes):
         told = ", ".join(f"{name} {size}" for name, size in given.items() if size != REST)
+        others = "".join(f" parallel.{n}=1" for n in ("context", "tensor") if given[n] != 1)
         raise ConfigError(
             f"{processes} processes do not make the mesh of `parallel`",
             why=f"{told}: {'a multiple of ' if rest else ''}{known} processes",
             next=f"start {known} processes, or change the sizes: parallel.shard=-1 "
-            "parallel.replicate=1 takes any number",
+            f"parallel.replicate=1{others} takes any number",
         )
     return Sizes(**{name: processes // known if name == rest else given[name] for name in given})

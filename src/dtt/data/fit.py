@@ -31,7 +31,8 @@ def check_batches(train: TrainConfig, processes: int) -> None:
         enough = -(-sequences // processes) * processes * train.seq_len
         raise ConfigError(
             f"a global batch of {sequences} sequences does not divide over {processes} processes",
-            why="train.global_batch_tokens / train.seq_len must be a multiple of the processes",
+            why="train.global_batch_tokens / train.seq_len must be a multiple of the processes "
+            "that read samples of their own",
             next=f"train.global_batch_tokens={enough}",
         )
     for stage in resolve(train).stages:

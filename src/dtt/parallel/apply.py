@@ -113,17 +113,18 @@ def release(module: nn.Module) -> None:
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Scale gradients to a norm of at most `limit` over all of them; returns the norm before, [].
 
-    As `nn.utils.clip_grad_norm_`, which this is for gradients that are not cut. Of those that are,
-    each process squares its parts, divided by how many hold the same: one exchange.
+    As `nn.utils.clip_grad_norm_`, which this is for gradients that are fp32 and not cut. Of others
+    each process squares its parts, in fp32, divided by how many hold the same: one exchange.
     """
-    if not isinstance(parameters[0], DTensor):
+    if not isinstance(parameters[0], DTensor) and parameters[0].dtype is torch.float32:
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
     parts = [held(p.grad) for p in parameters if p.grad is not None]
     gradients = [part.local for part in parts]
     norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
     torch._foreach_mul_(norms, [part.copies**-0.5 for part in parts])
     square = torch.stack(norms).square().sum()
-    dist.all_reduce(square)
+    if dist.is_initialized():
+        dist.all_reduce(square)
     norm = square.sqrt()
     torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -1,0 +1,21 @@
+"""Meshes of devices: the sizes that are given, and what they leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtt.config.parallel import ParallelConfig, resolve
+from dtt.errors import ConfigError
+
+
+def test_what_is_left_goes_to_the_size_that_is_open() -> None:
+    assert resolve(ParallelConfig(tensor=2), 8) == (4, 1, 1, 2)
+    assert resolve(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (2, 2, 2, 1)
+
+
+def test_what_is_advised_for_processes_that_do_not_make_a_mesh_takes_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(ParallelConfig(tensor=2), 3)
+    for change in ("parallel.shard=-1", "parallel.replicate=1", "parallel.tensor=1"):
+        assert change in str(caught.value)
+    assert resolve(ParallelConfig(shard=-1, replicate=1, tensor=1), 3) == (1, 3, 1, 1)
