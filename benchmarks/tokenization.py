@@ -5,8 +5,9 @@
     python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
 
 Every figure is of a whole process (of all of its workers), from its start to its end, the median
-of interleaved runs; the raw encoder's is of encoding alone, from memory. Two processes or workers
-wherever there is a choice. The ids of all must be equal.
+of interleaved runs; the encoder's own are of encoding alone: from memory, or from the same Parquet
+files, which it reads itself. Two processes or workers wherever there is a choice. The ids of all
+must be equal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from dtt.data.tokenizer import open_tokenizer
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-INSTALL = {"raw": "gigatoken", "hf": "tokenizers", "pool": "tokenizers"}
+ENCODER = {"raw": "from memory", "files": "from the files"}
+"""Peers that are the encoder alone, and where it has its text from."""
+INSTALL = {"raw": "gigatoken", "files": "gigatoken", "hf": "tokenizers", "pool": "tokenizers"}
 PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -118,7 +121,7 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
     """Time dtt and its peers in turns, compare their ids, print a table."""
     end = open_tokenizer(tokenizer).get_vocab()["<|endoftext|>"]
     prints: dict[str, tuple[int, int, int]] = {}
-    rates: list[list[float]] = []
+    rates: dict[str, list[list[float]]] = {}
     for round_ in range(runs + 1):  # the first only warms the file cache and the bytecode
         with tempfile.TemporaryDirectory() as scratch:
             commands = {
@@ -133,16 +136,21 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                 out_folder = Path(scratch, name)
                 out_folder.mkdir()
                 full = [*command, tokenizer, corpus.folder, out_folder]
-                if name == "raw":
-                    rates.append([raw_speed(full, 1), raw_speed(full, 2)])
+                if name in ENCODER:
+                    speeds = [encoder_speed(full, 1), encoder_speed(full, 2)]
+                    rates.setdefault(name, []).append(speeds)
                     continue
                 corpus.times.setdefault(name, []).append(timed(full))
                 prints[name] = fingerprint(out_folder, end)
-    report(corpus, prints, [statistics.median(rate) for rate in zip(*rates, strict=True)])
+    medians = {
+        name: [statistics.median(rate) for rate in zip(*found, strict=True)]
+        for name, found in rates.items()
+    }
+    report(corpus, prints, medians)
 
 
-def raw_speed(command: list[str | Path], processes: int) -> float:
-    """Of so many raw encoders at the same time, together, in MB/s."""
+def encoder_speed(command: list[str | Path], processes: int) -> float:
+    """Of so many encoders alone at the same time, together, in MB/s."""
     with ThreadPoolExecutor(processes) as pool:
         return sum(map(float, pool.map(run, [command] * processes)))
 
@@ -153,7 +161,9 @@ def timed(command: list[str | Path]) -> float:
     return time.perf_counter() - start
 
 
-def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rates: list[float]) -> None:
+def report(
+    corpus: Corpus, prints: dict[str, tuple[int, int, int]], rates: dict[str, list[float]]
+) -> None:
     megabytes = corpus.text_bytes / 1e6
     count, tokens, _ = expected = prints["dtt, 1 rank"]
     print(f"\n{corpus.name}: {megabytes:.1f} MB, {count:,} documents, {tokens:,} tokens")
@@ -166,13 +176,14 @@ def report(corpus: Corpus, prints: dict[str, tuple[int, int, int]], rates: list[
             f"{name:<14}{seconds:>9.2f}{megabytes / seconds:>8.1f}{tokens / seconds:>13,.0f}"
             f"{seconds / ours:>13.1f}x  {same}"
         )
-    for ranks, rate in enumerate(rates, 1):
-        name = f"dtt, {ranks} rank{'s' * (ranks > 1)}"
-        kept = megabytes / statistics.median(corpus.times[name]) / rate
-        print(
-            f"raw encoder x {ranks:<8}{rate:>8.1f}  from memory, no output; "
-            f"{name}: {kept:.0%} of it, start-up included"
-        )
+    for source, speeds in rates.items():
+        for ranks, rate in enumerate(speeds, 1):
+            name = f"dtt, {ranks} rank{'s' * (ranks > 1)}"
+            kept = megabytes / statistics.median(corpus.times[name]) / rate
+            print(
+                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, no output; "
+                f"{name}: {kept:.0%} of it, start-up included"
+            )
     if any(found != expected for found in prints.values()):
         sys.exit("ids differ")
 
@@ -208,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shared", type=Path, default=HERE.parents[1] / "shared")
     parser.add_argument("--peers-python", default=sys.executable)
-    parser.add_argument("--peers", default="raw,datatrove,pool,datasets,hf")
+    parser.add_argument("--peers", default="raw,files,datatrove,pool,datasets,hf")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--gigabyte", action="store_true")
     parser.add_argument("--memory", action="store_true")

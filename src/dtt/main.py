@@ -347,7 +347,7 @@ def plan(
     dataset: Dataset = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="H100, H200, B200, A100-40, A100-80, L40S, 4090, MI300X, cpu."),
+        typer.Option(help="As H100 or A100-40; cpu: this machine. A wrong name lists all."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="launch.nodes if absent.")] = None,
     gpus_per_node: Annotated[

@@ -18,6 +18,7 @@ from dtt.model import count
 from dtt.runtime import dist
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
+from dtt.train.clock import in_words
 from dtt.train.estimate import advice, gpus
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import LINK
@@ -257,7 +258,7 @@ def _whole_lines(told: Told) -> Iterator[str]:
         slices = f", {run.slices} job{'s' * (run.slices > 1)} of {case.cfg.launch.time}"
     elif case.cfg.launch.time_limit is not None:
         slices = f"; launch.time ({case.cfg.launch.time}) is too short to begin with"
-    yield f"{'time':<10}≈ {_duration(run.seconds)}{slices}"
+    yield f"{'time':<10}≈ {in_words(run.seconds)}{slices}"
     size, most = checkpoint_bytes(case), checkpoints_at_once(case)
     yield (
         f"{'disk':<10}{size / 1e9:.3g} GB a checkpoint, at most {most} at once: "
@@ -305,11 +306,3 @@ def _number(value: float) -> str:
         if value >= size:
             return f"{value / size:.2f}{unit}"
     return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86_400:.1f} days"
