@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from running import ROOT, Dtt, write_documents
 
 # Tests share cores, and must not reach for a network or an account.
@@ -17,6 +18,10 @@ os.environ.update(
     WANDB_MODE="offline",
     TOKENIZERS_PARALLELISM="false",
 )
+# What must pass before a merge tries the same examples every time; others try new ones.
+settings.register_profile("same", derandomize=True)
+if os.environ.get("DTT_NO_SKIP") == "1":
+    settings.load_profile("same")
 # A shell starts what it puts into the background deaf to Ctrl-C; processes of tests must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in ("DTT_DEBUG", "HF_TOKEN", "WANDB_API_KEY"):

@@ -19,7 +19,7 @@ CHILD = """
 import os, signal, sys
 caught = []
 def note(number, frame):
-    print("child got", signal.Signals(number).name, flush=True)
+    os.write(1, f"child got {signal.Signals(number).name}\\n".encode())  # print may be under way
     caught.append(number)
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, note)
