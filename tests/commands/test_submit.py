@@ -144,7 +144,8 @@ def test_processes_that_could_not_train_are_told(
 
 def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(launch__nodes=3, parallel__context=3)
-    dtt("submit", "train", *settings, "--dry-run")
+    done = dtt("submit", "train", *settings, "--dry-run", "--json")
+    assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
 
 
 def test_the_step_that_weights_are_taken_from_is_there(dtt: Dtt, tiny: Settings) -> None:

@@ -264,13 +264,11 @@ def build(
 
     from dtt.checkpoint.saver import Saver
     from dtt.data.loader import Share, training_batches
-    from dtt.model.decoder import roles
-    from dtt.optim import groups
     from dtt.optim.ema import Ema
     from dtt.optim.rounding import StochasticRounding
     from dtt.track.trackers import make_trackers
     from dtt.train.account import Account
-    from dtt.train.assemble import assemble
+    from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.evaluate import evaluation_due
     from dtt.train.guard import Guard
     from dtt.train.meter import Meter
@@ -285,15 +283,7 @@ def build(
         begin_with(cfg.init.source, model, dataset.tokenizer, world)
     this.start.lap("model")
     rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
-    optimizers = groups.build(
-        cfg.optim,
-        made.parameters,
-        roles(model),
-        plan.precision.products,
-        plan.scaling.learning_rates(cfg.optim, roles(model)),
-        rounding,
-    )
-    log.info("what trains what:\n%s", groups.describe(optimizers))
+    optimizers = make_optimizers(cfg, plan, made, rounding)
     this.start.lap("optimizer")
     meter = Meter(plan.arch, plan.precision.products, world, list(optimizers.values()))
     if world.size > 1 and not layout.sharded:

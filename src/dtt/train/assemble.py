@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dtt.config.run import RunConfig
 from dtt.model.attend import attends_from_chunks
-from dtt.model.decoder import Decoder, document_positions
+from dtt.model.decoder import Decoder, document_positions, roles
 from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
@@ -32,6 +35,18 @@ class Assembled:
     """What is called in training: `model`, or `model` wrapped."""
     parameters: dict[str, nn.Parameter]
     """By their plain names; each rank's part, where they are sharded."""
+
+
+def make_optimizers(
+    cfg: RunConfig, plan: Plan, made: Assembled, rounding: StochasticRounding | None
+) -> dict[str, Optimizer]:
+    """By name; says which takes what. `rounding` is of new weights, in bf16."""
+    by_role = roles(made.model)
+    rates = plan.scaling.learning_rates(cfg.optim, by_role)
+    products = plan.precision.products
+    optimizers = groups.build(cfg.optim, made.parameters, by_role, products, rates, rounding)
+    log.info("what trains what:\n%s", groups.describe(optimizers))
+    return optimizers
 
 
 def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
