@@ -1,12 +1,13 @@
 """A thousand ranks, simulated: memory of one and bytes of a step, beside `dtt plan`'s formulas.
 
-    python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--tensor N] [--seq-len T]
-                                  [--micro-batch B] [--accumulation A] [--remat KIND] [--layers L]
+    python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--context N] [--tensor N]
+                                  [--seq-len T] [--micro-batch B] [--accumulation A]
+                                  [--remat KIND] [--layers L] [--optimizer NAME]
 
 dtt's own model is put on a mesh by dtt's own code, and trained for two steps, in a process group
 that sends nothing and with tensors that have a shape and no memory. What is seen is every tensor
-that is made and freed, and every exchange. The optimizer's step is left out: its state is known,
-and it takes no more. The device pretends to be a CPU, and so do the formulas.
+that is made and freed, and every exchange, of rank 0. The device pretends to be a CPU, and so do
+the formulas.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import time
 import weakref
 from collections import Counter
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,13 +27,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dtt.config.load import resolve, shipped_configs
 from dtt.config.source import read_file
-from dtt.model.decoder import Decoder
+from dtt.model.attend import attends_from_chunks
+from dtt.model.decoder import Decoder, document_positions, roles
+from dtt.optim import groups, muon, routes
 from dtt.parallel.apply import apply, autocast, gradient_sync
+from dtt.parallel.context import ContextParallel
 from dtt.parallel.mesh import make_layout
 from dtt.runtime.dist import World
 from dtt.runtime.ranks import Ranks
@@ -38,7 +44,7 @@ from dtt.runtime.sharding import local
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import exchanges
 from dtt.train.estimate.gpus import GIB, Gpu
-from dtt.train.estimate.memory import memory, optimizer_state
+from dtt.train.estimate.memory import memory
 
 NODE = 8
 """Ranks of a node."""
@@ -114,6 +120,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._watches[key]
 
     def _exchange(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        if "alltoall" in name:
+            received, expected = args[0], args[3]
+            self.received["all_to_all"] += received.itemsize * sum(expected[1:])
+            return
         kind = next(kind for kind in KINDS if kind.replace("_", "") in name.replace("_", ""))
         whole = max(_bytes(part) for part in (*args, out))
         ranks = max(map(_group_size, args))
@@ -139,8 +149,14 @@ def _group_size(argument: Any) -> int:
         return 0
 
 
+def _for_real(*given: Any) -> list[routes.Bucket]:
+    """Muon's plan, which reads ranks from the mesh's own tensors."""
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        return routes.plan(*given)
+
+
 def simulate(case: Case) -> tuple[int, Counter[str]]:
-    """Peak bytes of a rank, without optimizer state; bytes it receives in a step, by kind."""
+    """Peak bytes of a rank; bytes it receives in a step, by kind."""
     ranks = case.devices
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
@@ -158,11 +174,18 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
         precision=case.precision,
         reshard=case.cfg.parallel.reshard,
     )
+    if case.sizes.context > 1:
+        attends = partial(attends_from_chunks, case.arch)
+        module = ContextParallel(model, layout, document_positions, attends)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's own tensors are real
         model.to_empty(device="cpu")
+        parameters = dict(model.named_parameters())
+        optimizers = groups.build(
+            case.cfg.optim, parameters, roles(model), case.precision.products
+        ).values()
         shape = (case.micro_batch, train.seq_len)
-        with trace:
-            for parameter in model.parameters():
+        with trace, patch.object(muon, "plan", _for_real):
+            for parameter in parameters.values():
                 trace.see(parameter)
             for _ in range(2):
                 trace.begin_step()
@@ -172,8 +195,9 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
                         with autocast(world.device, case.precision):
                             loss = module(tokens, tokens)
                         loss.backward()
-                for parameter in model.parameters():
-                    parameter.grad = None
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
     dist.destroy_process_group()
     return trace.peak, trace.received
 
@@ -185,7 +209,8 @@ def case_of(given: argparse.Namespace) -> Case:
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
     if given.layers:
         sizes.append(f"model.n_layers={given.layers}")
-    rows = given.ranks // given.tensor * given.micro_batch * given.accumulation
+    inner = given.context * given.tensor
+    rows = given.ranks // inner * given.micro_batch * given.accumulation
     cfg = resolve(
         None,
         [
@@ -195,8 +220,9 @@ def case_of(given: argparse.Namespace) -> Case:
             f"train.global_batch_tokens={given.seq_len * rows}",
             f"train.remat={given.remat}",
             "train.precision=bf16",
-            "optim.type=adamw",
-            f"parallel.shard={given.shard or given.ranks // given.tensor}",
+            f"optim.type={given.optimizer}",
+            f"parallel.shard={given.shard or given.ranks // inner}",
+            f"parallel.context={given.context}",
             f"parallel.tensor={given.tensor}",
         ],
     ).config
@@ -210,12 +236,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--shard", type=int)
+    parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     return parser.parse_args()
 
 
@@ -225,7 +253,6 @@ def main() -> None:
     begin = time.perf_counter()
     peak, received = simulate(case)
     planned = memory(case)
-    state = optimizer_state(case)
     unseen = ("framework", "batches")
     held = planned.total - sum(planned.parts[part] for part in unseen)
     print(
@@ -233,7 +260,7 @@ def main() -> None:
         f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - begin:.0f} s"
     )
     print(f"{'':<34}{'formula':>12}{'simulated':>12}{'ratio':>8}")
-    _row(f"peak memory, GiB ({planned.moment})", held / GIB, (peak + state) / GIB)
+    _row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
     total = sum(one.bytes for one in exchanges(case))
     _row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
     for kind, size in received.items():

@@ -225,9 +225,9 @@ def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny
     assert "metrics.jsonl records" in dtt("data", "at-step", "jobs/t", bad["step"]).stdout
 
 
-def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> subprocess.Popen[str]:
+def torchrun(dtt: Dtt, ranks: int, *arguments: object, **env: str) -> subprocess.Popen[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
-    return dtt.start_python(*launcher, "-m", "dtt.main", *arguments)
+    return dtt.start_python(*launcher, "-m", "dtt.main", *arguments, **env)
 
 
 def test_two_ranks_train_what_one_does_and_resume_each_other(dtt: Dtt, tiny: Settings) -> None:
@@ -351,10 +351,16 @@ def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings
     dtt("train", *tiny(train__steps=2))
     text = (job / "config.yaml").read_text()
     (job / "config.yaml").write_text(text.replace("steps: 2", "steps: many"))
-    assert Dtt.wait(torchrun(dtt, 2, "train", "jobs/t")).returncode == 1
+    # The first rank is the last to start: nobody else's failure may end it before it has written.
+    (dtt.folder / "sitecustomize.py").write_text(
+        "import os, time; time.sleep(3 * (os.environ.get('RANK') == '0'))"
+    )
+    done = Dtt.wait(torchrun(dtt, 2, "train", "jobs/t", PYTHONPATH=str(dtt.folder)))
+    assert done.returncode == 1
+    assert done.stderr.count("train.steps: ") == 1, done.stderr
     assert exit_record(job, 2)["code"] == 2
     (job / "config.yaml").write_text(re.sub("(?m)^  tokens: .*", "  tokens: nowhere", text))
-    assert Dtt.wait(torchrun(dtt, 2, "train", "jobs/t")).returncode == 1
+    dtt("train", "jobs/t", expect=66)
     assert exit_record(job, 3)["code"] == 66
 
 

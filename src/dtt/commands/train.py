@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from dtt.train.plan import Plan
     from dtt.train.trainer import Trainer
 
+SECONDS_FOR_THE_FIRST = 60
+"""Another rank's own error is told after so long, if the first had none."""
+
 
 @garbage.scheduled()
 def run(
@@ -59,12 +63,13 @@ def run(
     ranks = Ranks.detect()
     try:
         begun = None
-        if branch_of is None:
-            resolved, job = find_job(config, arguments, allow_change)
-        else:
-            resolved, job, begun = branch.find(
-                branch_of, config, arguments, allow_change, from_step
-            )
+        with after_the_first(ranks, requests):
+            if branch_of is None:
+                resolved, job = find_job(config, arguments, allow_change)
+            else:
+                resolved, job, begun = branch.find(
+                    branch_of, config, arguments, allow_change, from_step
+                )
     except DttError:
         alone = config is None and branch_of is None and len(arguments) == 1
         if alone and (named := JobDir(Path(arguments[0]))).exists:
@@ -83,12 +88,30 @@ def run(
             if ranks.first:
                 fit.check_files(resolved.config.token_paths)
             this.start.lap("imports")
-            world = dist.start(ranks, resolved.config.train.device)
+            with after_the_first(ranks, requests):
+                world = dist.start(ranks, resolved.config.train.device)
             this.number = world.from_first(this.number)
             this.start.lap("process group")
             train(resolved, this, world, from_step, begun)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
+
+
+@contextmanager
+def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
+    """What fails before the ranks have met fails on all of them: the first says and records it.
+
+    A launcher ends all ranks as soon as one has ended, and the first may still be importing.
+    """
+    try:
+        yield
+    except DttError as error:
+        until = time.monotonic() + SECONDS_FOR_THE_FIRST
+        while not ranks.first and time.monotonic() < until:
+            if requests.reason:  # the launcher's SIGTERM: the first has said it
+                raise SystemExit(error.exit_code) from None
+            time.sleep(0.05)
+        raise
 
 
 def find_job(
