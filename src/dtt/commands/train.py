@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from dtt.runtime.watchdog import Watchdog
 from dtt.secrets import redacted
 from dtt.track import summary
 from dtt.train import garbage
-from dtt.train.attempt import Attempt, attempt, holding
+from dtt.train.attempt import Attempt, after_the_first, attempt, holding
 from dtt.train.stop import Requests
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from dtt.train.evaluate import Evaluator, Sampler
     from dtt.train.plan import Plan
     from dtt.train.trainer import Trainer
-
-SECONDS_FOR_THE_FIRST = 60
-"""Another rank's own error is told after so long, if the first had none."""
 
 
 @garbage.scheduled()
@@ -95,23 +91,6 @@ def run(
             train(resolved, this, world, from_step, begun)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
-
-
-@contextmanager
-def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
-    """What fails before the ranks have met fails on all of them: the first says and records it.
-
-    A launcher ends all ranks as soon as one has ended, and the first may still be importing.
-    """
-    try:
-        yield
-    except DttError as error:
-        until = time.monotonic() + SECONDS_FOR_THE_FIRST
-        while not ranks.first and time.monotonic() < until:
-            if requests.reason:  # the launcher's SIGTERM: the first has said it
-                raise SystemExit(error.exit_code) from None
-            time.sleep(0.05)
-        raise
 
 
 def find_job(

@@ -1,7 +1,7 @@
 """The head's projection and its cross-entropy in one, without ever holding [N, V] logits.
 
-Shapes: N tokens, D dim, V vocabulary, C tokens of one chunk. Where P processes divide the head's
-rows, V is what this one has of them.
+Shapes: N tokens, D dim, V vocabulary, C tokens of a chunk, B of a block, of which a chunk has
+several. Where P processes divide the head's rows, V is what this one has of them.
 
 torch has its own since 2.13; dtt supports older ones. It knows neither soft-cap nor z-loss, nor
 autocast, and is several times slower on a CPU (benchmarks/loss.py).
@@ -9,16 +9,19 @@ autocast, and is several times slower on a CPU (benchmarks/loss.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 IGNORED = -100
-CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
-"""Logits held at a time, unless the caller says otherwise: 128 MB in fp32; 1 GB on a GPU, where
+CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
+"""Logits held at a time, unless the caller says otherwise: in bf16 128 MB; 512 MB on a GPU, where
 adding each chunk's part to the weight's gradient is the dearer, the smaller the chunks are."""
+BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+"""Of them in fp32 at a time: what a CPU's cache holds, which makes the softmax four times as fast;
+256 MB on a GPU."""
 
 
 class Part(Protocol):
@@ -69,68 +72,71 @@ def linear_cross_entropy(
             return apply(hidden_ND, weight_VD, targets_N, softcap, z_loss, part, chunk, dtype)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
-        for start in range(0, len(targets_N), chunk):
-            rows = slice(start, start + chunk)
-            loss += _chunk_loss(hidden_ND[rows], weight_VD, targets_N[rows], softcap, part)[0]
+        for rows in _slices(len(targets_N), chunk):
+            logits_CV = hidden_ND[rows] @ weight_VD.T
+            loss += _to_gradient(logits_CV, targets_N[rows], softcap, 0.0, part)
         return loss
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))
 
 
 def _sum_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def _chunk_loss(
-    h_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, softcap: float | None, part: Part | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of some tokens, their log-probabilities [C, V], and the logsumexp of their logits
-    [C, 1] over the whole vocabulary; each in fp32 or wider."""
-    logits_CV = h_CD @ weight_VD.T
-    if softcap is not None:
-        wide_CV = logits_CV.to(_sum_dtype(h_CD))
-        logits_CV = wide_CV.div_(softcap).tanh_().mul_(softcap)
-    logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(h_CD))
-    column_C1, here_C1 = _columns(targets_C, logits_CV.shape[1], part)
-    picked_C1 = logp_CV.gather(1, column_C1)
-    logit_C1 = logits_CV.gather(1, column_C1)
-    lse_C1 = logit_C1 - picked_C1
-    if part is not None:  # so far of these rows alone
-        logit_C1 = logit_C1.masked_fill(~here_C1, 0.0)
-        each_PC2 = part.gather(torch.cat((lse_C1, logit_C1.type_as(lse_C1)), dim=1))
-        whole_C1 = each_PC2[..., :1].logsumexp(dim=0)
-        picked_C1 = each_PC2[..., 1:].sum(dim=0) - whole_C1
-        logp_CV += lse_C1 - whole_C1
-        lse_C1 = whole_C1
-    return -picked_C1[:, 0].masked_fill(targets_C == IGNORED, 0.0).sum(), logp_CV, lse_C1
-
-
-def _columns(targets_C: Tensor, rows: int, part: Part | None) -> tuple[Tensor, Tensor]:
-    """Where among these logits each target's is, and whether it is there at all; [C, 1] each."""
-    wanted_C = targets_C if part is None else targets_C - part.first
-    column_C = wanted_C.clamp(0, rows - 1)
-    return column_C[:, None], (column_C == wanted_C)[:, None]
-
-
-def _grad_logits(
-    logp_CV: Tensor,
-    lse_C1: Tensor,
+def _to_gradient(
+    logits_CV: Tensor,
     targets_C: Tensor,
     softcap: float | None,
     z_loss: float,
     part: Part | None,
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits before the cap; takes the memory of `logp`.
+    """Turn logits, in place, into the gradient of their loss with respect to them; returns it, [].
 
-    Ignored tokens get one, too: it is not used.
+    Ignored tokens get a gradient, too: it is not used.
     """
-    slope_CV = None
-    if softcap is not None:  # of the cap: 1 - tanh^2, from the capped logits logp + lse
-        slope_CV = logp_CV.add(lse_C1).div_(softcap).square_().neg_().add_(1.0)
-    grad_CV = logp_CV.exp_()  # softmax * (1 + 2 z lse) - one_hot(target), in place
+    block = max(1, BLOCK_ELEMENTS[logits_CV.device.type] // logits_CV.shape[1])
+    loss = logits_CV.new_zeros((), dtype=_sum_dtype(logits_CV))
+    for rows in _slices(len(targets_C), block):
+        loss += _block_to_gradient(logits_CV[rows], targets_C[rows], softcap, z_loss, part)
+    return loss
+
+
+def _block_to_gradient(
+    logits_BV: Tensor,
+    targets_B: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    part: Part | None,
+) -> Tensor:
+    dtype = _sum_dtype(logits_BV)
+    capped_BV = logits_BV
+    if softcap is not None:
+        capped_BV = logits_BV.to(dtype).div_(softcap).tanh_().mul_(softcap)
+    grad_BV = torch.softmax(capped_BV, dim=1, dtype=dtype)
+    # Of the largest logit alone: its probability is never too small to take the logarithm of.
+    largest_B1 = capped_BV.amax(dim=1, keepdim=True)
+    lse_B1 = largest_B1 - grad_BV.amax(dim=1, keepdim=True).log()
+    wanted_B1 = targets_B[:, None] - (0 if part is None else part.first)
+    column_B1 = wanted_B1.clamp(0, logits_BV.shape[1] - 1)
+    here_B1 = (column_B1 == wanted_B1).to(dtype)
+    logit_B1 = capped_BV.gather(1, column_B1).to(dtype)
+    if part is not None:  # so far of these rows alone
+        each_PB2 = part.gather(torch.cat((lse_B1, logit_B1 * here_B1), dim=1))
+        whole_B1 = each_PB2[..., :1].logsumexp(dim=0)
+        logit_B1 = each_PB2[..., 1:].sum(dim=0)
+        grad_BV.mul_((lse_B1 - whole_B1).exp_())
+        lse_B1 = whole_B1
+    # softmax * (1 + 2 z lse) - one_hot(target), times the slope of the cap, 1 - tanh^2
     if z_loss:
-        grad_CV.mul_(1.0 + 2.0 * z_loss * lse_C1)
-    column_C1, here_C1 = _columns(targets_C, grad_CV.shape[1], part)
-    grad_CV.scatter_add_(1, column_C1, -here_C1.type_as(grad_CV))
-    return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+        grad_BV.mul_(1.0 + 2.0 * z_loss * lse_B1)
+    grad_BV.scatter_add_(1, column_B1, -here_B1)
+    if softcap is not None:
+        grad_BV.mul_(capped_BV.div_(softcap).square_().neg_().add_(1.0))
+    logits_BV.copy_(grad_BV)
+    return (lse_B1 - logit_B1)[:, 0].masked_fill(targets_B == IGNORED, 0.0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -152,28 +158,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sum_dtype = _sum_dtype(hidden)
         loss = hidden.new_zeros((), dtype=sum_dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
-        for start in range(0, len(targets_N), chunk):
-            rows = slice(start, start + chunk)
-            targets_C = targets_N[rows]
+        grad_weight = None
+        for rows in _slices(len(targets_N), chunk):
+            h_CD, targets_C = hidden[rows], targets_N[rows]
             ignored_C1 = (targets_C == IGNORED)[:, None]
-            chunk_loss, logp_CV, lse_C1 = _chunk_loss(
-                hidden[rows], weight, targets_C, softcap, part
-            )
-            loss += chunk_loss
-            grad_logits = _grad_logits(logp_CV, lse_C1, targets_C, softcap, z_loss, part)
-            del logp_CV  # nothing of a chunk is to be there longer than it is needed
-            grad_logits = grad_logits.to(hidden.dtype)
+            grad_CV = h_CD @ weight.T  # the logits, so far
+            loss += _to_gradient(grad_CV, targets_C, softcap, z_loss, part)
             # Ignored rows are zeroed in the narrow [C, D] factors, not in the wide gradient.
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad_logits @ weight).masked_fill_(ignored_C1, 0.0)
-            if grad_weight is not None:
-                h_CD = hidden[rows].masked_fill(ignored_C1, 0.0)
-                if h_CD.dtype == sum_dtype:
-                    grad_weight.addmm_(grad_logits.T, h_CD)
+                grad_hidden[rows] = (grad_CV @ weight).masked_fill_(ignored_C1, 0.0)
+            if wants_weight:
+                h_CD = h_CD.masked_fill(ignored_C1, 0.0)
+                if grad_weight is None:
+                    grad_weight = (grad_CV.T @ h_CD).to(sum_dtype)
+                elif h_CD.dtype == sum_dtype:
+                    grad_weight.addmm_(grad_CV.T, h_CD)
                 else:
-                    grad_weight += grad_logits.T @ h_CD
-            del grad_logits
+                    grad_weight += grad_CV.T @ h_CD
+            del grad_CV  # nothing of a chunk is to be there longer than it is needed
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         return loss

@@ -34,34 +34,43 @@ def command() -> Iterator[None]:
     A user's fault is printed without a traceback (DTT_DEBUG=1 shows it); a bug with one. When
     this is one rank of several, the other ranks end too.
     """
-    setup_logging(Ranks.detect())
+    ranks = Ranks.detect()
+    setup_logging(ranks)
     # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
     # twice as fast where other processes want the same cores. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    code = ExitCode.DONE
     try:
         yield
         sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
     except DttError as error:
-        _leave(error)
+        code = _tell(error)
     except BrokenPipeError:  # the reader of our stdout has gone, as in `dtt … | head`
         _drop_output()
-        sys.exit(ExitCode.DONE)
     except OSError as error:
         try:
             sys.stdout.flush()
         except OSError:
             _drop_output()
-        _leave(in_words(error))
+        code = _tell(in_words(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        abort_peers(ExitCode.INTERRUPTED, "interrupted")
-        sys.exit(ExitCode.INTERRUPTED)
+        code = ExitCode.INTERRUPTED
+        abort_peers(code, "interrupted")
     except Exception as error:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
         sys.stderr.write(
             f"{traceback.format_exc()}dtt: this is a bug; please report the lines above\n"
         )
-        abort_peers(ExitCode.BUG, repr(error))
-        sys.exit(ExitCode.BUG)
+        code = ExitCode.BUG
+        abort_peers(code, repr(error))
+    if ranks.size > 1 and "torch" in sys.modules:
+        # A thread of Gloo may still be about to let go of the last exchange. Did it ask for
+        # Python's lock while Python ends, C++ would abort the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code != ExitCode.DONE:
+        sys.exit(code)
 
 
 def leave() -> NoReturn:
@@ -81,12 +90,12 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _leave(error: DttError) -> None:
+def _tell(error: DttError) -> ExitCode:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
     print(f"dtt: {error}", file=sys.stderr)
     abort_peers(error.exit_code, str(error).splitlines()[0])
-    sys.exit(error.exit_code)
+    return error.exit_code
 
 
 def in_words(error: OSError) -> DttError:

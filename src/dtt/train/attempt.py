@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,10 +18,30 @@ from dtt.train.clock import Clock
 from dtt.train.goodput import goodput
 from dtt.train.stop import Requests
 
+SECONDS_FOR_THE_FIRST = 60
+"""Another rank's own error is told after so long, if the first had none."""
+
 
 def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
     """Nobody else trains this job meanwhile; a predecessor that is just stopping is waited for."""
     return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
+
+
+@contextmanager
+def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
+    """What fails before the ranks have met fails on all of them: the first says and records it.
+
+    A launcher ends all ranks as soon as one has ended, and the first may still be importing.
+    """
+    try:
+        yield
+    except DttError as error:
+        until = time.monotonic() + SECONDS_FOR_THE_FIRST
+        while not ranks.first and time.monotonic() < until:
+            if requests.reason:  # the launcher's SIGTERM: the first has said it
+                raise SystemExit(error.exit_code) from None
+            time.sleep(0.05)
+        raise
 
 
 @dataclass
