@@ -21,6 +21,7 @@ from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, Preempted
+from dtt.runtime import pages
 from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -279,6 +280,8 @@ def build(
     from dtt.train.trainer import Trainer
 
     this.start.lap("imports")
+    if world.device.type == "cpu":
+        pages.keep()
     made = assemble(cfg, plan, world)
     model, layout = made.model, made.layout
     if resume is None and cfg.init.source is not None:
