@@ -2,11 +2,15 @@
 
     python benchmarks/dataloader.py [--shards 10 1000 10000] [--tokens 4e8] [--start-tokens 1e12]
                                     [--seconds 5] [--peers-python PYTHON] [--work FOLDER]
+    python benchmarks/dataloader.py --turns 5 [--shards 10 10000] [--tokens 1e8] [--seconds 5]
 
 Start: from opening the files to the first batch. The files are sparse: `.bin` of nothing but zeros
 that take no room, `.idx` of documents of a million tokens (of shorter ones Megatron's index would
 be larger, and dtt's start the same). Throughput: on real tokens in the page cache, documents of
 some 600 tokens. A ratio is the figure beside dtt's of the same number of shards.
+
+With --turns dtt alone reads each number of shards in turn, so often; a ratio is the time that it
+takes for a token beside that of the first number of shards.
 
 Peers are imported from the environment of --peers-python; those that are not there are left out.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -186,15 +191,43 @@ def throughput(
     table.row("litdata", peers, "litdata", chunks, seconds)
 
 
+def in_turns(work: Path, shards: list[int], tokens: int, seconds: float, turns: int) -> None:
+    """The same number of tokens in more and more files: medians of interleaved runs of dtt."""
+    for number in shards:
+        write_real(work / str(number), number, tokens)
+    found: dict[int, list[dict[str, float]]] = {number: [] for number in shards}
+    for _ in range(turns):
+        for number in shards:
+            found[number].append(run(sys.executable, "dtt", work / str(number), seconds))
+    print(f"{tokens:,} tokens, T = {SEQ_LEN}, medians of {turns} runs of {seconds:g} s in turn\n")
+    head = f"{'shards':>8}{'first batch':>13}{'M tokens/s':>12}{'ratio':>8}"
+    print(f"{head}{'per core':>10}{'ratio':>8}")
+    first: dict[str, float] = {}
+    for number, runs in found.items():
+        ours = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        first = first or ours
+        line = f"{number:>8,}{ours['first_batch']:>11.2f} s"
+        for key, width in (("rate", 12), ("cpu_rate", 10)):
+            line += f"{ours[key] / 1e6:>{width}.1f}{first[key] / ours[key]:>8.2f}"
+        print(line)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", type=int, nargs="+", default=[10, 1_000, 10_000])
     parser.add_argument("--tokens", type=float, default=4e8)
     parser.add_argument("--start-tokens", type=float, default=1e12)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--turns", type=int, help="compare numbers of shards, dtt alone")
     args = parser.parse_args()
+    if args.turns:
+        with tempfile.TemporaryDirectory(dir=args.work) as work:
+            in_turns(Path(work), args.shards, int(args.tokens), args.seconds, args.turns)
+        return
     table = Table()
     print("ratio: times as long as dtt; dtt's tokens per core over theirs. files: descriptors held")
     for shards in args.shards:

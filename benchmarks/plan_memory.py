@@ -1,10 +1,10 @@
 """What `dtt plan` says a process holds at its peak, beside what real processes do hold.
 
-    python benchmarks/plan_memory.py [NAME …]
+    python benchmarks/plan_memory.py [PATTERN …]
 
-Each configuration is trained for three steps in processes of its own, on a CPU; measured is the
-peak of resident memory beyond what was resident before the model was. Of several processes the
-largest.
+Each configuration, or each whose name matches a pattern, as '*2', is trained for three steps in
+processes of its own, on a CPU; measured is the peak of resident memory, without pages of files,
+beyond what was resident before the model was. Of several processes the largest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 
 from dtt.config.load import resolve
 from dtt.runtime.dist import start, stop
@@ -31,7 +32,11 @@ QWEN3 = ("model.family=qwen3", "model.dim=512", "model.n_layers=6", "model.n_hea
 GEMMA3 = ("model.family=gemma3", "model.dim=512", "model.n_layers=6", "model.n_heads=8")
 ADAMW, MUON = "optim.type=adamw", "optim.type=muon"
 FP32, BF16, PURE = (f"train.precision={name}" for name in ("fp32", "bf16", "bf16-pure"))
-SHARD = ("parallel.replicate=1", "parallel.shard=-1")
+SHARD, CONTEXT, TENSOR = (
+    ("parallel.replicate=1", f"parallel.{name}=-1") for name in ("shard", "context", "tensor")
+)
+STEP = ("train.seq_len=64", "model.vocab_size=512", MUON)
+"""So few activations that the peak is in the optimizer's step."""
 CONFIGS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "gpt2 fp32 adamw": (1, 1, (*GPT2, FP32, ADAMW)),
     "gpt2 bf16 adamw": (1, 1, (*GPT2, BF16, ADAMW)),
@@ -48,6 +53,14 @@ CONFIGS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "llama bf16 adamw, DDP 2": (2, 1, (*LLAMA, BF16, ADAMW)),
     "llama bf16 adamw, FSDP2 2": (2, 1, (*LLAMA, BF16, ADAMW, *SHARD)),
     "llama fp32 muon, FSDP2 2": (2, 1, (*LLAMA, FP32, MUON, *SHARD)),
+    "llama bf16 adamw, context 2": (2, 1, (*LLAMA, BF16, ADAMW, *CONTEXT)),
+    "llama bf16 adamw, tensor 2": (2, 1, (*LLAMA, BF16, ADAMW, *TENSOR)),
+    "llama fp32 muon's step": (1, 1, (*LLAMA, FP32, *STEP)),
+    "llama bf16 muon's step": (1, 1, (*LLAMA, BF16, *STEP)),
+    "llama bf16 muon's step, DDP 2": (2, 1, (*LLAMA, BF16, *STEP)),
+    "llama bf16 muon's step, FSDP2 2": (2, 1, (*LLAMA, BF16, *STEP, *SHARD)),
+    "llama fp32 muon's step, FSDP2 2": (2, 1, (*LLAMA, FP32, *STEP, *SHARD)),
+    "llama bf16 muon's step, tensor 2": (2, 1, (*LLAMA, BF16, *STEP, *TENSOR)),
 }
 SEQ_LEN, ROWS, VOCABULARY = 512, 2, 16_384
 
@@ -63,7 +76,9 @@ def case_of(name: str) -> Case:
         f"model.vocab_size={VOCABULARY}",
     )
     cfg = resolve(None, [*sizes, *arguments]).config
-    return make_case(cfg, gpus.find("cpu", ranks), 1, ranks, VOCABULARY, 1000)
+    vocabulary = cfg.model.vocab_size
+    assert vocabulary is not None
+    return make_case(cfg, gpus.find("cpu", ranks), 1, ranks, vocabulary, 1000)
 
 
 def one_rank(name: str, rank: int) -> None:
@@ -99,7 +114,10 @@ def main() -> None:
         return
     errors = []
     print(f"{'MiB':<32}{'planned':>9}{'measured':>10}{'error':>8}  peak at")
-    for name in sys.argv[1:] or CONFIGS:
+    patterns = sys.argv[1:] or ["*"]
+    for name in CONFIGS:
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
         peak = memory(case_of(name))
         planned = peak.total - sum(peak.parts[part] for part in ("framework", "batches"))
         held = measured(name)

@@ -44,7 +44,7 @@ from dtt.runtime.sharding import local
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import exchanges
 from dtt.train.estimate.gpus import GIB, Gpu
-from dtt.train.estimate.memory import memory
+from dtt.train.estimate.memory import moments
 
 NODE = 8
 """Ranks of a node."""
@@ -60,14 +60,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.received: Counter[str] = Counter()
         """Bytes by kind of exchange, as `dtt.train.estimate.communication` counts them."""
+        self.sent: Counter[str] = Counter()
+        """Where they are not as many."""
         self._now = 0
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, Any] = {}
 
-    def begin_step(self) -> None:
-        """Forget the one before: in the first, DTensor tries operations on whole tensors."""
+    def forget_peak(self) -> None:
+        """Look for it from here on."""
         self.peak = self._now
-        self.received.clear()
 
     def __enter__(self) -> Trace:
         self._resize = torch.UntypedStorage.resize_
@@ -121,8 +122,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _exchange(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         if "alltoall" in name:
-            received, expected = args[0], args[3]
-            self.received["all_to_all"] += received.itemsize * sum(expected[1:])
+            received, sent = (args[0].itemsize * sum(counts[1:]) for counts in args[3:5])
+            self.received["all_to_all"] += received
+            self.sent["all_to_all"] += sent
             return
         kind = next(kind for kind in KINDS if kind.replace("_", "") in name.replace("_", ""))
         whole = max(_bytes(part) for part in (*args, out))
@@ -151,12 +153,13 @@ def _group_size(argument: Any) -> int:
 
 def _for_real(*given: Any) -> list[routes.Bucket]:
     """Muon's plan, which reads ranks from the mesh's own tensors."""
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         return routes.plan(*given)
 
 
-def simulate(case: Case) -> tuple[int, Counter[str]]:
-    """Peak bytes of a rank; bytes it receives in a step, by kind."""
+def simulate(case: Case) -> tuple[int, int, Counter[str]]:
+    """Peak bytes of a rank in passes, and in the optimizer's step; bytes it receives, by kind."""
+    passes = 0
     ranks = case.devices
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
@@ -187,19 +190,23 @@ def simulate(case: Case) -> tuple[int, Counter[str]]:
         with trace, patch.object(muon, "plan", _for_real):
             for parameter in parameters.values():
                 trace.see(parameter)
-            for _ in range(2):
-                trace.begin_step()
+            for _ in range(2):  # in the first DTensor tries operations on whole tensors
+                trace.forget_peak()
+                trace.received.clear()
+                trace.sent.clear()
                 for i in range(case.accumulation):
                     tokens = torch.zeros(shape, dtype=torch.long)
                     with gradient_sync(module, last=i == case.accumulation - 1):
                         with autocast(world.device, case.precision):
                             loss = module(tokens, tokens)
                         loss.backward()
+                passes = trace.peak
+                trace.forget_peak()
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
     dist.destroy_process_group()
-    return trace.peak, trace.received
+    return passes, trace.peak, trace.received | trace.sent
 
 
 def case_of(given: argparse.Namespace) -> Case:
@@ -251,16 +258,16 @@ def main() -> None:
     """Print both, and the ratio."""
     case = case_of(options())
     begin = time.perf_counter()
-    peak, received = simulate(case)
-    planned = memory(case)
-    unseen = ("framework", "batches")
-    held = planned.total - sum(planned.parts[part] for part in unseen)
+    *peaks, received = simulate(case)
     print(
         f"{case.arch.family}, {sum(w.numel for w in case.weights) / 1e9:.2f}B parameters, "
         f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - begin:.0f} s"
     )
-    print(f"{'':<34}{'formula':>12}{'simulated':>12}{'ratio':>8}")
-    _row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
+    print(f"{'':<46}{'formula':>12}{'simulated':>12}{'ratio':>8}")
+    *passes, step = moments(case)
+    for planned, peak in zip((max(passes, key=lambda one: one.total), step), peaks, strict=True):
+        held = planned.total - sum(planned.parts[part] for part in ("framework", "batches"))
+        _row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
     total = sum(one.bytes for one in exchanges(case))
     _row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
     for kind, size in received.items():
@@ -268,7 +275,7 @@ def main() -> None:
 
 
 def _row(what: str, formula: float, simulated: float) -> None:
-    print(f"{what:<34}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
+    print(f"{what:<46}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,6 @@ def read_all() -> ReadAll:
     def read(corpus: Corpus, unit_bytes: int) -> tuple[list[str], BadDocuments]:
         bad = BadDocuments()
         units = corpus.units(unit_bytes)
-        return [text for unit in units for text in read_unit(corpus, unit, bad)], bad
+        return [text.decode() for unit in units for text in read_unit(corpus, unit, bad)], bad
 
     return read

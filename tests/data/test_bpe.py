@@ -97,7 +97,7 @@ def test_tokenizers_of_real_text_are_those_of_hugging_face_byte_for_byte(
     texts = list(texts_of(shared / "data", corpus))
     special = (END, "<|pad|>")
     cfg = TrainedTokenizerConfig(vocab_size=8000, pre_tokenizer=splits, special_tokens=special)
-    ours = train_tokenizer(cfg, count_pre_tokens(splits, [texts]))
+    ours = train_tokenizer(cfg, count_pre_tokens(splits, [[text.encode() for text in texts]]))
     assert ours == by_hugging_face(pre_tokenizer(splits), texts, 8000, list(special))
 
 

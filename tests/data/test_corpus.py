@@ -156,6 +156,19 @@ def test_damaged_parquet_is_named_and_the_other_files_are_read(corpora: Any, rea
     assert any("c.parquet" in example for example in bad.examples)
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind: Any) -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array([*TEXTS, None], pa.string()).cast(kind)}), stream)
+    corpus = corpora.make({"a.parquet": stream.getvalue()})
+    assert pq.read_schema(corpus.path(0)).field("text").type == kind
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == TEXTS
+    assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
+
+
 def test_parquet_rows_without_text_are_named(corpora: Any, read_all: Any) -> None:
     stream = io.BytesIO()
     invalid = pa.array([b"good", b"\xff", None]).cast(pa.binary()).view(pa.string())

@@ -29,7 +29,7 @@ from dtt.config.data import (
 from dtt.data.corpus import Corpus, Span, Unit
 from dtt.data.encode import Tokenized, tokenize
 from dtt.data.plan import Begun, Plan
-from dtt.data.sampling import SOME_CHARACTERS, SOME_UNITS, held_out, some_text
+from dtt.data.sampling import SOME_BYTES, SOME_UNITS, held_out, some_text
 from dtt.data.tokenfile import TokenFile
 from dtt.errors import ConfigError, DamagedError, InputError
 from dtt.runtime.comm import Serial
@@ -135,8 +135,8 @@ def test_validation_is_disjoint_and_stable_when_documents_are_added(
 
 def test_the_split_is_decided_by_the_documented_hash() -> None:
     """XXH3 of nothing is 0x2d06800538d394c2: 0.17588 of all that 64 bits can hold."""
-    assert held_out("", 0.1759)
-    assert not held_out("", 0.1758)
+    assert held_out(b"", 0.1759)
+    assert not held_out(b"", 0.1758)
 
 
 def test_the_engine_changes_no_byte_and_is_reported(corpus: Corpus, tmp_path: Path) -> None:
@@ -230,8 +230,11 @@ def test_a_split_without_documents_is_told_with_what_to_type(corpora: Any, tmp_p
 def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None:
     lines = jsonl(TEXTS[:100]) + b'broken\n{"text": ""}\n{"text": 3}\n' + jsonl(TEXTS[100:200])
     corpus = corpora.make({"a.jsonl": lines})
-    with pytest.raises(DamagedError, match=r"a\.jsonl:101"):
+    with pytest.raises(DamagedError, match=r"a\.jsonl:101") as stopped:
         run(corpus, tmp_path / "out", on_bad_document="stop")
+    assert stopped.tb is not None  # what it holds is not freed yet
+    opened = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in opened if path.startswith(str(tmp_path / "out"))]
     result = run(corpus, tmp_path / "out")
     assert result.manifest.skipped_documents == 2
     assert result.manifest.empty_documents == 1
@@ -258,9 +261,9 @@ def test_the_sample_for_the_engine_is_small_and_from_all_over_the_corpus(corpora
     corpus = corpora.make({"a.jsonl": jsonl(texts)})
     sample = some_text(corpus, corpus.units(10**6))
     assert len(sample) == SOME_UNITS
-    assert sample[0][:3] == "000"
-    assert sample[-1][:3] > "070"
-    assert sum(map(len, sample)) <= 2 * SOME_CHARACTERS
+    assert sample[0][:3] == b"000"
+    assert sample[-1][:3] > b"070"
+    assert sum(map(len, sample)) <= 2 * SOME_BYTES
 
 
 def test_units_are_shared_out_evenly() -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,10 @@ STRANGE = [
 KNOWN = ["gpt2", "dolma2", "gpt-neox-20b", "mistral-v1", "qwen"]
 
 
+def utf8(texts: list[str]) -> list[bytes]:
+    return [text.encode() for text in texts]
+
+
 def train(special_tokens: tuple[str, ...] = ("<|endoftext|>",)) -> bytes:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +63,7 @@ def content() -> bytes:
 def test_any_text_comes_back(content: bytes) -> None:
     tokenizer = Tokenizer.from_buffer(content)
     encoder = Encoder(content, "<|endoftext|>", "here")
-    ids, lengths = encoder.encode(STRANGE)
+    ids, lengths = encoder.encode(utf8(STRANGE))
     start = 0
     for text, length in zip(STRANGE, lengths.tolist(), strict=True):
         assert tokenizer.decode(ids[start : start + length - 1].tolist()) == text
@@ -68,7 +73,7 @@ def test_any_text_comes_back(content: bytes) -> None:
 
 def test_no_text_can_hold_the_end_of_document(content: bytes) -> None:
     encoder = Encoder(content, None, "here")
-    ids, lengths = encoder.encode(["a<|endoftext|>b", "<|endoftext|>"])
+    ids, lengths = encoder.encode([b"a<|endoftext|>b", b"<|endoftext|>"])
     assert (ids == encoder.end_of_document).sum() == 2
     assert lengths.sum() == len(ids)
 
@@ -77,7 +82,7 @@ def test_an_end_of_document_that_is_not_marked_special_is_safe_too(content: byte
     tokens = json.loads(content)["added_tokens"]
     tokens[0]["special"] = False
     encoder = Encoder(altered(content, added_tokens=tokens), None, "here")
-    ids, _ = encoder.encode(["a<|endoftext|>b"])
+    ids, _ = encoder.encode([b"a<|endoftext|>b"])
     assert (ids == encoder.end_of_document).sum() == 1
 
 
@@ -87,7 +92,7 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_switched_off(content: b
     tokenizer.enable_padding(length=50)
     encoder = Encoder(tokenizer.to_str().encode(), None, "here")
     plain = Encoder(content, None, "here")
-    for ours, expected in zip(encoder.encode(TEXTS), plain.encode(TEXTS), strict=True):
+    for ours, expected in zip(encoder.encode(utf8(TEXTS)), plain.encode(utf8(TEXTS)), strict=True):
         assert ours.tolist() == expected.tolist()
 
 
@@ -102,7 +107,7 @@ def test_dropout_of_a_given_tokenizer_is_switched_off(content: bytes) -> None:
 
 def test_ids_are_those_of_tokenizers(content: bytes) -> None:
     reference = Tokenizer.from_buffer(content)
-    ids, lengths = Encoder(content, None, "here").encode(TEXTS)
+    ids, lengths = Encoder(content, None, "here").encode(utf8(TEXTS))
     expected = [[*reference.encode(t, add_special_tokens=False).ids, 0] for t in TEXTS]
     assert ids.tolist() == [i for document in expected for i in document]
     assert lengths.tolist() == [len(document) for document in expected]
@@ -159,7 +164,7 @@ def both(shared: Path) -> Both:
 
 
 def assert_equal(encoders: tuple[Encoder, Encoder], texts: list[str]) -> None:
-    fast, slow = (encoder.encode(texts) for encoder in encoders)
+    fast, slow = (encoder.encode(utf8(texts)) for encoder in encoders)
     ends = np.cumsum(slow[1])
     for text, start, end in zip(texts, [0, *ends.tolist()], ends.tolist(), strict=False):
         assert fast[0][start:end].tolist() == slow[0][start:end].tolist(), ascii(text)
@@ -216,7 +221,7 @@ def test_the_fast_engine_gives_the_same_ids_on_real_text(
 def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    monkeypatch.setattr(gigatoken, "CACHED_CHARACTERS", 1000)
+    monkeypatch.setattr(gigatoken, "CACHED_BYTES", 1000)
     opened = []
     new = gigatoken.Gigatoken._open
     monkeypatch.setattr(gigatoken.Gigatoken, "_open", lambda g: opened.append(1) or new(g))
@@ -226,26 +231,50 @@ def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
     assert len(opened) > 5
 
 
-def test_a_very_long_document_is_left_to_the_slow_engine(
-    content: bytes, monkeypatch: pytest.MonkeyPatch
+def test_very_long_documents_are_left_to_the_slow_engine_where_the_fast_one_keeps_the_lock(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gigatoken, "LONGEST", 10)
-    slow = Encoder(content, None, "here")
-    left: list[str] = []
+    monkeypatch.setattr(gigatoken, "LONGEST", 20)
+    content = (shared / "data/tokenizers/mistral-v1/tokenizer.json").read_bytes()
+    encoder = Encoder(content, None, "here", "gigatoken")
+    left: list[bytes] = []
+    exact = encoder._exact
+    assert encoder._fast is not None
+    encoder._fast._exact = lambda documents: left.extend(documents) or exact(documents)
+    assert_equal((encoder, Encoder(content, None, "here")), ["x" * 30, "short", "x" * 10])
+    assert left == [b"x" * 30]
 
-    def exact(texts: list[str]) -> list[Any]:
-        left.extend(texts)
-        return slow._exact(texts)
 
-    gigatoken.Gigatoken(content, None, [], exact)(["x" * 10, "x" * 11])
-    assert left == ["x" * 11]
+def test_other_threads_go_on_while_it_encodes(both: Both) -> None:
+    """So a rank can give its signs of life whatever a document takes."""
+    fast, _ = both("gpt2")
+    document = b" ".join(b"%d" % (i * i) for i in range(300_000))
+    encoding = threading.Thread(target=fast.encode, args=([document],))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        turns += 1
+        threading.Event().wait(0.001)
+    assert turns > 20
+
+
+@pytest.mark.parametrize("flag", [{"special": False}, {"lstrip": True}, {"rstrip": True}])
+def test_an_end_of_document_that_takes_spaces_or_is_not_special_ends_documents_in_a_row(
+    content: bytes, flag: dict[str, bool]
+) -> None:
+    tokens = [token | flag for token in json.loads(content)["added_tokens"]]
+    changed = altered(content, added_tokens=tokens)
+    fast, slow = Encoder(changed, None, "here", "gigatoken"), Encoder(changed, None, "here")
+    spaces = ["  a  ", " b\n", "\n c <|endoftext|> d ", ""]
+    assert fast.doubt(utf8(spaces)) is None
+    assert_equal((fast, slow), spaces)
 
 
 def test_equality_is_proven_with_documents_that_the_fast_engine_takes_itself(
     content: bytes,
 ) -> None:
     encoder = Encoder(content, None, "here", "auto")
-    assert encoder.doubt(TEXTS) is None
+    assert encoder.doubt(utf8(TEXTS)) is None
     encoder.settle(None)
     assert encoder.engine == "gigatoken"
 
@@ -262,7 +291,7 @@ def test_an_engine_that_differs_is_not_used_and_the_reason_is_told(
 
     monkeypatch.setattr(gigatoken.Gigatoken, "_open", open_other)
     encoder = Encoder(content, None, "here", "auto")
-    doubt = encoder.doubt(["some text"])
+    doubt = encoder.doubt([b"some text"])
     assert doubt == "gigatoken gives other ids for 'some text'"
     with caplog.at_level(logging.INFO, "dtt"):
         encoder.settle(doubt)
@@ -297,7 +326,7 @@ def test_a_tokenizer_file_that_leaves_out_its_empty_parts_is_known(content: byte
     parts = {key: value for key, value in json.loads(content).items() if value is not None}
     encoder = Encoder(json.dumps(parts).encode(), None, "here", "auto")
     assert "normalizer" not in parts
-    assert encoder.doubt(TEXTS) is None
+    assert encoder.doubt(utf8(TEXTS)) is None
     assert_equal((encoder, Encoder(content, None, "here")), TEXTS)
 
 

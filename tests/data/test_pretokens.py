@@ -27,6 +27,10 @@ from dtt.runtime.comm import Serial
 NAMES = ["gpt2", "llama3", "qwen2"]
 
 
+def counted(name: str, *batches: list[str]) -> Counter[str]:
+    return count_pre_tokens(name, [[text.encode() for text in batch] for batch in batches])
+
+
 def by_hugging_face(name: str, texts: list[str]) -> Counter[str]:
     """Each whole text through the regular expression."""
     split = pre_tokenizer(name).pre_tokenize_str
@@ -45,7 +49,7 @@ TEXTS = st.lists(st.sampled_from(LETTERS + 2 * OTHERS), max_size=40).map("".join
 @settings(max_examples=1500, deadline=None)
 @given(name=st.sampled_from(NAMES), texts=st.lists(TEXTS | st.text(max_size=30), max_size=3))
 def test_any_text_is_counted_as_its_pre_tokenizer_splits_it(name: str, texts: list[str]) -> None:
-    assert count_pre_tokens(name, [texts]) == by_hugging_face(name, texts)
+    assert counted(name, texts) == by_hugging_face(name, texts)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,27 +59,27 @@ def test_every_pair_and_triple_of_ascii_is_counted_as_it_is_split(name: str) -> 
     kinds = "aD9'. \t\r\n\x00é½\u00a0\u0301🤗"
     whole += [a + b + c for a in kinds for b in kinds for c in kinds]
     around = [f"{before}{text}{after}" for text in whole for before, after in ("xx", "  ", "..")]
-    assert count_pre_tokens(name, [whole, around]) == by_hugging_face(name, whole + around)
+    assert counted(name, whole, around) == by_hugging_face(name, whole + around)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("file", ["web/c4_sample.jsonl", "sft/glaive_tools.jsonl"])
 def test_real_text_is_counted_as_it_is_split(shared: Path, name: str, file: str) -> None:
     lines = (shared / "data" / file).read_text().splitlines()  # JSON: quotes, brackets, escapes
-    assert count_pre_tokens(name, [lines]) == by_hugging_face(name, lines)
+    assert counted(name, lines) == by_hugging_face(name, lines)
 
 
 def test_pieces_that_do_not_fit_are_split_early(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [[f"字{i}字 the {i % 7} words"] for i in range(50)]
     monkeypatch.setattr(pretokens, "HELD_CHARACTERS", 100)
     expected = by_hugging_face("gpt2", [text for batch in batches for text in batch])
-    assert count_pre_tokens("gpt2", batches) == expected
+    assert counted("gpt2", *batches) == expected
 
 
 def test_a_piece_that_takes_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretokens, "LONGEST_PIECE", 4)
     expected = by_hugging_face("gpt2", ["字字字字", "字字字字", "字字"])
-    assert count_pre_tokens("gpt2", [["字" * 10]]) == expected
+    assert counted("gpt2", ["字" * 10]) == expected
 
 
 # ---- many ranks ----------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ def corpus(corpora: Any) -> Corpus:
     return made
 
 
-def sample(corpus: Corpus, rank: int, size: int, train_bytes: int) -> list[str]:
+def sample(corpus: Corpus, rank: int, size: int, train_bytes: int) -> list[bytes]:
     units = corpus.units(20_000)
     comm = OneOf(rank, size)
     batches = tokenizer_sample(corpus, units, train_bytes, 0.1, comm, lambda amount: None)
@@ -126,7 +130,8 @@ def test_ranks_together_learn_from_what_one_would(corpus: Corpus, train_bytes: i
 def test_any_number_of_ranks_learns_the_same_tokenizer(corpus: Corpus, tmp_path: Path) -> None:
     assert MPIRUN is not None
     cfg = TrainedTokenizerConfig(vocab_size=400, pre_tokenizer="llama3", train_bytes=100_000)
-    counts = by_hugging_face("llama3", sample(corpus, 0, 1, cfg.train_bytes))
+    texts = [text.decode() for text in sample(corpus, 0, 1, cfg.train_bytes)]
+    counts = by_hugging_face("llama3", texts)
     expected = train_tokenizer(cfg, counts)
     for ranks in (1, 2, 3):
         out = tmp_path / f"out{ranks}"

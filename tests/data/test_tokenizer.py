@@ -24,7 +24,8 @@ TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(
 
 def train(**options: Any) -> bytes:
     cfg = TrainedTokenizerConfig(**({"vocab_size": 400} | options))
-    return train_tokenizer(cfg, count_pre_tokens(cfg.pre_tokenizer, [TEXTS])).encode()
+    counts = count_pre_tokens(cfg.pre_tokenizer, [[text.encode() for text in TEXTS]])
+    return train_tokenizer(cfg, counts).encode()
 
 
 @pytest.fixture(scope="module")

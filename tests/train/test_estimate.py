@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
 from dtt.config.load import resolve
@@ -17,7 +19,9 @@ from dtt.errors import ConfigError
 from dtt.model import count
 from dtt.model.decoder import Decoder, roles
 from dtt.optim import groups
-from dtt.parallel.apply import autocast
+from dtt.parallel.apply import apply, autocast
+from dtt.parallel.mesh import make_layout
+from dtt.runtime.dist import World
 from dtt.train.estimate import advice, gpus
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import exchanges
@@ -29,6 +33,7 @@ from dtt.train.estimate.memory import (
     fits,
     kept_by_block,
     memory,
+    moments,
     optimizer_state,
 )
 
@@ -217,6 +222,55 @@ def test_an_unknown_gpu_is_told_with_those_that_are_known() -> None:
         assert name in str(caught.value)
 
 
+MESHES = (
+    "parallel.replicate=4",
+    "parallel.replicate=2 parallel.shard=2",
+    "parallel.replicate=1 parallel.shard=2 parallel.tensor=2",
+)
+
+
+def of_four(mesh: str) -> Case:
+    return case(*SMALL, "model.family=llama", "optim.type=muon", *mesh.split(), gpus_per_node=4)
+
+
+def muon_step(world: World, mesh: str) -> tuple[int, int]:
+    """Bytes that one step of Muon really sends other ranks, and receives of them."""
+    one, sent, received = of_four(mesh), 0, 0
+    layout = make_layout(one.sizes, world)
+    model = Decoder(one.arch)
+    apply(model, world, layout, compile_blocks=False)
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    exchange: Any = torch.distributed.all_to_all_single
+
+    def counted(
+        new: Tensor, old: Tensor, expected: list[int], counts: list[int], **how: Any
+    ) -> Any:
+        nonlocal sent, received
+        sent += old.nbytes - old.itemsize * counts[world.rank]
+        received += new.nbytes - new.itemsize * expected[world.rank]
+        return exchange(new, old, expected, counts, **how)
+
+    muon = groups.build(one.cfg.optim, parameters, roles(model), one.precision.products)["muon"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_to_all_single", counted)
+        muon.step()
+    return sent, received
+
+
+def muon_steps(world: World) -> list[tuple[int, int]]:
+    torch.set_num_threads(1)
+    return [muon_step(world, mesh) for mesh in MESHES]
+
+
+def test_muon_sends_as_much_as_real_ranks_do() -> None:
+    by_rank = on_ranks(4, muon_steps)
+    for mesh, counts in zip(MESHES, zip(*by_rank, strict=True), strict=True):
+        (planned,) = (e.bytes for e in exchanges(of_four(mesh)) if e.kind == "Muon's matrices")
+        assert planned == max(max(count) for count in counts), mesh
+
+
 def _simulate(pipe: object) -> None:
     import sys
     from pathlib import Path
@@ -224,17 +278,16 @@ def _simulate(pipe: object) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import simulate
 
-    sys.argv = ["simulate", "gpt2-124m", "--ranks", "8", "--seq-len", "1024", "--layers", "3"]
+    arguments = "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3"
+    sys.argv = ["simulate", *arguments.split(), "--optimizer", "muon"]
     one = simulate.case_of(simulate.options())
-    peak, received = simulate.simulate(one)
-    planned = memory(one)
-    held = planned.total - planned.parts["framework"] - planned.parts["batches"]
-    pipe.send(  # type: ignore[attr-defined]
-        (
-            held / (peak + optimizer_state(one)),
-            sum(e.bytes for e in exchanges(one)) / sum(received.values()),
-        )
+    *peaks, received = simulate.simulate(one)
+    *passes, step = (
+        moment.total - moment.parts["framework"] - moment.parts["batches"]
+        for moment in moments(one)
     )
+    planned = max(passes), step, sum(e.bytes for e in exchanges(one))
+    pipe.send((planned, (*peaks, sum(received.values()))))  # type: ignore[attr-defined]
 
 
 def test_simulated_ranks_hold_and_receive_what_the_formulas_say() -> None:
@@ -242,7 +295,8 @@ def test_simulated_ranks_hold_and_receive_what_the_formulas_say() -> None:
     process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there,))
     process.start()
     there.close()
-    held, received = here.recv()  # EOFError: see its traceback
+    planned, simulated = here.recv()  # EOFError: see its traceback
     process.join()
-    assert held == pytest.approx(1, abs=0.05)
+    *peaks, received = (a / b for a, b in zip(planned, simulated, strict=True))
+    assert peaks == pytest.approx([1, 1], abs=0.05)
     assert received == pytest.approx(1, abs=0.01)

@@ -1,4 +1,4 @@
-"""The documents of a span of a corpus, one after the other, in bounded memory.
+"""The documents of a span of a corpus, one after the other as UTF-8, in bounded memory.
 
 What cannot be read is reported to a BadDocuments with file and line, and left out.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ from dtt.data.formats import (
     MAX_DOCUMENT_BYTES,
     UTF_16_MARKS,
     is_compressed,
+    is_text,
     open_csv,
     open_stream,
 )
@@ -28,8 +30,7 @@ from dtt.errors import DamagedError
 
 SECTION_BYTES = 4096
 """Paragraphs are put together up to about this size where documents are sections."""
-PARQUET_BATCH_BYTES = 2**20
-"""Rows are decoded by about so much, which stays in the processor's cache."""
+BATCH_BYTES = 2**21
 MAX_PARQUET_ROWS = 2**16
 PARQUET_BUFFER_BYTES = 2**20
 """Read from the file at once, however large a row group is."""
@@ -60,40 +61,50 @@ class BadDocuments:
             self.examples.append(f"{where()}: {why}")
 
 
-def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[str]:
+def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[bytes]:
     """Every document of `unit` that can be read, empty ones included, in the order of the files."""
+    return chain.from_iterable(read_batches(corpus, unit, bad))
+
+
+def read_batches(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[bytes]]:
+    """The same in lists of about BATCH_BYTES, which stay in the processor's cache."""
     for span in unit.spans:
-        path = corpus.path(span.file)
-        manifest = corpus.manifest
-        if span.stop == 0 and manifest.txt_documents != "file":
-            bad.add(partial(_location, path, 0, 1), "the file is empty")
-            continue
-        match manifest.file_format:
-            case "parquet":
-                yield from _parquet(path, span, str(manifest.text_column), bad)
-            case "csv":
-                yield from _csv(path, str(manifest.text_column), bad)
-            case "jsonl":
-                for where, line in _raw_lines(path, span, bad):
-                    yield from _json(line, str(manifest.text_column), where, bad)
-            case "txt":
-                pieces = {"file": _whole, "line": _text_lines, "section": _sections}
-                for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
-                    yield from _decoded(content, where, bad)
+        if corpus.manifest.file_format == "parquet":
+            yield from _parquet(corpus.path(span.file), span, str(corpus.manifest.text_column), bad)
+        else:
+            yield from batches(_documents(corpus, span, bad), BATCH_BYTES)
 
 
-def batches(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Documents in lists of about so many characters."""
-    batch: list[str] = []
-    room = characters
+def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    """Documents in lists of about so many bytes."""
+    batch: list[bytes] = []
+    room = size
     for document in documents:
         batch.append(document)
         room -= len(document) + 1
         if room <= 0:
             yield batch
-            batch, room = [], characters
+            batch, room = [], size
     if batch:
         yield batch
+
+
+def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]:
+    """Those of a span, of any format but Parquet."""
+    path, manifest = corpus.path(span.file), corpus.manifest
+    if span.stop == 0 and manifest.txt_documents != "file":
+        bad.add(partial(_location, path, 0, 1), "the file is empty")
+        return
+    match manifest.file_format:
+        case "csv":
+            yield from _csv(path, str(manifest.text_column), bad)
+        case "jsonl":
+            for where, line in _raw_lines(path, span, bad):
+                yield from _json(line, str(manifest.text_column), where, bad)
+        case "txt":
+            pieces = {"file": _whole, "line": _text_lines, "section": _sections}
+            for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
+                yield from _utf8(content, where, bad)
 
 
 Located = tuple[Callable[[], str], bytes]
@@ -213,14 +224,17 @@ def _whole(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
         yield where, content.removeprefix(BYTE_ORDER_MARK)
 
 
-def _decoded(content: bytes, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+def _utf8(content: bytes, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
+    """A document, if it is what it should be."""
     try:
-        yield content.decode()
+        content.decode()
     except UnicodeDecodeError as error:
         bad.add(where, f"not UTF-8: byte {error.start} is 0x{content[error.start]:02x}")
+    else:
+        yield content
 
 
-def _json(line: bytes, key: str, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+def _json(line: bytes, key: str, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
     if line.isspace():
         return
     try:
@@ -237,10 +251,10 @@ def _json(line: bytes, key: str, where: Callable[[], str], bad: BadDocuments) ->
         elif key not in value:
             bad.add(where, f"no key {key!r}")
         else:
-            yield from _checked(value[key], where, bad)
+            yield from _encoded(value[key], where, bad)
 
 
-def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[str]:
+def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
     number = 0
     try:
         stream, rows = open_csv(path)
@@ -258,7 +272,7 @@ def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[str]:
                 if column not in row:
                     bad.add(where, f"no column {column!r}")
                 else:
-                    yield from _checked(row[column], where, bad)
+                    yield from _encoded(row[column], where, bad)
     except OSError as error:
         _raise_if_refused(error)
         bad.add(
@@ -266,12 +280,12 @@ def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[str]:
         )
 
 
-def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator[str]:
+def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator[list[bytes]]:
     try:
         with pq.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
             groups = range(span.start, span.stop)
             rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-            at_once = max(1, rows * PARQUET_BATCH_BYTES // max(span.text_bytes, 1))
+            at_once = max(1, rows * BATCH_BYTES // max(span.text_bytes, 1))
             for group in groups:
                 yield from _row_group(file, path, group, column, at_once, bad)
     except (OSError, pa.ArrowException) as error:
@@ -281,42 +295,44 @@ def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator
 
 def _row_group(
     file: pq.ParquetFile, path: Path, group: int, column: str, at_once: int, bad: BadDocuments
-) -> Iterator[str]:
+) -> Iterator[list[bytes]]:
     row = 0
     try:
         for batch in file.iter_batches(
             min(at_once, MAX_PARQUET_ROWS), row_groups=[group], columns=[column], use_threads=False
         ):
-            values = batch.column(0)
-            try:
-                texts = values.to_pylist()
-            except UnicodeDecodeError:
-                texts = [_as_text(value) for value in values]
-            for text in texts:
-                if type(text) is str and len(text) <= MAX_DOCUMENT_BYTES // 4:
-                    yield text
-                else:
-                    yield from _parquet_value(text, partial(_row, path, group, row), bad)
-                row += 1
+            texts = batch.column(0)
+            if _is_sound(texts):
+                yield texts.cast(pa.binary()).to_pylist()
+            else:
+                yield [
+                    document
+                    for number, value in enumerate(texts, row)
+                    for document in _value(value, partial(_row, path, group, number), bad)
+                ]
+            row += len(texts)
     except (OSError, pa.ArrowException) as error:
         _raise_if_refused(error)
         why = f"the rest of row group {group} cannot be read: {error}"
         bad.add(partial(_row, path, group, row), why)
 
 
-def _as_text(value: pa.Scalar) -> object:
-    """The text of a value, or what is wrong with it."""
+def _is_sound(texts: pa.Array) -> bool:
+    """Whether all are documents: Parquet may call text what is none."""
     try:
-        return value.as_py()
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return is_text(texts.type) and not texts.null_count and texts.nbytes <= MAX_DOCUMENT_BYTES
+
+
+def _value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
+    try:
+        text = value.as_py()
     except UnicodeDecodeError as error:
-        return error
-
-
-def _parquet_value(text: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
-    if isinstance(text, UnicodeDecodeError):
-        bad.add(where, f"not UTF-8: {text.reason} at byte {text.start}")
+        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
     else:
-        yield from _checked(text, where, bad)
+        yield from _encoded(text, where, bad)
 
 
 def _row(path: Path, group: int, row: int) -> str:
@@ -326,17 +342,17 @@ def _row(path: Path, group: int, row: int) -> str:
     return f"{path}, row {before + row}"
 
 
-def _checked(value: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[str]:
+def _encoded(value: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
     """A value, if it is text that has a UTF-8 form."""
     if not isinstance(value, str):
         bad.add(where, f"the text is {'null' if value is None else type(value).__name__}")
         return
     try:
-        size = len(value) if value.isascii() else len(value.encode())
+        content = value.encode()
     except UnicodeEncodeError as error:
         bad.add(where, f"not Unicode text: {error.reason} at character {error.start}")
         return
-    if size > MAX_DOCUMENT_BYTES:
+    if len(content) > MAX_DOCUMENT_BYTES:
         bad.add(where, TOO_LONG)
     else:
-        yield value
+        yield content

@@ -77,8 +77,8 @@ def tokenize(
         if plan.complete:
             return _already_done(cfg, out, plan) if first else None
         encoder = _open_encoder(cfg, tokenizer, out)
-        doubt = encoder.doubt(some_text(corpus, plan.units)) if first else None
-        encoder.settle(comm.broadcast(doubt))
+        doubts = comm.gather(encoder.doubt(some_text(corpus, plan.units, comm.rank, comm.size)))
+        encoder.settle(next(filter(None, doubts), None))
         if comm.size == 1 and cores > 1 and encoder.engine == "gigatoken" and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
         place = local_folder(cfg, out)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import AddedToken, models
 
 from dtt.config.data import Engine
-from dtt.data import gigatoken
+from dtt.data.gigatoken import Gigatoken, Row, Unfit, hard_texts
 from dtt.data.tokenizer import parse_tokenizer
 from dtt.errors import ConfigError, EnvironmentUnfit
 from dtt.runtime.log import log
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-
-Ids = npt.NDArray[np.uint32]
 
 
 class Encoder:
@@ -50,12 +48,12 @@ class Encoder:
         facts = json.loads(content)
         self.vocab_size = _largest_id(facts) + 1
         """Largest id + 1."""
-        added = tokenizer.get_added_tokens_decoder().values()
+        added = tokenizer.get_added_tokens_decoder()
         candidates = END_OF_DOCUMENT if end_of_document is None else (end_of_document,)
         known = {t: i for t in candidates if (i := tokenizer.token_to_id(t)) is not None}
         name = next(iter(known), None)
         if name is None:
-            names = [token.content for token in added]
+            names = [token.content for token in added.values()]
             raise ConfigError(
                 f"the tokenizer has no {' or '.join(candidates)} to end documents with",
                 where=where,
@@ -67,18 +65,16 @@ class Encoder:
         tokenizer.encode_special_tokens = True
         self.end_of_document_token = name
         self.end_of_document: int = known[name]
-        self._end = np.array([self.end_of_document], np.uint32)
         self._asked = engine
-        self._fast: gigatoken.Gigatoken | None = None
+        self._fast: Gigatoken | None = None
         self._doubt: str | None = None
         """Why there is no fast engine."""
         if engine != "hf":
-            special = {token.content for token in added if token.special} | {name}
+            special = {t.content: i for i, t in added.items() if t.special} | {name: known[name]}
+            ended = _ended_by(name, known[name], facts, content)
             try:
-                self._fast = gigatoken.Gigatoken(
-                    content, facts.get("normalizer"), special, self._exact
-                )
-            except gigatoken.Unfit as error:
+                self._fast = Gigatoken(ended, facts.get("normalizer"), special, name, self._exact)
+            except Unfit as error:
                 self._doubt = str(error)
 
     @property
@@ -86,7 +82,7 @@ class Encoder:
         """Which one encodes."""
         return "hf" if self._fast is None else "gigatoken"
 
-    def doubt(self, sample: list[str]) -> str | None:
+    def doubt(self, sample: list[bytes]) -> str | None:
         """Why the fast engine must not be used: it is missing, or differs; None if it may be.
 
         Encodes `sample` and some strings that are hard to split, by both; `tokenizers` takes about
@@ -95,7 +91,7 @@ class Encoder:
         if self._fast is None:
             return self._doubt
         added = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
-        return self._fast.difference([*sample, *gigatoken.hard_texts(added)])
+        return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
 
     def settle(self, doubt: str | None) -> None:
         """Use the fast engine only without a `doubt`.
@@ -111,16 +107,30 @@ class Encoder:
         log.info("encoding with Hugging Face's tokenizers, which is slower: %s", doubt)
         self._fast = None
 
-    def encode(self, texts: list[str]) -> tuple[Ids, npt.NDArray[np.int32]]:
-        """Ids of all documents in a row [sum(lengths)], and tokens of each [len(texts)]."""
-        documents = (self._fast or self._exact)(texts)
-        lengths = np.fromiter(map(len, documents), np.int32, len(documents)) + np.int32(1)
-        ended = [part for ids in documents for part in (ids, self._end)]
-        return np.concatenate(ended or [self._end[:0]]), lengths
+    def encode(self, documents: list[bytes]) -> Row:
+        """Encode documents, all of them UTF-8."""
+        return (self._fast or self._exact)(documents)
 
-    def _exact(self, texts: list[str]) -> list[Ids]:
+    def _exact(self, documents: list[bytes]) -> Row:
+        texts = [one.decode() for one in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        ids = [[*encoding.ids, self.end_of_document] for encoding in encodings]
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        return Row(np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths)
+
+
+def _ended_by(name: str, id: int, facts: dict[str, Any], content: bytes) -> bytes:
+    """A tokenizer.json in which the token `name` is special and takes nothing of its neighbours."""
+    added = facts.get("added_tokens") or []
+    plain = {
+        "id": id, "content": name, "special": True,
+        "single_word": False, "lstrip": False, "rstrip": False,
+    }  # fmt: skip
+    if any(plain.items() <= token.items() for token in added):
+        return content
+    others = [token for token in added if token["content"] != name]
+    tokens = sorted([*others, plain | {"normalized": False}], key=lambda token: token["id"])
+    return json.dumps(facts | {"added_tokens": tokens}).encode()
 
 
 def _largest_id(facts: dict[str, Any]) -> int:

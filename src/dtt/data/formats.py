@@ -136,7 +136,7 @@ def _columns(path: Path, objects: int) -> tuple[list[str], list[str]]:
     match file_format(path):
         case "parquet":
             schema = pq.read_schema(path)
-            return schema.names, [field.name for field in schema if _is_text(field.type)]
+            return schema.names, [field.name for field in schema if is_text(field.type)]
         case "csv":
             stream, rows = open_csv(path)
             with stream:
@@ -150,7 +150,8 @@ def _columns(path: Path, objects: int) -> tuple[list[str], list[str]]:
             return list(keys), [key for key, is_text in keys.items() if is_text]
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of Parquet is text by its type."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(

@@ -78,21 +78,23 @@ class Share:
         Their rows have `seq_len` tokens, which divides a sample; None: as many as a sample.
         """
         mine = samples[self.rank :: self.size]
-        return [
-            self._micro_batch(source, mine[start : start + self.micro_batch], seq_len)
-            for start in range(0, len(mine), self.micro_batch)
-        ]
-
-    def _micro_batch(self, source: Readable, samples: Samples, seq_len: int | None) -> MicroBatch:
-        ids = source.read(samples)
-        seq_len = seq_len or ids.shape[1] - 1
-        documents = None
-        if self.mask_documents:
-            documents = self._send(source.documents(samples, ids)[:, :-1].reshape(-1, seq_len))
+        if not len(mine):
+            return []
+        ids = source.read(mine)
+        width = ids.shape[1] - 1
+        seq_len = seq_len or width
+        rows = self.micro_batch * (width // seq_len)
         sent = self._send(ids)
         # Padding is no id: the model may take any for it, as nothing comes after.
-        tokens = sent[:, :-1].reshape(-1, seq_len).clamp(min=0)
-        return MicroBatch(tokens, sent[:, 1:].reshape(-1, seq_len), documents)
+        tokens = torch.split(sent[:, :-1].reshape(-1, seq_len).clamp(min=0), rows)
+        targets = torch.split(sent[:, 1:].reshape(-1, seq_len), rows)
+        if not self.mask_documents:
+            return [MicroBatch(x, y, None) for x, y in zip(tokens, targets, strict=True)]
+        parts = [slice(i, i + self.micro_batch) for i in range(0, len(mine), self.micro_batch)]
+        # By the part, as what is made on the way then stays in the processor's cache.
+        documents = (source.documents(mine[part], ids[part])[:, :-1] for part in parts)
+        micro_batches = zip(tokens, targets, documents, strict=True)
+        return [MicroBatch(x, y, self._send(d.reshape(-1, seq_len))) for x, y, d in micro_batches]
 
     def _send(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 MADV_RANDOM = 1  # the same on Linux, macOS and the BSDs; absent from `mmap` on some of them
+NO_ACCESS, FIXED = 0, 0x10  # PROT_NONE and MAP_FIXED, the same on all of them
+ANYTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 FAILED = ctypes.c_void_p(-1).value
+HUGE_PAGE = 2**21
+"""What lies at a multiple of it can be mapped by pages of this size, which are looked up faster."""
+
+Bytes = npt.NDArray[np.uint8]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -27,26 +33,66 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def map_file(path: Path, *, scattered: bool = False) -> npt.NDArray[np.uint8]:
+def map_file(path: Path) -> Bytes:
     """All bytes of a file, read-only; unmapped when no array refers to them any more.
 
-    A file that is read in `scattered` places is fetched from the disk by the page, not by the 128
-    kB. Raises what `open` raises, and OSError when the file cannot be mapped.
+    Raises what `open` raises, and OSError when the file cannot be mapped.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
         if size == 0:
             return np.empty(0, dtype=np.uint8)
-        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        return np.asarray(_Map(_mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd), size))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(fd)
-    if address == FAILED:
+
+
+def reserve(size: int) -> Bytes:
+    """Addresses for files, which no file has yet; their array begins at a multiple of HUGE_PAGE.
+
+    Only what `map_into` has mapped may be read: anything else ends the process. OSError when a
+    process may not have as many addresses (`ulimit -v`).
+    """
+    room = size + HUGE_PAGE
+    address = _mmap(None, room, NO_ACCESS, ANYTHING, -1)
+    begin = -address % HUGE_PAGE
+    return np.asarray(_Map(address, room))[begin : begin + size]
+
+
+def map_into(place: Bytes, path: Path) -> int:
+    """Map a file that is read in scattered places into its place in what `reserve` gave.
+
+    The place begins at a page. Returns the size of the file: if it is not that of the place,
+    nothing is mapped. Raises as `map_file`.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        if size == len(place):
+            address = _mmap(place.ctypes.data, size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, fd)
+            # From the disk by the page, not by the 128 kB.
+            _libc.madvise(address, size, MADV_RANDOM)
+        return size
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(fd)
+
+
+def clear(place: Bytes) -> None:
+    """Undo `map_into`; the addresses stay reserved."""
+    _mmap(place.ctypes.data, len(place), NO_ACCESS, ANYTHING | FIXED, -1)
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    found: int = _libc.mmap(address, size, protection, flags, fd, 0)
+    if found == FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
-    if scattered:
-        _libc.madvise(address, size, MADV_RANDOM)
-    return np.asarray(_Map(address, size))
+        raise OSError(number, os.strerror(number))
+    return found
 
 
 class _Map:

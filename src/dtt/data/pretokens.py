@@ -50,8 +50,8 @@ def pre_tokenizer(name: str) -> Any:
     )
 
 
-def count_pre_tokens(name: str, texts: Iterable[list[str]]) -> Counter[str]:
-    """How often each pre-token occurs in `texts`, in the alphabet of `ByteLevel`.
+def count_pre_tokens(name: str, documents: Iterable[list[bytes]]) -> Counter[str]:
+    """How often each pre-token occurs in `documents`, in the alphabet of `ByteLevel`.
 
     The regular expressions are slow. So text is first cut where each of them would, whatever stands
     around; pieces repeat, and each is split but once. One that is longer than LONGEST_PIECE, as
@@ -69,8 +69,8 @@ def count_pre_tokens(name: str, texts: Iterable[list[str]]) -> Counter[str]:
         pieces.clear()
 
     held = 0
-    for batch in texts:
-        found = _count_pieces([text.encode() for text in batch if text])
+    for batch in documents:
+        found = _count_pieces(batch)
         pieces.update(found)
         held += sum(map(len, found))
         if held > HELD_CHARACTERS:

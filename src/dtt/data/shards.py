@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
 
 from dtt.artifacts import SplitCounts, TokenShard
 from dtt.data.corpus import Corpus, Unit
-from dtt.data.documents import BadDocuments, batches, read_unit
+from dtt.data.documents import BadDocuments, read_batches
 from dtt.data.encoder import Encoder
+from dtt.data.gigatoken import Row
 from dtt.data.markers import WORK, UnitMarker, write_marker
 from dtt.data.sampling import held_out
 from dtt.data.threads import Behind, ahead
-from dtt.data.tokenfile import TokenFileWriter, Tokens, bin_path, idx_path
+from dtt.data.tokenfile import TokenFileWriter, bin_path, idx_path
 from dtt.runtime.files import fsync_folder
 
-BATCH_CHARACTERS = 2**20
-BATCHES_BEHIND = 16
+BATCHES_BEHIND = 8
 """Encoded, and waiting for the disk: a few megabytes."""
 
 Split = Literal["train", "validation"]
@@ -62,40 +65,52 @@ def encode_units(
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
     start = time.monotonic()
     total = SplitCounts()
-    with ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
-        for unit in units:
-            bad = BadDocuments(stop=stop_at_bad)
-            shards = _UnitShards(out, place, unit, key, splits, encoder.vocab_size)
-            documents = read_unit(corpus, unit, bad)
-            for batch in ahead(batches(documents, BATCH_CHARACTERS), reader):
-                texts: dict[Split, list[str]] = {split: [] for split in splits}
-                for text in filter(None, batch):
-                    texts[_split(text, validation_fraction)].append(text)
-                for split in splits:
-                    ids, lengths = encoder.encode(texts[split])
-                    counts = SplitCounts(
-                        documents=len(lengths),
-                        tokens=len(ids),
-                        bytes=sum(map(_utf8_bytes, texts[split])),
-                    )
-                    total += counts
-                    behind.do(shards.append, split, ids, lengths, counts)
-                shards.empty += batch.count("")
-            behind.do(shards.close, bad)
+    with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
+
+        def read() -> Iterator[tuple[_UnitShards, list[bytes] | None]]:
+            for unit in units:
+                bad = BadDocuments(stop=stop_at_bad)
+                shards = _UnitShards(out, place, unit, key, splits, encoder.vocab_size, bad)
+                opened.enter_context(shards)
+                for batch in read_batches(corpus, unit, bad):
+                    yield shards, batch
+                yield shards, None
+
+        for shards, batch in ahead(read(), reader):
+            if batch is None:
+                behind.do(shards.finish)
+                continue
+            for split, documents in _divided(batch, validation_fraction).items():
+                row = encoder.encode(documents)
+                counts = SplitCounts(
+                    documents=len(row.lengths),
+                    tokens=len(row.ids),
+                    bytes=sum(map(len, documents)),
+                )
+                total += counts
+                behind.do(shards.append, split, row, counts)
+            shards.empty += batch.count(b"")
     seconds = time.monotonic() - start
     return Work(len(units), total.documents, total.tokens, total.bytes, seconds)
 
 
-def _split(text: str, validation_fraction: float) -> Split:
-    return "validation" if held_out(text, validation_fraction) else "train"
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+def _divided(batch: list[bytes], validation_fraction: float) -> dict[Split, list[bytes]]:
+    """The documents of each split, without empty ones."""
+    documents = [document for document in batch if document]
+    if not validation_fraction:
+        return {"train": documents}
+    divided: dict[Split, list[bytes]] = {"train": [], "validation": []}
+    for document in documents:
+        split: Split = "validation" if held_out(document, validation_fraction) else "train"
+        divided[split].append(document)
+    return divided
 
 
 class _UnitShards:
-    """The shards of one unit, written aside until they are whole."""
+    """The shards of one unit, written aside until they are whole.
+
+    A context manager: leaving it closes what is still open, unfinished.
+    """
 
     def __init__(
         self,
@@ -105,7 +120,9 @@ class _UnitShards:
         key: str,
         splits: tuple[Split, ...],
         vocab_size: int,
+        bad: BadDocuments,
     ) -> None:
+        self._bad = bad
         self._out, self._place, self._unit, self._key = out, place, unit.index, key
         self._host = None if place == out else socket.gethostname()
         (place / WORK).mkdir(parents=True, exist_ok=True)
@@ -116,16 +133,29 @@ class _UnitShards:
         self._counts = dict.fromkeys(splits, SplitCounts())
         self.empty = 0
 
-    def append(self, split: Split, ids: Tokens, lengths: Tokens, counts: SplitCounts) -> None:
-        self._writers[split].append(ids, lengths)
+    def append(self, split: Split, row: Row, counts: SplitCounts) -> None:
+        self._writers[split].append(row.ids, row.lengths)
         self._counts[split] += counts
 
-    def close(self, bad: BadDocuments) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for writer in self._writers.values():
+            writer.__exit__(kind, error, traceback)
+        self._writers.clear()
+
+    def finish(self) -> None:
         """Put the shards into their places, then the marker."""
+        with self:
+            files = {split: writer.close() for split, writer in self._writers.items()}
         shards: list[TokenShard] = []
-        for split, writer in self._writers.items():
-            with writer:
-                written = writer.close()
+        for split, written in files.items():
             stem = f"{split}-{self._unit:05d}"
             shard = TokenShard(
                 split=split,
@@ -143,9 +173,9 @@ class _UnitShards:
         marker = UnitMarker(
             key=self._key,
             shards=tuple(shards),
-            skipped=bad.count,
+            skipped=self._bad.count,
             empty=self.empty,
-            problems=tuple(bad.examples),
+            problems=tuple(self._bad.examples),
         )
         write_marker(self._out, self._unit, self._place, marker)
 

@@ -81,13 +81,13 @@ def build(
     return optimizers
 
 
-def takers(
+def settings(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
-) -> dict[str, str]:
-    """Which optimizer (`muon`, `adamw`) would take each parameter; ConfigError as `build`."""
+) -> dict[str, Settings]:
+    """How `build` would treat each parameter, were there no multipliers; ConfigError as there."""
     chosen = _choose(config.groups, list(parameters))
     return {
-        name: _settings(config, name, parameter, roles[name], chosen.get(name)).optimizer
+        name: _settings(config, name, parameter, roles[name], chosen.get(name))
         for name, parameter in parameters.items()
     }
 

@@ -122,8 +122,10 @@ class Muon(torch.optim.Optimizer):
             orthogonalize(whole, self._polynomials, self._ns_dtype)
             for whole in parts.wait(self._waiting)
         ]
-        stacked = zip(updates, moments.wait(self._waiting), strict=False)  # none without NorMuon
-        evened = [self._evened(update, moment) for update, moment in stacked]
+        evened = [  # none without NorMuon; no name holds the updates longer than they are needed
+            self._evened(update, moment)
+            for update, moment in zip(updates, moments.wait(self._waiting), strict=False)
+        ]
         parts = to_holders.start(updates)
         rows = rows_to_holders.start(evened)
         del updates, evened

@@ -65,9 +65,8 @@ FILES: dict[str, dict[str, bytes]] = {
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    return train_tokenizer(
-        TrainedTokenizerConfig(vocab_size=300), count_pre_tokens("gpt2", [TEXTS])
-    ).encode()
+    counts = count_pre_tokens("gpt2", [[text.encode() for text in TEXTS]])
+    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), counts).encode()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def encoder(content: bytes) -> Encoder:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, and files that take several parts."""
     monkeypatch.setattr(row, "UNIT_BYTES", 8_000)
-    monkeypatch.setattr(stream, "PART_CHARACTERS", 10_000)
+    monkeypatch.setattr(stream, "PART_BYTES", 10_000)
 
 
 @pytest.fixture(params=FILES)
@@ -143,7 +142,7 @@ def test_every_token_of_every_document_is_a_target_once_an_epoch(
     expected = {
         place: [*tokenizer.encode(text, add_special_tokens=False).ids, 0]
         for place, text in by_file(kind).items()
-        if not held_out(text, FRACTION)
+        if not held_out(text.encode(), FRACTION)
     }
     assert 0 < len(expected) < len(TEXTS)
     epochs = gone_through(source, 2)

@@ -15,7 +15,7 @@ from token_files import END, random_documents, row, write_folder, write_pair
 from dtt.artifacts import TokensManifest
 from dtt.config.data import SourceConfig
 from dtt.data.source import Samples
-from dtt.data.sources import tokens as module
+from dtt.data.sources import ids, tokens
 from dtt.data.sources.tokens import TokenSource, open_tokens
 from dtt.data.tokenfile import TokenFileWriter, bin_path
 from dtt.errors import DamagedError, InputError
@@ -195,10 +195,11 @@ def test_many_shards_need_no_descriptors(tmp_path: Path) -> None:
 def test_the_maps_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(random_documents(50, 30))})
     expected = opened(tmp_path, seq_len=5)
-    monkeypatch.setattr(module, "OPEN_SHARDS", 3)
+    for module in (tokens, ids):
+        monkeypatch.setattr(module, "MAPPED_SHARDS", 3)
     source = opened(tmp_path, seq_len=5)
     order = source.samples_at(0, 3 * len(source))
     assert np.array_equal(source.read(order), expected.read(order))
     for sample in order.tolist():
         assert source.locate(sample) == expected.locate(sample)
-    assert len(source._ids) == len(source._documents) == 3
+    assert len(source._ids._mapped) == len(source._documents) == 3

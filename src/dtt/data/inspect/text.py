@@ -100,10 +100,11 @@ class _Seen:
         room = limit
         where = corpus.path(unit.spans[0].file).name
         for number, text in enumerate(read_unit(corpus, unit, self._bad)):
-            size = len(text.encode())
+            size = len(text)
             self._add(size)
             if number == 0:
-                self._firsts.append(Sample(f"{where}, unit {unit.index}", text[:SHOWN_CHARACTERS]))
+                start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
+                self._firsts.append(Sample(f"{where}, unit {unit.index}", start))
             if room is not None:
                 room -= size
                 if room <= 0:

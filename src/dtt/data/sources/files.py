@@ -96,21 +96,6 @@ class Shard:
     documents: Callable[[], Documents]
     """Opens what tells where documents begin."""
 
-    def ids(self) -> Tokens:
-        """Map the file; DamagedError if it has not as many tokens as it should."""
-        try:
-            ids = map_file(self.path, scattered=True)
-        except FileNotFoundError:
-            raise InputError("a token file is missing", where=self.path) from None
-        if len(ids) != self.tokens * np.dtype(self.dtype).itemsize:
-            raise DamagedError(
-                "a token file is shorter or longer than it should be",
-                where=self.path,
-                why=f"{len(ids)} bytes for {self.tokens} tokens of {self.dtype}",
-                next="make or copy it again",
-            )
-        return ids.view(self.dtype)
-
 
 @dataclass(frozen=True)
 class TokenFiles:

@@ -15,7 +15,7 @@ from dtt.data.source import Piece, Samples
 from dtt.data.sources.row import Document, Documents, Row, documents_of
 from dtt.runtime.log import log
 
-SEARCHED_CHARACTERS = 2**29
+SEARCHED_BYTES = 2**29
 """Of the corpus, at most: it takes some seconds at each start."""
 
 
@@ -32,7 +32,7 @@ class HeldOutText:
         validation_fraction: float,
         text_bytes: int,
     ) -> None:
-        """Take about `text_bytes` of UTF-8, or what SEARCHED_CHARACTERS hold."""
+        """Take about `text_bytes` of UTF-8, or what SEARCHED_BYTES hold."""
         self.name, self._documents, self._encoder = name, documents, encoder
         self._row = Row(_search(documents, validation_fraction, text_bytes), encoder, seq_len)
         self.tokens = len(self._row.ids)
@@ -74,12 +74,12 @@ def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Docu
     found: list[Document] = []
     if fraction == 0:
         return found
-    missing, room = text_bytes, SEARCHED_CHARACTERS
+    missing, room = text_bytes, SEARCHED_BYTES
     bad = BadDocuments()
     for document in chain.from_iterable(documents.of(unit, bad) for unit in documents.units):
         if document.text and held_out(document.text, fraction):
             found.append(document)
-            missing -= len(document.text.encode())
+            missing -= len(document.text)
         room -= len(document.text) + 1
         if missing <= 0 or room <= 0:
             break
@@ -88,7 +88,7 @@ def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Docu
             "validation: %.1f MB of held-out text in the first %.0f MB of the corpus, of %.1f that "
             "train.eval_tokens asks for; a larger tokenize.validation_fraction gives more",
             (text_bytes - missing) / 1e6,
-            SEARCHED_CHARACTERS / 1e6,
+            SEARCHED_BYTES / 1e6,
             text_bytes / 1e6,
         )
     return found

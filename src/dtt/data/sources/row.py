@@ -17,7 +17,7 @@ from dtt.data.source import PADDING, Piece, Samples
 from dtt.errors import InputError
 
 UNIT_BYTES = 16 * 10**6
-BATCH_CHARACTERS = 2**20
+BATCH_BYTES = 2**20
 """Encoded at once: what an encoder returns takes many times the memory of the ids."""
 
 
@@ -30,7 +30,8 @@ class Document:
     """Where in the file the span begins that it was read in …"""
     number: int
     """… and how many documents of the span come before it."""
-    text: str
+    text: bytes
+    """UTF-8."""
 
 
 class Documents:
@@ -81,13 +82,13 @@ class Row:
     def __init__(self, documents: Sequence[Document], encoder: Encoder, seq_len: int) -> None:
         """Encode `documents`; their text is not kept."""
         texts = (document.text for document in documents)
-        encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_CHARACTERS)]
+        encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
         self._ends = np.cumsum(np.concatenate([none, *(n for _, n in encoded)]), dtype=np.int64)
         self._origins = [(d.file, d.span_start, d.number) for d in documents]
         self._seq_len = seq_len
-        self.text_bytes = sum(len(document.text.encode()) for document in documents)
+        self.text_bytes = sum(len(document.text) for document in documents)
         """UTF-8 bytes of all documents."""
 
     def __len__(self) -> int:

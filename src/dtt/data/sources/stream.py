@@ -18,9 +18,9 @@ from dtt.data.sources.row import UNIT_BYTES, Document, Documents, Row
 from dtt.errors import InputError
 from dtt.runtime.log import log
 
-PART_CHARACTERS = 2**24
+PART_BYTES = 2**24
 """Of text in a part, documents that are held out included: bounds the memory."""
-ESTIMATE_CHARACTERS = 2**20
+ESTIMATE_BYTES = 2**20
 UNIT_SHIFT = 26
 """A sample's number is its unit's << UNIT_SHIFT, plus its own among the samples of the unit."""
 
@@ -82,7 +82,7 @@ class TextStream:
             "validation_fraction": self._fraction,
             "held_out_by": HELD_OUT_BY,
             "unit_bytes": UNIT_BYTES,
-            "part_characters": PART_CHARACTERS,
+            "part_bytes": PART_BYTES,
         }
 
     def beginning(self) -> tuple[Row, int]:
@@ -92,7 +92,7 @@ class TextStream:
         """
         bad = BadDocuments()
         for unit in self._documents.units:
-            for documents in _cut(self._documents.of(unit, bad), ESTIMATE_CHARACTERS):
+            for documents in _cut(self._documents.of(unit, bad), ESTIMATE_BYTES):
                 row = self._encode(documents)
                 if len(row):
                     text_bytes = sum(unit.text_bytes for unit in self._documents.units)
@@ -145,7 +145,7 @@ class TextStream:
 
     def _rows(self, unit: Unit, skip: int, bad: BadDocuments) -> Iterator[Row]:
         """The rows of a unit; its first `skip` parts are read, but not encoded."""
-        parts = _cut(self._documents.of(unit, bad), PART_CHARACTERS)
+        parts = _cut(self._documents.of(unit, bad), PART_BYTES)
         return map(self._encode, islice(parts, skip, None))
 
     def _encode(self, documents: list[Document]) -> Row:
@@ -171,15 +171,15 @@ class TextStream:
         )
 
 
-def _cut(documents: Iterator[Document], characters: int) -> Iterator[list[Document]]:
-    """Documents in lists of about so many characters."""
+def _cut(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
+    """Documents in lists of about so many bytes."""
     part: list[Document] = []
-    room = characters
+    room = size
     for document in documents:
         part.append(document)
         room -= len(document.text) + 1
         if room <= 0:
             yield part
-            part, room = [], characters
+            part, room = [], size
     if part:
         yield part

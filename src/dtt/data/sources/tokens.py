@@ -13,12 +13,9 @@ from dtt.data.order import Order
 from dtt.data.source import PADDING, Piece, Samples
 from dtt.data.sources.bins import bins
 from dtt.data.sources.files import Documents, Split, TokenFiles, documents_in, open_files
+from dtt.data.sources.ids import MAPPED_SHARDS, ShardIds
 from dtt.data.sources.layout import Layout, Pieces, Windows
-from dtt.data.tokenfile import Tokens
 from dtt.errors import DamagedError
-
-OPEN_SHARDS = 16_384
-"""Each is one or two memory maps, of which Linux allows a process 65,530."""
 
 
 def open_tokens(
@@ -78,7 +75,7 @@ class TokenSource:
         self._width = seq_len + 1
         self._vocab_size = vocab_size
         self._end = _end_in_the_ids(files, end_of_document)
-        self._ids: dict[int, Tokens] = {}
+        self._ids = ShardIds(files.shards)
         self._documents: dict[int, Documents] = {}
 
     def __len__(self) -> int:
@@ -93,8 +90,7 @@ class TokenSource:
         """See Source. DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.full(len(samples) * self._width, PADDING, dtype=np.int64)
-        for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-            ids[place : place + length] = self._ids_of(shard)[start : start + length]
+        self._ids.read(pieces, ids)
         if self._vocab_size is not None and len(ids):
             self._check(ids, pieces, self._vocab_size)
         return ids.reshape(len(samples), self._width)
@@ -138,17 +134,11 @@ class TokenSource:
     def restore(self, state: Any) -> None:
         """Nothing to restore."""
 
-    def _ids_of(self, shard: int) -> Tokens:
-        found = self._ids.get(shard)
-        if found is None:
-            _make_room(self._ids)
-            found = self._ids[shard] = self.files.shards[shard].ids()
-        return found
-
     def _documents_of(self, shard: int) -> Documents:
         found = self._documents.get(shard)
         if found is None:
-            _make_room(self._documents)
+            if len(self._documents) >= MAPPED_SHARDS:
+                del self._documents[next(iter(self._documents))]
             found = self._documents[shard] = self.files.shards[shard].documents()
         return found
 
@@ -174,9 +164,3 @@ def _end_in_the_ids(files: TokenFiles, end_of_document: int | None) -> int | Non
     if files.manifest is not None:
         return files.manifest.end_of_document
     return end_of_document if files.format == "raw" else None
-
-
-def _make_room(opened: dict[int, Any]) -> None:
-    """Close the shard that was opened first, if there are too many."""
-    if len(opened) >= OPEN_SHARDS:
-        del opened[next(iter(opened))]

@@ -18,7 +18,8 @@ from dtt.data.stages import resolve as resolve_stages
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, roles
 from dtt.model.scaling import scaled
-from dtt.optim import groups
+from dtt.optim import groups, owners
+from dtt.optim.owners import Matrix, Spread
 from dtt.train.estimate.gpus import Gpu
 from dtt.train.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
@@ -32,6 +33,8 @@ class Weight:
     shape: tuple[int, ...]
     optimizer: str
     """`muon` or `adamw`."""
+    split: tuple[int, ...] | None
+    """Rows of each matrix in it, if Muon takes it as several."""
     part: tuple[int, ...]
     """What tensor parallelism leaves of the shape."""
 
@@ -130,9 +133,15 @@ class Case:
         with torch.device("meta"):
             model = Decoder(self.arch)
         parameters = dict(model.named_parameters())
-        takers = groups.takers(self.cfg.optim, parameters, roles(model))
+        treated = groups.settings(self.cfg.optim, parameters, roles(model))
         return tuple(
-            Weight(name, tuple(p.shape), takers[name], _part(name, p.shape, self.sizes.tensor))
+            Weight(
+                name,
+                tuple(p.shape),
+                treated[name].optimizer,
+                treated[name].split,
+                _part(name, p.shape, self.sizes.tensor),
+            )
             for name, p in parameters.items()
         )
 
@@ -155,6 +164,16 @@ class Case:
     def muons(self) -> list[Weight]:
         """Those that Muon takes."""
         return [weight for weight in self.weights if weight.optimizer == "muon"]
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        """Those that Muon updates, with their owners, as the optimizer shares them out."""
+        found: list[Matrix] = []
+        for weight in self.muons:
+            spread = Spread({}, {}, self.held([weight]) / weight.numel)
+            parameter = torch.empty(weight.shape, device="meta")
+            found += owners.matrices(parameter, 0, weight.split, spread)
+        return owners.share_out(found, self.devices)
 
     @property
     def muon(self) -> MuonConfig | None:

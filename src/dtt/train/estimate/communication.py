@@ -1,4 +1,5 @@
-"""What one device receives in a step, by kind, in bytes; and how long that takes.
+"""What one device receives in a step, by kind, in bytes; and how long that takes. Of Muon's
+matrices what the busiest device receives, or sends if that is more.
 
 Of n devices that gather or reduce-scatter a tensor of b bytes each receives b (n - 1) / n, of those
 that all-reduce it twice that: it is a reduce-scatter and a gather (Patarasuk & Yuan, 2009). So many
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
+from dtt.train.estimate import muon
 from dtt.train.estimate.case import Case, numbers
 
 FP32 = 4
@@ -39,9 +40,12 @@ def exchanges(case: Case) -> list[Exchange]:
 def _exchange(case: Case, kind: str, size: float, n: int, stride: int, *, hidden: bool) -> Exchange:
     """Of `size` bytes among n devices, `stride` apart in the order of ranks."""
     received = size * (n - 1) / n
-    fits_a_node = n * stride <= case.gpus_per_node
-    link = LINK * (case.gpu.within if fits_a_node else case.gpu.between)
-    return Exchange(kind, received, received / link, hidden)
+    return Exchange(kind, received, received / _link(case, n * stride), hidden)
+
+
+def _link(case: Case, ranks: int) -> float:
+    """Bytes per second between devices among so many ranks, one after the other."""
+    return LINK * (case.gpu.within if ranks <= case.gpus_per_node else case.gpu.between)
 
 
 def _data_parallel(case: Case) -> Iterator[Exchange]:
@@ -89,10 +93,6 @@ def _context_parallel(case: Case) -> Iterator[Exchange]:
 
 
 def _muon(case: Case) -> Iterator[Exchange]:
-    """Whoever owns a matrix receives the parts of it that it lacks, and sends each device the part
-    of the result that this one holds, both as Newton-Schulz takes them."""
-    owned = sum(prod(weight.shape) for weight in case.muons) / case.devices
-    held = case.held(case.muons)
-    gathered = owned if case.sizes.sharded else 0.0
-    size = case.product_bytes * (gathered + held)
-    yield _exchange(case, "Muon's matrices", size, case.devices, 1, hidden=True)
+    """Parts of matrices to their owners, and back."""
+    size = muon.exchanged(case)
+    yield Exchange("Muon's matrices", size, size / _link(case, case.devices), hidden=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from dtt.model import count
@@ -74,18 +75,14 @@ def _again(case: Case) -> float:
 
 def _optimizer(case: Case, peak: float) -> float:
     """AdamW reads and writes memory: weight, gradient, two moments, and of all but the gradient the
-    new ones, 7 numbers a weight, Muon about as many. Newton-Schulz is shared out over devices."""
+    new ones, 7 numbers a weight, Muon about as many. All wait for the busiest owner of matrices."""
     moved = 7 * case.weight_bytes * case.held(case.weights) / case.gpu.bandwidth
     if case.muon is None:
         return moved
-    products = case.muon.ns_steps * sum(_iteration_flops(weight.shape) for weight in case.muons)
-    return moved + products / (case.devices * peak * NEWTON_SCHULZ)
-
-
-def _iteration_flops(shape: tuple[int, ...]) -> int:
-    """Of Newton-Schulz: X X^T, its square, and the product of these with X."""
-    short, long = sorted(shape)
-    return 2 * short * short * (2 * long + short)
+    loads = Counter[int]()
+    for matrix in case.matrices:
+        loads[matrix.owner] += matrix.flops
+    return moved + case.muon.ns_steps * max(loads.values(), default=0) / (peak * NEWTON_SCHULZ)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from dtt.model.loss import CHUNK_ELEMENTS
-from dtt.optim.muon import BATCH_ELEMENTS
+from dtt.model.loss import BLOCK_ELEMENTS, CHUNK_ELEMENTS
+from dtt.train.estimate import muon
 from dtt.train.estimate.case import Case, numbers
 
 FP32 = 4
@@ -45,25 +45,30 @@ def fits(case: Case) -> bool:
 
 
 def memory(case: Case) -> Memory:
-    """The worst of: the loss, the backward pass of the last block, its end, the optimizer's step.
+    """The worst of the moments."""
+    return max(moments(case), key=lambda one: one.total)
+
+
+def moments(case: Case) -> list[Memory]:
+    """The loss, the backward pass of the last block, its end, the optimizer's step.
 
     Weights, optimizer state and average are there all the time. Activations grow through the
     forward pass, gradients through the backward pass, as activations go: in between both are less
     than at one of its ends. So the peak is at one of these moments.
     """
-    always = persistent(case)
-    moments = [
+    always, last = persistent(case), case.arch.n_layers - 2
+    return [
         Memory(moment, always | parts)
         for moment, parts in {
             "the loss": _at_the_loss(case),
             "the backward pass": _in_the_backward_pass(case, 0),
             "the backward pass, then": _in_the_backward_pass(case, 1),
+            "the backward pass, at last": _in_the_backward_pass(case, max(1, last)),
             "the embedding's gradient": _at_the_embedding(case),
             "the end of the backward pass": _after_the_backward_pass(case),
             "the optimizer's step": _in_the_step(case),
         }.items()
     ]
-    return max(moments, key=lambda one: one.total)
 
 
 def persistent(case: Case) -> dict[str, int]:
@@ -137,7 +142,8 @@ def kept_by_block(case: Case) -> int:
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
     heads = arch.n_heads // t
     gated, rope = arch.mlp != "gelu", arch.position == "rope"
-    attention = e * (2 * q + 2 * k) + FP32 * heads + (e * q if rope else 0)
+    gathered = k * case.sizes.context
+    attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
     if case.compiled:
         own = r * d + e * d + (e * d if arch.sandwich_norm else 0)  # of a share of the tokens
         whole = 2 * e * d + attention + e * f * (3 if gated else 2)
@@ -174,7 +180,9 @@ def _wide_layernorm(case: Case) -> bool:
 
 def _kept_again(case: Case) -> int:
     """Activations of a block that `train.remat` applies to: its input; if selective also what
-    attention and every second product give (q, v, gate or up, down)."""
+    attention, every second product (q, v, gate or up, down) and exchanges give: tokens gathered
+    twice and reduce-scattered twice (tensor parallelism), keys and values (context parallelism).
+    """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = n * case.stream_bytes * arch.dim // t
     if case.cfg.train.remat == "full":
@@ -182,17 +190,22 @@ def _kept_again(case: Case) -> int:
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
     gated = arch.mlp != "gelu"
     products = q + k + arch.ffn_dim // t + (arch.dim if gated else 0)
-    return kept + n * (e * (q + products) + FP32 * arch.n_heads // t)
+    exchanged = 2 * (arch.dim + arch.dim // t) if t > 1 else 0
+    if case.sizes.context > 1:
+        exchanged += 2 * k * case.sizes.context
+    return kept + n * (e * (q + products + exchanged) + FP32 * arch.n_heads // t)
 
 
 def _kept_both_times(case: Case) -> int:
     """Of what a block keeps once it is computed again, what it has kept all along: with selective
-    remat v, gate or up, and what attention gave."""
+    remat v, gate or up, what attention gave, and tokens that were gathered."""
     if case.cfg.train.remat != "selective":
         return 0
     arch, t = case.arch, case.sizes.tensor
     widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
-    return case.tokens * (case.product_bytes * widths + FP32 * arch.n_heads) // t
+    whole = 2 * arch.dim if t > 1 else 0
+    own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
+    return case.tokens * (own + case.product_bytes * whole)
 
 
 def activations(case: Case, blocks: int) -> int:
@@ -208,17 +221,19 @@ def _loss(case: Case) -> tuple[int, int]:
     """What the loss leaves for the backward pass, and what it takes for itself meanwhile.
 
     Its gradients: of the head in fp32, 4VD, of the hidden states, eND. Meanwhile the logits of a
-    chunk in e and their log-probabilities in fp32 (on a CPU first a copy of the logits); then, in
-    e, their gradient and the chunk's part of the head's, unless that is added up in one.
+    chunk in e, which become their gradient; then a block of them in fp32 (on a CPU first a copy of
+    the logits), or, in e, the chunk's part of the head's gradient, unless that is added up in one.
     """
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
     logits = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows)) * rows
     left = FP32 * rows * arch.dim + e * n * arch.dim
-    widened = FP32 if case.gpu.kind == "cpu" and e < FP32 else 0
-    narrow = e * (logits + rows * arch.dim) if e < FP32 else 0
+    wide = FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
+    if case.gpu.kind == "cpu" and e < FP32:
+        wide *= 2
+    narrow = e * rows * arch.dim if e < FP32 else 0
     hidden = n * arch.dim * (case.stream_bytes + (e if case.autocast else 0))
-    return left, hidden + max((e + FP32 + widened) * logits, narrow)
+    return left, hidden + e * logits + max(wide, narrow)
 
 
 def _casts(case: Case) -> int:
@@ -242,13 +257,14 @@ def _gathered(case: Case, blocks: int) -> int:
 
 def _kept_gradients(case: Case) -> int:
     """Gradients that are there before the backward pass: of the micro-batches before, which FSDP2
-    keeps whole until the last one, unless told otherwise; DDP's buffers are there all the time."""
+    keeps whole until the last one, unless told otherwise; DDP's buffers are there all the time, and
+    take no gradients before the last micro-batch's."""
     if case.keeps_whole_gradients:
         return FP32 * numbers(case.weights)
     if case.sizes.sharded:
         return FP32 * case.held(case.weights) if case.accumulation > 1 else 0
-    there = case.accumulation > 1 or case.devices > 1
-    return case.weight_bytes * numbers(case.weights) if there else 0
+    copies = (case.accumulation > 1) + (case.devices > 1)
+    return copies * case.weight_bytes * numbers(case.weights)
 
 
 def _at_the_loss(case: Case) -> dict[str, int]:
@@ -285,16 +301,27 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
     }
 
 
+def _of_blocks(case: Case) -> int:
+    """Gradients that FSDP2 has summed before it comes to those outside of blocks; of these what
+    micro-batches before have left."""
+    there = FP32 * sum(case.held([weight]) for weight in case.weights if weight.in_block)
+    if case.keeps_whole_gradients:
+        return there + FP32 * numbers(case.outside)
+    return there + (FP32 * case.held(case.outside) if case.accumulation > 1 else 0)
+
+
 def _at_the_embedding(case: Case) -> dict[str, int]:
-    """With tensor parallelism each device has the gradient of all its rows, before it takes its
-    own of them; what is outside of blocks is still gathered."""
-    if case.sizes.tensor == 1:
+    """What is outside of blocks is still gathered, and its gradients are whole. A tied embedding's
+    is added to the head's; with tensor parallelism each device has that of all rows, before it
+    takes its own of them. FSDP2 still sends those of the first block."""
+    if not case.sizes.sharded:
         return {}
-    whole = case.arch.vocab_size * case.arch.dim
+    rows = case.arch.vocab_size
+    own, tied = rows // case.sizes.tensor, case.arch.tie_embeddings
+    added = case.arch.dim * ((rows if own < rows else 0) + (2 * own if tied else 0))
     return {
         "gathered parameters": _gathered(case, 0),
-        "gradients": FP32 * case.held(case.weights)
-        + case.product_bytes * (numbers(case.outside) + whole),
+        "gradients": _of_blocks(case) + case.product_bytes * (numbers(case.outside) + added),
         "exchange buffers": FP32 * numbers(case.block),
     }
 
@@ -305,11 +332,8 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
     arch = case.arch
     if case.sizes.sharded:
         outside = numbers(case.outside)
-        whole = (FP32 if case.keeps_whole_gradients else case.product_bytes) * outside
-        return {
-            "gradients": FP32 * case.held(case.weights) + whole,
-            "exchange buffers": FP32 * (outside + numbers(case.block)),
-        }
+        new = 0 if case.keeps_whole_gradients else case.product_bytes * outside
+        return {"gradients": _of_blocks(case) + new, "exchange buffers": FP32 * outside}
     again = FP32 * arch.vocab_size * arch.dim if arch.tie_embeddings else 0
     return {
         "gathered parameters": _casts(case),
@@ -318,17 +342,6 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
 
 
 def _in_the_step(case: Case) -> dict[str, int]:
-    """AdamW is fused and takes nothing. Muon stacks matrices of one shape, a batch at a time:
-    gradients, momenta and weights, old and new, in fp32, and what Newton-Schulz works with."""
+    """AdamW is fused and takes nothing."""
     gradients = case.weight_bytes * case.held(case.weights)
-    return {"gradients": gradients, "Muon's buffers": _muon_buffers(case)}
-
-
-def _muon_buffers(case: Case) -> int:
-    largest = 0
-    for shape in {weight.shape for weight in case.muons}:
-        alike = sum(weight.shape == shape for weight in case.muons)
-        one = prod(shape)
-        batch = one * min(alike, max(1, BATCH_ELEMENTS // one))
-        largest = max(largest, batch)
-    return (4 * FP32 + 2 * case.product_bytes) * largest
+    return {"gradients": gradients, "Muon's buffers": muon.buffers(case)}

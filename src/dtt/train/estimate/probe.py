@@ -123,11 +123,14 @@ def _in_use(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
-    return int(psutil.Process().memory_info().rss)
+    now = psutil.Process().memory_info()
+    return int(now.rss - now.shared)
 
 
 def _peak(device: torch.device) -> int:
+    """Without pages of files, which are code that has been loaded: there are only ever more."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text().split("\n")
-    return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return peak - int(psutil.Process().memory_info().shared)

@@ -1,0 +1,98 @@
+"""The ids of all shards as one array, in which a shard is mapped when it is first read."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from itertools import islice
+from threading import Lock
+
+import numpy as np
+
+from dtt.data.mapped import HUGE_PAGE, Bytes, clear, map_into, reserve
+from dtt.data.sources.files import Shard
+from dtt.data.sources.layout import Ints, Pieces
+from dtt.errors import DamagedError, InputError
+
+MAPPED_SHARDS = 16_384
+"""At a time; each is a memory map or two, of which Linux allows a process 65,530."""
+
+
+class ShardIds:
+    """The ids of shards, read by the piece.
+
+    One array for all: what Python and numpy keep of ten thousand arrays does not stay in the
+    processor's caches, and to fetch it for a piece takes as long as to fetch the ids.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        """Opens no file. InputError when a process may not have as many addresses."""
+        self._shards = shards
+        width = np.array([np.dtype(s.dtype).itemsize for s in shards], dtype=np.int64)
+        self._size = width * np.array([s.tokens for s in shards], dtype=np.int64)
+        page = HUGE_PAGE if self._size.sum() > HUGE_PAGE * len(shards) else mmap.PAGESIZE
+        room = -(-self._size // page) * page
+        self._begin = np.cumsum(room) - room
+        try:
+            self._bytes = reserve(int(room.sum()))
+        except OSError as error:
+            raise InputError(
+                "the token files are larger than what this process may map",
+                where=shards[0].path.parent,
+                why=f"{room.sum() / 1e9:.1f} GB of addresses: {error.strerror}",
+                next="ulimit -v unlimited",
+            ) from None
+        views = {dtype: self._bytes.view(dtype) for dtype in {s.dtype for s in shards}}
+        self._ids = [views[s.dtype] for s in shards]
+        self._first = self._begin // width  # in ids, as `_begin` in bytes
+        self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
+        self._mapped: dict[int, None] = {}
+        """In the order in which they were."""
+        self._lock = Lock()
+
+    def read(self, pieces: Pieces, ids: Ints) -> None:
+        """Put each piece into its place in `ids`.
+
+        InputError for a file that is missing, DamagedError for one that is too short or too long.
+        """
+        for first in range(0, len(pieces.shard), MAPPED_SHARDS):
+            with self._lock:
+                self._read(Pieces(*(x[first : first + MAPPED_SHARDS] for x in pieces)), ids)
+
+    def _read(self, pieces: Pieces, ids: Ints) -> None:
+        if not self._is_mapped[pieces.shard].all():
+            self._map(set(pieces.shard.tolist()))
+        here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
+        for shard, start, place, length in zip(*(x.tolist() for x in here), strict=True):
+            ids[place : place + length] = self._ids[shard][start : start + length]
+
+    def _map(self, needed: set[int]) -> None:
+        """Map all of `needed`, and as many others as may stay."""
+        missing = sorted(needed - self._mapped.keys())
+        too_many = max(0, len(self._mapped) + len(missing) - MAPPED_SHARDS)
+        for shard in [*islice((s for s in self._mapped if s not in needed), too_many)]:
+            self._is_mapped[shard] = False
+            del self._mapped[shard]
+            clear(self._place(shard))
+        for shard in missing:
+            self._map_one(shard)
+            self._is_mapped[shard] = True
+            self._mapped[shard] = None
+
+    def _map_one(self, number: int) -> None:
+        shard = self._shards[number]
+        try:
+            size = map_into(self._place(number), shard.path)
+        except FileNotFoundError:
+            raise InputError("a token file is missing", where=shard.path) from None
+        if size != self._size[number]:
+            raise DamagedError(
+                "a token file is shorter or longer than it should be",
+                where=shard.path,
+                why=f"{size} bytes for {shard.tokens} tokens of {shard.dtype}",
+                next="make or copy it again",
+            )
+
+    def _place(self, shard: int) -> Bytes:
+        begin = int(self._begin[shard])
+        return self._bytes[begin : begin + int(self._size[shard])]

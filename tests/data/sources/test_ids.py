@@ -1,0 +1,83 @@
+"""The ids of shards: those in the files, whatever their types, with few of them mapped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtt.data.sources import ids as module
+from dtt.data.sources.files import Ends, Shard
+from dtt.data.sources.ids import ShardIds
+from dtt.data.sources.layout import Pieces
+from dtt.errors import InputError
+
+Ints = module.Ints
+
+
+def write(folder: Path, lengths: list[int], dtypes: list[str]) -> tuple[list[Shard], list[Ints]]:
+    """Files of random ids, none above 99, and these."""
+    rng = np.random.default_rng(0)
+    contents = [rng.integers(0, 100, length) for length in lengths]
+    shards = []
+    for number, ids in enumerate(contents):
+        dtype, path = dtypes[number % len(dtypes)], folder / f"shard-{number}"
+        ids.astype(dtype).tofile(path)
+        ends = Ends(np.array([len(ids)]))
+        shards.append(Shard(path, len(ids), dtype, "1", lambda ends=ends: ends))
+    return shards, contents
+
+
+def pieces_at_random(lengths: list[int], count: int) -> Pieces:
+    rng = np.random.default_rng(1)
+    size = np.array(lengths)
+    shard = rng.choice(np.flatnonzero(size), count)
+    start = rng.integers(0, size[shard])
+    length = rng.integers(1, size[shard] - start + 1)
+    return Pieces(shard, start, np.cumsum(length) - length, length)
+
+
+def mapped(folder: Path) -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f"{folder}/shard-" in line]
+
+
+@pytest.mark.parametrize("dtypes", [["<u2"], ["|u1", "<i4", "<u2", "<i8"]], ids=["one", "several"])
+@pytest.mark.parametrize("lengths", [[3000, 1, 0, 70, 5000], [2_000_000, 5, 1_500_000]], ids=str)
+def test_pieces_are_those_of_the_files(
+    tmp_path: Path, lengths: list[int], dtypes: list[str]
+) -> None:
+    shards, contents = write(tmp_path, lengths, dtypes)
+    pieces = pieces_at_random(lengths, 20)
+    ids = np.full(int(pieces.length.sum()), -1, dtype=np.int64)
+    ShardIds(shards).read(pieces, ids)
+    for shard, start, place, length in zip(*pieces, strict=True):
+        expected = contents[shard][start : start + length]
+        assert np.array_equal(ids[place : place + length], expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAPPED_SHARDS", 7)
+    lengths = [50 + 10 * number for number in range(30)]
+    shards, contents = write(tmp_path, lengths, ["<u2"])
+    source = ShardIds(shards)
+    for count in (1, 5, 7, 100):  # fewer and more than may be mapped
+        pieces = pieces_at_random(lengths, count)
+        ids = np.empty(int(pieces.length.sum()), dtype=np.int64)
+        source.read(pieces, ids)
+        parts = zip(pieces.shard, pieces.start, pieces.length, strict=True)
+        assert np.array_equal(ids, np.concatenate([contents[s][a : a + n] for s, a, n in parts]))
+        assert 1 <= len(mapped(tmp_path)) <= 7
+    assert len(mapped(tmp_path)) == 7
+    del source
+    assert not mapped(tmp_path)
+
+
+def test_more_than_a_process_may_map_is_said(tmp_path: Path) -> None:
+    shards, _ = write(tmp_path, [10], ["<u2"])
+    huge = Shard(shards[0].path, 2**58, "<u2", "1", shards[0].documents)
+    with pytest.raises(InputError, match=r"addresses[\s\S]*ulimit"):
+        ShardIds([huge])
