@@ -133,6 +133,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
         ("pipeline", {"launch__gpus_per_node": 3}, "does not divide over 3 processes"),
         ("pipeline", {"pipeline__train_processes": 3}, "does not divide over 3 processes"),
         ("train", {"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
+        ("train", {"launch__nodes": 3, "parallel__tensor": 3}, "is no multiple of tensor 3"),
     ],
 )
 def test_processes_that_could_not_train_are_told(
@@ -143,7 +144,9 @@ def test_processes_that_could_not_train_are_told(
 
 
 def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings) -> None:
-    settings = tiny(launch__nodes=3, parallel__context=3)
+    settings = tiny(
+        launch__nodes=3, parallel__context=3, train__seq_len=48, train__global_batch_tokens=4 * 48
+    )
     done = dtt("submit", "train", *settings, "--dry-run", "--json")
     assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
 

@@ -19,6 +19,7 @@ from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.model import count, families
+from dtt.model.fit_mesh import check_mesh
 from dtt.runtime.files import check_space, sha256_file
 from dtt.runtime.jobdir import JobDir
 
@@ -82,7 +83,9 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if found:
         named = [(s.label, s.path / "tokenizer.json", t.tokenizer_sha256) for s, t in found]
         yield from caught(lambda: fit.check_one_tokenizer(named))
-        yield from caught(lambda: _check_model(cfg, found[0][1].vocab_size, job))
+        vocab_size = found[0][1].vocab_size
+        yield from caught(lambda: _check_model(cfg, vocab_size, job))
+        yield from caught(lambda: _check_mesh(cfg, vocab_size))
     if len(found) == len(cfg.token_sources):
         key = fit.data_key((source.label, tokens.key) for source, tokens in found)
         yield from caught(lambda: _check_same_data(key, job))
@@ -109,6 +112,16 @@ def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
     more = max(1, _most_kept(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
+
+
+def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
+    """ConfigError if the model does not divide over the devices."""
+    try:
+        sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
+        arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
+    except ConfigError:  # `_process_problems` and `_check_model` tell of it
+        return
+    check_mesh(sizes, arch, cfg.train)
 
 
 def _most_kept(checkpoint: CheckpointConfig, train: TrainConfig) -> int:

@@ -17,7 +17,7 @@ from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
 from dtt.runtime.dist import World
-from dtt.train.fit_mesh import check_mesh
+from dtt.model.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
 
 

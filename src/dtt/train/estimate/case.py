@@ -21,7 +21,7 @@ from dtt.model.scaling import scaled
 from dtt.optim import groups, owners
 from dtt.optim.owners import Matrix, Spread
 from dtt.train.estimate.gpus import Gpu
-from dtt.train.fit_mesh import check_mesh
+from dtt.model.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
 
 

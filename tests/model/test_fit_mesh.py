@@ -8,7 +8,7 @@ from dtt.config.train import TrainConfig
 from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.train.fit_mesh import check_mesh
+from dtt.model.fit_mesh import check_mesh
 
 
 def arch(**changes: object) -> Architecture:
