@@ -152,8 +152,9 @@ def train(
 
     this.start.lap("imports")
     cfg, job = resolved.config, this.job
-    dataset = open_dataset(cfg)
-    plan = make_plan(cfg, dataset, world)
+    with after_the_first(world.ranks, this.requests):
+        dataset = open_dataset(cfg)
+        plan = make_plan(cfg, dataset, world)
     if begun is not None:
         begun.check(plan.schedule.decay, plan.steps)  # again: now it is known what the data allows
         if world.first:

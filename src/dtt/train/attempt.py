@@ -29,7 +29,7 @@ def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
 
 @contextmanager
 def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
-    """What fails before the ranks have met fails on all of them: the first says and records it.
+    """What fails inside fails alike on all ranks: the first says and records it.
 
     A launcher ends all ranks as soon as one has ended, and the first may still be importing.
     """
@@ -78,6 +78,9 @@ def attempt(
         raise
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
+        raise
+    except SystemExit as end:  # the first rank has said why
+        code = ExitCode(int(end.code or 0))
         raise
     except Exception as error:
         reason = redacted(f"{type(error).__name__}: {error}")
