@@ -13,11 +13,11 @@ from dtt.data.dataset import Dataset
 from dtt.errors import ConfigError
 from dtt.model import attend, count
 from dtt.model.architecture import Architecture
+from dtt.model.fit_mesh import check_mesh
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
 from dtt.runtime.dist import World
-from dtt.model.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
 
 

@@ -17,11 +17,11 @@ from dtt.data.stages import Stages
 from dtt.data.stages import resolve as resolve_stages
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, roles
+from dtt.model.fit_mesh import check_mesh
 from dtt.model.scaling import scaled
 from dtt.optim import groups, owners
 from dtt.optim.owners import Matrix, Spread
 from dtt.train.estimate.gpus import Gpu
-from dtt.model.fit_mesh import check_mesh
 from dtt.train.precision import Precision, choose
 
 
