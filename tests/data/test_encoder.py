@@ -255,7 +255,7 @@ def test_other_threads_go_on_while_it_encodes(both: Both) -> None:
     while encoding.is_alive():
         turns += 1
         threading.Event().wait(0.001)
-    assert turns > 20
+    assert turns > 5  # one or two, if it kept Python's lock
 
 
 @pytest.mark.parametrize("flag", [{"special": False}, {"lstrip": True}, {"rstrip": True}])
