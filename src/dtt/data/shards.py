@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 from dtt.artifacts import SplitCounts, TokenShard
 from dtt.data.corpus import Corpus, Unit
@@ -71,7 +70,7 @@ def encode_units(
             for unit in units:
                 bad = BadDocuments(stop=stop_at_bad)
                 shards = _UnitShards(out, place, unit, key, splits, encoder.vocab_size, bad)
-                opened.enter_context(shards)
+                opened.enter_context(shards.open_files)
                 for batch in read_batches(corpus, unit, bad):
                     yield shards, batch
                 yield shards, None
@@ -107,10 +106,7 @@ def _divided(batch: list[bytes], validation_fraction: float) -> dict[Split, list
 
 
 class _UnitShards:
-    """The shards of one unit, written aside until they are whole.
-
-    A context manager: leaving it closes what is still open, unfinished.
-    """
+    """The shards of one unit, written aside until they are whole."""
 
     def __init__(
         self,
@@ -127,8 +123,11 @@ class _UnitShards:
         self._host = None if place == out else socket.gethostname()
         (place / WORK).mkdir(parents=True, exist_ok=True)
         self._asides = {split: aside_path(place, unit.index, split) for split in splits}
+        self.open_files = ExitStack()
+        """Leaving it closes what has not been finished."""
         self._writers = {
-            split: TokenFileWriter(aside, vocab_size) for split, aside in self._asides.items()
+            split: self.open_files.enter_context(TokenFileWriter(aside, vocab_size))
+            for split, aside in self._asides.items()
         }
         self._counts = dict.fromkeys(splits, SplitCounts())
         self.empty = 0
@@ -137,22 +136,9 @@ class _UnitShards:
         self._writers[split].append(row.ids, row.lengths)
         self._counts[split] += counts
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for writer in self._writers.values():
-            writer.__exit__(kind, error, traceback)
-        self._writers.clear()
-
     def finish(self) -> None:
         """Put the shards into their places, then the marker."""
-        with self:
+        with self.open_files:
             files = {split: writer.close() for split, writer in self._writers.items()}
         shards: list[TokenShard] = []
         for split, written in files.items():

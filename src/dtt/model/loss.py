@@ -20,8 +20,7 @@ CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 """Logits held at a time, unless the caller says otherwise: in bf16 128 MB; 512 MB on a GPU, where
 adding each chunk's part to the weight's gradient is the dearer, the smaller the chunks are."""
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Of them in fp32 at a time: what a CPU's cache holds, which makes the softmax four times as fast;
-256 MB on a GPU."""
+"""Of them in fp32 at a time: what a CPU's cache holds; 256 MB on a GPU."""
 
 
 class Part(Protocol):

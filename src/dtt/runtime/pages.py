@@ -1,4 +1,4 @@
-"""Memory that has been freed is kept for what comes next: on a CPU, a tenth of a training step."""
+"""Memory that has been freed is kept for what comes next."""
 
 from __future__ import annotations
 
