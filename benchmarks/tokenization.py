@@ -1,7 +1,7 @@
 """How fast text becomes token ids: dtt, the encoder it uses alone, and what people use otherwise.
 
     python benchmarks/tokenization.py [--shared DIR] [--peers-python PYTHON] [--runs N]
-    python benchmarks/tokenization.py --gigabyte      the novels repeated to 1 GB
+    python benchmarks/tokenization.py --gigabytes N   the novels repeated to so many GB
     python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
 
 Every figure is of a whole process (of all of its workers), from its start to its end, the median
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers", default="raw,files,datatrove,pool,datasets,hf")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--gigabyte", action="store_true")
+    parser.add_argument("--gigabytes", type=int)
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     data = options.shared / "data"
@@ -234,8 +234,9 @@ def main() -> None:
             memory(novels, tokenizer, work)
             return
         peers = dict(installed(options.peers_python, options.peers.split(",")))
-        if options.gigabyte:
-            compare(make_corpus("gigabyte", novels, work, 14), tokenizer, peers, options.runs)
+        if options.gigabytes:
+            corpus = make_corpus("novels, repeated", novels, work, 14 * options.gigabytes)
+            compare(corpus, tokenizer, peers, options.runs)
             return
         for name, files in (("novels", novels), ("multilingual", multilingual)):
             compare(make_corpus(name, files, work), tokenizer, peers, options.runs)

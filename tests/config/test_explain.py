@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import yaml
+from pydantic import Field
 from running import ROOT, Dtt
 
 from dtt.config import explain, reference
+from dtt.config.base import Section, field_docs
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 
@@ -17,9 +19,35 @@ def test_every_key_is_documented() -> None:
     bare = [
         ".".join(key)
         for key, cls, name in explain.all_fields()
-        if name != "type" and not cls.model_fields[name].description
+        if name != "type" and not field_docs(cls).get(name)
     ]
     assert bare == []
+
+
+class Base(Section):
+    """Not from the configuration itself."""
+
+    kept: int = 1
+    """Of the
+    base."""
+    other: int = 2
+    """Another."""
+    bare: int = 3
+
+
+class Derived(Base):
+    """Takes one field anew."""
+
+    other: int = 5
+    """Its own."""
+    told: int = Field(default=4, description="As an argument.")
+
+
+def test_a_field_is_documented_by_the_string_below_it() -> None:
+    docs = {"kept": "Of the\nbase.", "other": "Its own.", "told": "As an argument."}
+    assert field_docs(Derived) == docs
+    properties = Derived.model_json_schema()["properties"]
+    assert {k: p["description"] for k, p in properties.items() if "description" in p} == docs
 
 
 def test_show_is_a_config_that_resolves_to_itself(dtt: Dtt) -> None:

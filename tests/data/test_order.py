@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.data.order import EMPTY_LEDGER, Order, extend_ledger, permutation
+from dtt.data.order import BLOCK, EMPTY_LEDGER, Order, extend_ledger, permutation
 from dtt.data.source import Samples
 
 GOLDEN = [593, 921, 385, 655, 298, 232, 640, 448, 462, 634]
@@ -101,6 +101,27 @@ def test_the_order_does_not_depend_on_how_the_run_is_cut(
         parts.append(order.samples_at(start, count))
         start += count
     assert np.array_equal(np.concatenate(parts), whole[first:])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    samples=st.integers(BLOCK - 1, 3 * BLOCK),
+    cuts=st.lists(
+        st.tuples(st.integers(0, 8 * BLOCK), st.integers(0, 2 * BLOCK)), min_size=1, max_size=5
+    ),
+)
+def test_samples_are_those_of_the_permutation_wherever_one_begins(
+    samples: int, cuts: list[tuple[int, int]]
+) -> None:
+    order = Order("web", samples)
+    for first, count in cuts:
+        places = np.arange(first, first + count)
+        expected = np.empty(count, dtype=np.uint64)
+        for epoch in np.unique(places // samples).tolist():
+            mine = places // samples == epoch
+            index = (places[mine] % samples).astype(np.uint64)
+            expected[mine] = permutation(index, samples, f"web/{epoch}".encode())
+        assert np.array_equal(order.samples_at(first, count), expected)
 
 
 def test_the_order_is_the_same_in_every_version() -> None:

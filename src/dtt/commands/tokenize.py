@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
     """Make the token files; the first rank prints a report, as JSON for scripts if asked."""
     out = cfg.tokenize_dir
+    # numpy's threads for linear algebra, of which there is none here, would spin on all cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
     from dtt.data.encode import tokenize
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 FREE_MARK: dict[str, Any] = {"x-on-resume": "free"}
 
@@ -22,16 +28,41 @@ class Section(BaseModel):
     """A group of knobs. The string below each field is its documentation, in `explain` and docs."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield `(key, why)` for combinations of values that cannot work; `key` is relative."""
         return iter(())
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema that pydantic makes, with the documentation of every field."""
+        schema = handler(core_schema)
+        for name, field in handler.resolve_ref_schema(schema)["properties"].items():
+            if doc := field_docs(cls).get(name):
+                field["description"] = doc
+        return schema
+
+
+@cache
+def field_docs(cls: type[Section]) -> dict[str, str]:
+    """The documentation of each field of a section class, those of its bases included.
+
+    Read from the source when somebody asks: pydantic's `use_attribute_docstrings` reads all of it
+    whenever any command starts.
+    """
+    docs = {n: f.description for n, f in cls.model_fields.items() if f.description}
+    for base in cls.__mro__[: cls.__mro__.index(Section)]:
+        [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(source, ast.ClassDef)
+        for pair in pairwise(source.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(doc))):
+                    docs.setdefault(name, inspect.cleandoc(doc))
+    return docs
 
 
 Unit = Literal["steps", "share", "tokens"]

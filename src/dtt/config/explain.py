@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from dtt.config.base import FREE_MARK, Section
+from dtt.config.base import FREE_MARK, Section, field_docs
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer, parse_scalar
 
@@ -76,7 +76,7 @@ def describe(cls: type[Section], name: str, value: Any) -> Knob:
     field = cls.model_fields[name]
     return Knob(
         type=_type_in_words(field.annotation),
-        doc=" ".join((field.description or "").split()),
+        doc=" ".join(field_docs(cls).get(name, "").split()),
         value=value,
         free=field.json_schema_extra == FREE_MARK,
     )
@@ -216,7 +216,7 @@ def _rows(cls: type[Section], key: Key) -> list[str]:
     return [
         line
         for name, dotted in keys.items()
-        for line in _wrapped(f"  {dotted:<{width}}  ", cls.model_fields[name].description)
+        for line in _wrapped(f"  {dotted:<{width}}  ", field_docs(cls).get(name))
     ]
 
 

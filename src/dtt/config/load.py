@@ -185,8 +185,9 @@ def check(layer: Layer) -> Resolved:
 
 def _secrets(layer: Layer) -> Iterator[Problem]:
     """Values that would lay a secret open: the configuration is kept in the job directory."""
+    somewhere = holds_secret("\n".join(str(leaf.value) for leaf in layer.values()))
     for key, leaf in layer.items():
-        if holds_secret(str(leaf.value)):
+        if somewhere and holds_secret(str(leaf.value)):
             yield key, "holds a password or an access token: give it in the environment or ~/.netrc"
         elif key[:-1] == ("launch", "environment") and named_secret(key[-1]):
             yield key, "is a secret by its name: export it where you submit, the job inherits it"

@@ -66,13 +66,16 @@ def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[bytes]:
     return chain.from_iterable(read_batches(corpus, unit, bad))
 
 
-def read_batches(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[bytes]]:
-    """The same in lists of about BATCH_BYTES, which stay in the processor's cache."""
+def read_batches(
+    corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
+) -> Iterator[list[bytes]]:
+    """The same in lists of about `size` bytes; by default such that the processor's cache holds."""
     for span in unit.spans:
         if corpus.manifest.file_format == "parquet":
-            yield from _parquet(corpus.path(span.file), span, str(corpus.manifest.text_column), bad)
+            column = str(corpus.manifest.text_column)
+            yield from _parquet(corpus.path(span.file), span, column, bad, size)
         else:
-            yield from batches(_documents(corpus, span, bad), BATCH_BYTES)
+            yield from batches(_documents(corpus, span, bad), size)
 
 
 def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
@@ -280,12 +283,14 @@ def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
         )
 
 
-def _parquet(path: Path, span: Span, column: str, bad: BadDocuments) -> Iterator[list[bytes]]:
+def _parquet(
+    path: Path, span: Span, column: str, bad: BadDocuments, size: int
+) -> Iterator[list[bytes]]:
     try:
         with pq.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
             groups = range(span.start, span.stop)
             rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-            at_once = max(1, rows * BATCH_BYTES // max(span.text_bytes, 1))
+            at_once = max(1, rows * size // max(span.text_bytes, 1))
             for group in groups:
                 yield from _row_group(file, path, group, column, at_once, bad)
     except (OSError, pa.ArrowException) as error:
@@ -303,7 +308,9 @@ def _row_group(
         ):
             texts = batch.column(0)
             if _is_sound(texts):
-                yield texts.cast(pa.binary()).to_pylist()
+                binary = pa.binary()
+                plain = pa.types.is_string(texts.type)
+                yield (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
             else:
                 yield [
                     document

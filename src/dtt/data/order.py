@@ -7,7 +7,6 @@ number of ranks and a resume is one integer.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +14,8 @@ from dtt.data.source import Samples
 
 ROUNDS = 8
 DIGEST_BYTES = 16
+BLOCK = 2**13
+"""Places whose samples are found together: numpy takes several times as long for a few hundred."""
 
 
 def permutation(index: Samples, size: int, key: bytes) -> Samples:
@@ -50,24 +51,33 @@ def _mix(x: Samples) -> Samples:
     return x ^ (x >> np.uint64(31))
 
 
-@dataclass(frozen=True)
 class Order:
     """The samples of one source in training order: each exactly once an epoch, for ever."""
 
-    key: str
-    """Names the order: seed and source."""
-    samples: int
+    def __init__(self, key: str, samples: int) -> None:
+        """`key` names the order: seed and source."""
+        self._key, self._samples = key, samples
+        self._latest = -1, -1, np.empty(0, dtype=np.uint64)
 
     def samples_at(self, first: int, count: int) -> Samples:
         """The samples at places first … first + count - 1, epoch by epoch."""
         parts = [np.empty(0, dtype=np.uint64)]
         while count:
-            epoch, offset = divmod(first, self.samples)
-            here = min(count, self.samples - offset)
-            index = np.arange(offset, offset + here, dtype=np.uint64)
-            parts.append(permutation(index, self.samples, f"{self.key}/{epoch}".encode()))
-            first, count = first + here, count - here
+            epoch, place = divmod(first, self._samples)
+            block, offset = divmod(place, BLOCK)
+            part = self._block(epoch, block)[offset : offset + count]
+            parts.append(part)
+            first, count = first + len(part), count - len(part)
         return np.concatenate(parts)
+
+    def _block(self, epoch: int, block: int) -> Samples:
+        of_epoch, of_block, samples = self._latest
+        if (of_epoch, of_block) != (epoch, block):
+            stop = min((block + 1) * BLOCK, self._samples)
+            index = np.arange(block * BLOCK, stop, dtype=np.uint64)
+            samples = permutation(index, self._samples, f"{self._key}/{epoch}".encode())
+            self._latest = epoch, block, samples
+        return samples
 
 
 def extend_ledger(ledger: bytes, samples: Samples) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_pieces_are_those_of_the_files(
     for shard, start, place, length in zip(*pieces, strict=True):
         expected = contents[shard][start : start + length]
         assert np.array_equal(ids[place : place + length], expected)
+
+
+def test_a_piece_of_nothing_is_not_looked_for(tmp_path: Path) -> None:
+    """It may begin where a file ends, and there is nothing mapped behind it."""
+    page = mmap.PAGESIZE // 2
+    shards, contents = write(tmp_path, [page, page], ["<u2"])
+    pieces = Pieces(*(np.array(column) for column in ([0, 0], [page, 3], [0, 0], [0, 5])))
+    ids = np.empty(5, dtype=np.int64)
+    ShardIds(shards).read(pieces, ids)
+    assert np.array_equal(ids, contents[0][3:8])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

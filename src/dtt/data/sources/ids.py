@@ -44,6 +44,7 @@ class ShardIds:
             ) from None
         views = {dtype: self._bytes.view(dtype) for dtype in {s.dtype for s in shards}}
         self._ids = [views[s.dtype] for s in shards]
+        self._width = width
         self._first = self._begin // width  # in ids, as `_begin` in bytes
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
         self._mapped: dict[int, None] = {}
@@ -63,6 +64,8 @@ class ShardIds:
         if not self._is_mapped[pieces.shard].all():
             self._map(set(pieces.shard.tolist()))
         here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
+        # All beginnings at once: the processor fetches many at a time, in the loop one by one.
+        self._bytes[(here.start * self._width[pieces.shard])[pieces.length > 0]]
         for shard, start, place, length in zip(*(x.tolist() for x in here), strict=True):
             ids[place : place + length] = self._ids[shard][start : start + length]
 
