@@ -94,6 +94,7 @@ def tokenize(
                 key=plan.begun.key,
                 validation_fraction=cfg.validation_fraction,
                 stop_at_bad=cfg.on_bad_document == "stop",
+                cores=cores,
             )
             ranks = [Work(*work) for work in comm.gather(work)]
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())

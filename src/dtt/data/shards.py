@@ -54,10 +54,13 @@ def encode_units(
     key: str,
     validation_fraction: float,
     stop_at_bad: bool,
+    cores: int,
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
-    `place` is `out`, or a folder on this node's own disk.
+    `place` is `out`, or a folder on this node's own disk. With more than one of the `cores` to
+    itself, a rank reads and decodes on another; on a single one the threads would only take turns,
+    and the system reads files ahead by itself.
     The bytes depend on the unit, the tokenizer and `validation_fraction` alone. Memory is a few
     batches, however large files and units are.
     """
@@ -75,7 +78,7 @@ def encode_units(
                     yield shards, batch
                 yield shards, None
 
-        for shards, batch in ahead(read(), reader):
+        for shards, batch in ahead(read(), reader) if cores > 1 else read():
             if batch is None:
                 behind.do(shards.finish)
                 continue
