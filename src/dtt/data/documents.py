@@ -61,9 +61,14 @@ class BadDocuments:
             self.examples.append(f"{where()}: {why}")
 
 
-def read_unit(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[bytes]:
-    """Every document of `unit` that can be read, empty ones included, in the order of the files."""
-    return chain.from_iterable(read_batches(corpus, unit, bad))
+def read_unit(
+    corpus: Corpus, unit: Unit, bad: BadDocuments, at_once: int = BATCH_BYTES
+) -> Iterator[bytes]:
+    """Every document of `unit` that can be read, empty ones included, in the order of the files.
+
+    About `at_once` bytes are read and decoded before the first is there.
+    """
+    return chain.from_iterable(read_batches(corpus, unit, bad, at_once))
 
 
 def read_batches(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xxhash import xxh3_64_intdigest
 
 from dtt.data.corpus import Corpus, Unit
-from dtt.data.documents import BadDocuments, batches, read_batches, read_unit
+from dtt.data.documents import BadDocuments, batches, read_unit
 from dtt.runtime.comm import Comm
 from dtt.runtime.log import Advance
 
@@ -62,7 +62,8 @@ def some_text(corpus: Corpus, units: list[Unit], rank: int = 0, size: int = 1) -
     chosen = units[:: -(-len(units) // SOME_UNITS)]
     part = SOME_BYTES // len(chosen)
     starts = (
-        next(read_batches(corpus, unit, BadDocuments(), part), []) for unit in chosen[rank::size]
+        next(batches(read_unit(corpus, unit, BadDocuments(), part), part), [])
+        for unit in chosen[rank::size]
     )
     texts = (one[:part].decode(errors="ignore") for batch in starts for one in batch)
     return [text.encode() for text in texts if text]
