@@ -74,7 +74,7 @@ def read_unit(
 def read_batches(
     corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
 ) -> Iterator[list[bytes]]:
-    """The same in lists of about `size` bytes; by default such that the processor's cache holds."""
+    """The same in lists of about `size` bytes, by default what the processor's cache holds."""
     for span in unit.spans:
         if corpus.manifest.file_format == "parquet":
             column = str(corpus.manifest.text_column)
@@ -313,7 +313,7 @@ def _row_group(
         ):
             texts = batch.column(0)
             if _is_sound(texts):
-                binary = pa.binary()
+                binary = pa.binary()  # a view, as `cast` loads all functions of pyarrow.compute
                 plain = pa.types.is_string(texts.type)
                 yield (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
             else:

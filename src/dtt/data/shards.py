@@ -58,9 +58,9 @@ def encode_units(
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
-    `place` is `out`, or a folder on this node's own disk. With more than one of the `cores` to
-    itself, a rank reads and decodes on another; on a single one the threads would only take turns,
-    and the system reads files ahead by itself.
+    `place` is `out`, or a folder on this node's own disk. `cores` are those of this rank alone:
+    where there is a second one, text is read and decoded ahead on it; on a single one the threads
+    would only take turns, and reading ahead is left to the system.
     The bytes depend on the unit, the tokenizer and `validation_fraction` alone. Memory is a few
     batches, however large files and units are.
     """

@@ -64,7 +64,8 @@ class ShardIds:
         if not self._is_mapped[pieces.shard].all():
             self._map(set(pieces.shard.tolist()))
         here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
-        # All beginnings at once: the processor fetches many at a time, in the loop one by one.
+        # Touch where each begins: the processor fetches many at a time, in the loop one by one.
+        # A piece of nothing may begin where its file ends, and nothing is mapped there.
         self._bytes[(here.start * self._width[pieces.shard])[pieces.length > 0]]
         for shard, start, place, length in zip(*(x.tolist() for x in here), strict=True):
             ids[place : place + length] = self._ids[shard][start : start + length]
