@@ -7,6 +7,7 @@ imported before a command's body runs.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -943,7 +944,20 @@ def main() -> None:
     """Entry point of the console script."""
     # Imports make many objects and no garbage: to look for it takes a tenth of the start.
     gc.set_threshold(50_000)
+    _forget_others(sys.argv[1:2])
     cli(prog_name="dtt")
+
+
+def _forget_others(name: list[str]) -> None:
+    """Keep only the command of this `name`, if there is one: Typer makes a parser of all it has."""
+    commands = [
+        command
+        for command in cli.registered_commands
+        if command.callback is not None and [command.callback.__name__] == name
+    ]
+    groups = [group for group in cli.registered_groups if [group.name] == name]
+    if commands or groups:
+        cli.registered_commands, cli.registered_groups = commands, groups
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.runtime.comm import open_comm
 from dtt.runtime.log import log
+from dtt.runtime.pages import keep
 from dtt.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     out = cfg.tokenize_dir
     # numpy's threads for linear algebra, of which there is none here, would spin on all cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    keep()
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
     from dtt.data.encode import tokenize
 

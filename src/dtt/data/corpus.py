@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from dtt.artifacts import CorpusManifest
 from dtt.data.formats import is_compressed
 from dtt.errors import DamagedError, InputError
+from dtt.runtime.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
 """Bytes of text per byte of a compressed file, to estimate sizes."""
@@ -54,30 +55,55 @@ class Unit:
 class Corpus:
     """The documents that `download` left in a folder."""
 
-    def __init__(self, folder: Path, manifest: CorpusManifest | None = None) -> None:
-        """Read the manifest and look whether its files are still those that it names.
+    def __init__(
+        self, folder: Path, manifest: CorpusManifest | None = None, comm: Comm | None = None
+    ) -> None:
+        """Look whether the files of the manifest are still those that it names.
 
-        Raises InputError for a missing file, DamagedError for one whose size has changed. With
-        `manifest`, take that one and the files as they are.
+        `manifest` is the folder's own if absent. The ranks of `comm` share the files, as each
+        takes a few accesses to the disk, or a file server; without it one process looks at all.
+
+        Raises InputError for a missing file, DamagedError for one whose size has changed.
         """
         self.folder = folder
         self.manifest = manifest or CorpusManifest.read(folder)
-        if manifest is None:
-            self._check_files()
+        comm = comm or Serial()
+        files = range(len(self.manifest.files))
+        shares = comm.gather([self._look(file) for file in files[comm.rank :: comm.size]])
+        self._row_groups = [shares[file % comm.size][file // comm.size] for file in files]
 
-    def _check_files(self) -> None:
+    def _look(self, file: int) -> list[int]:
+        """Check a file; returns about how many bytes of text each row group of Parquet holds."""
+        path = self.path(file)
         again = f"dtt download -d {self.manifest.source.id}"
-        for index, record in enumerate(self.manifest.files):
-            path = self.path(index)
-            if not path.is_file():
-                raise InputError("a file of the corpus is missing", where=path, next=again)
-            if path.stat().st_size != record.bytes:
-                raise DamagedError(
-                    "a file of the corpus has changed",
-                    where=path,
-                    why=f"it had {record.bytes} bytes, now {path.stat().st_size}",
-                    next=again,
-                )
+        if not path.is_file():
+            raise InputError("a file of the corpus is missing", where=path, next=again)
+        expected, found = self.manifest.files[file].bytes, path.stat().st_size
+        if found != expected:
+            raise DamagedError(
+                "a file of the corpus has changed",
+                where=path,
+                why=f"it had {expected} bytes, now {found}",
+                next=again,
+            )
+        return self._text_bytes(path) if self.manifest.file_format == "parquet" else []
+
+    def _text_bytes(self, path: Path) -> list[int]:
+        try:
+            footer = pq.read_metadata(path)
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # the disk failed: the next look may give other units
+            return [0]  # it is damaged: the reader of documents says how
+        groups = (footer.row_group(group) for group in range(footer.num_row_groups))
+        return [
+            sum(
+                chunk.total_uncompressed_size
+                for chunk in (group.column(i) for i in range(group.num_columns))
+                if chunk.path_in_schema == self.manifest.text_column
+            )
+            for group in groups
+        ]
 
     def path(self, file: int) -> Path:
         """Where the `file`-th file lies."""
@@ -107,7 +133,8 @@ class Corpus:
     def _pieces(self, unit_bytes: int) -> Iterator[Span]:
         for file, record in enumerate(self.manifest.files):
             if self.manifest.file_format == "parquet":
-                yield from self._row_groups(file)
+                for group, text_bytes in enumerate(self._row_groups[file]):
+                    yield Span(file, group, group + 1, text_bytes)
             elif is_compressed(self.path(file)):
                 yield Span(file, 0, record.bytes, COMPRESSION_RATIO * record.bytes)
             elif self.manifest.file_format == "csv" or self.manifest.txt_documents == "file":
@@ -116,22 +143,3 @@ class Corpus:
                 for start in range(0, max(record.bytes, 1), unit_bytes):
                     stop = min(start + unit_bytes, record.bytes)
                     yield Span(file, start, stop, stop - start)
-
-    def _row_groups(self, file: int) -> Iterator[Span]:
-        try:
-            footer = pq.read_metadata(self.path(file))
-        except (OSError, pa.ArrowException) as error:
-            if getattr(error, "errno", None) is not None:
-                raise  # the disk failed: the next look may give other units
-            # It is damaged: the reader of documents says how.
-            yield Span(file, 0, 1, 0)
-            return
-        for group in range(footer.num_row_groups):
-            columns = footer.row_group(group)
-            chunks = (columns.column(i) for i in range(columns.num_columns))
-            text_bytes = sum(
-                chunk.total_uncompressed_size
-                for chunk in chunks
-                if chunk.path_in_schema == self.manifest.text_column
-            )
-            yield Span(file, group, group + 1, text_bytes)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts import CorpusManifest, Record, TokensManifest, fingerprint
+from dtt.artifacts import Record, TokensManifest, fingerprint
 from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
-from dtt.data.corpus import Corpus, Span, Unit
+from dtt.data.corpus import Corpus, Unit
 from dtt.data.markers import WORK, marker_path
 from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
 from dtt.data.sampling import HELD_OUT_BY, tokenizer_sample
@@ -79,19 +79,14 @@ class Cut:
 def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
     """Open and cut a corpus; every rank calls this.
 
-    Rank 0 alone looks at every file. Raises InputError when the corpus is empty.
+    Raises InputError when the corpus is empty.
     """
-    told: Any = None
-    corpus = Corpus(folder) if comm.rank == 0 else None
-    if corpus is not None:
-        unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
-        units = corpus.units(unit_bytes)
-        if not units:
-            raise InputError("the corpus holds no documents", where=folder)
-        told = [unit_bytes, [[astuple(span) for span in unit.spans] for unit in units]]
-    unit_bytes, cuts = comm.broadcast(told)
-    corpus = corpus or Corpus(folder, CorpusManifest.read(folder))
-    units = [Unit(i, tuple(Span(*span) for span in spans)) for i, spans in enumerate(cuts)]
+    corpus = Corpus(folder, comm=comm)
+    unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
+    units = corpus.units(unit_bytes)
+    if not units and comm.rank == 0:
+        raise InputError("the corpus holds no documents", where=folder)
+    comm.barrier()
     return Cut(corpus, unit_bytes, units)
 
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import filelock
-
 from dtt.errors import DiskFull, EnvironmentUnfit
 from dtt.runtime.log import log
 
@@ -123,6 +121,8 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
 
     Waits up to `patience` seconds for a predecessor that is just stopping.
     """
+    import filelock  # slow, and most ranks lock nothing
+
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
     try:

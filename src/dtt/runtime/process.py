@@ -39,6 +39,8 @@ def command() -> Iterator[None]:
     # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
     # twice as fast where other processes want the same cores. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # For plugins, of which dtt needs none, pydantic looks into every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = ExitCode.DONE
     try:
         yield
