@@ -25,6 +25,8 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     out = cfg.tokenize_dir
     # numpy's threads for linear algebra, of which there is none here, would spin on all cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # What is freed is needed again at once, for the next documents: do not give it back.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # of Arrow's allocator
     keep()
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
     from dtt.data.encode import tokenize

@@ -131,8 +131,11 @@ class Gigatoken:
         if self._room < 0:
             self._encode, self._room = self._open(), CACHED_BYTES
         ids = self._encode(text)
-        places = np.flatnonzero((ids >= self._lowest) & (ids <= self._highest))
-        places = places[self._special[ids[places]]]
+        if self._lowest == self._highest:
+            places = np.flatnonzero(ids == self._end)
+        else:
+            places = np.flatnonzero((ids >= self._lowest) & (ids <= self._highest))
+            places = places[self._special[ids[places]]]
         if len(places) != len(documents) or (ids[places] != self._end).any():
             return None
         return Row(ids, np.diff(places, prepend=-1).astype(np.int32))

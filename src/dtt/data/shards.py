@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from dtt.data.documents import BadDocuments, read_batches
 from dtt.data.encoder import Encoder
 from dtt.data.gigatoken import Row
 from dtt.data.markers import WORK, UnitMarker, write_marker
+from dtt.data.prefetch import prefetch
 from dtt.data.sampling import held_out
 from dtt.data.threads import Behind, ahead
 from dtt.data.tokenfile import TokenFileWriter, bin_path, idx_path
@@ -58,9 +60,9 @@ def encode_units(
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
-    `place` is `out`, or a folder on this node's own disk. `cores` are those of this rank alone:
-    where there is a second one, text is read and decoded ahead on it; on a single one the threads
-    would only take turns, and reading ahead is left to the system.
+    `place` is `out`, or a folder on this node's own disk. The system brings the next unit's bytes
+    into its cache meanwhile. `cores` are those of this rank alone: where there is a second one,
+    text is decoded ahead on it; on a single one the threads would only take turns.
     The bytes depend on the unit, the tokenizer and `validation_fraction` alone. Memory is a few
     batches, however large files and units are.
     """
@@ -70,7 +72,9 @@ def encode_units(
     with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
 
         def read() -> Iterator[tuple[_UnitShards, list[bytes] | None]]:
-            for unit in units:
+            for unit, coming in zip_longest(units, units[1:]):
+                if coming is not None:
+                    prefetch(corpus, coming)
                 bad = BadDocuments(stop=stop_at_bad)
                 shards = _UnitShards(out, place, unit, key, splits, encoder.vocab_size, bad)
                 opened.enter_context(shards.open_files)

@@ -1,4 +1,4 @@
-"""Read ahead and write behind, each on a thread of its own, beside the one that encodes."""
+"""Decode ahead and write behind, each on a thread of its own, beside the one that encodes."""
 
 from __future__ import annotations
 

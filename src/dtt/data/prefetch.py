@@ -1,0 +1,51 @@
+"""Have the system bring text into its file cache before it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.data.corpus import Corpus, Span, Unit
+
+REQUEST_BYTES = 2**17
+"""Linux brings no more at a request than the read-ahead of the device, by default this much."""
+
+
+def prefetch(corpus: Corpus, unit: Unit) -> None:
+    """Ask for all of `unit` without waiting for it: the disk works while the processor does.
+
+    What cannot be asked for is left to who reads it: a file that is damaged, or a system without
+    posix_fadvise(2), as macOS.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for span in unit.spans:
+        with suppress(OSError, pa.ArrowException), corpus.path(span.file).open("rb") as file:
+            for start, stop in _ranges(corpus, span):
+                for offset in range(start, stop, REQUEST_BYTES):
+                    length = min(REQUEST_BYTES, stop - offset)
+                    os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
+
+
+def _ranges(corpus: Corpus, span: Span) -> Iterator[tuple[int, int]]:
+    """Where the text of a span lies in its file: of Parquet, the text column of each row group."""
+    if corpus.manifest.file_format == "parquet":
+        yield from _of_column(corpus.path(span.file), span, str(corpus.manifest.text_column))
+    else:
+        yield span.start, span.stop
+
+
+def _of_column(path: Path, span: Span, column: str) -> Iterator[tuple[int, int]]:
+    footer = pq.read_metadata(path)
+    for group in map(footer.row_group, range(span.start, span.stop)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema == column:
+                start = chunk.data_page_offset
+                if chunk.has_dictionary_page:
+                    start = min(start, chunk.dictionary_page_offset)
+                yield start, start + chunk.total_compressed_size
