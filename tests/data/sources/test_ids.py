@@ -12,7 +12,7 @@ import pytest
 from dtt.data.sources import ids as module
 from dtt.data.sources.files import Ends, Shard
 from dtt.data.sources.ids import ShardIds
-from dtt.data.sources.layout import Pieces
+from dtt.data.sources.layout import Pieces, Windows
 from dtt.errors import InputError
 
 Ints = module.Ints
@@ -53,10 +53,24 @@ def test_pieces_are_those_of_the_files(
     shards, contents = write(tmp_path, lengths, dtypes)
     pieces = pieces_at_random(lengths, 20)
     ids = np.full(int(pieces.length.sum()), -1, dtype=np.int64)
-    ShardIds(shards).read(pieces, ids)
+    ShardIds(shards).read(pieces, ids[None])
     for shard, start, place, length in zip(*pieces, strict=True):
         expected = contents[shard][start : start + length]
         assert np.array_equal(ids[place : place + length], expected)
+
+
+@pytest.mark.parametrize("dtypes", [["<u2"], ["<u2", "<i4"]], ids=["one", "several"])
+@pytest.mark.parametrize("seq_len", [1, 7, 500, 6000])
+def test_rows_are_windows_over_all_shards(tmp_path: Path, seq_len: int, dtypes: list[str]) -> None:
+    """Whether they lie in one shard or go on in others."""
+    shards, contents = write(tmp_path, [3000, 1, 0, 70, 5000, 999], dtypes)
+    layout = Windows(np.cumsum([shard.tokens for shard in shards]), seq_len)
+    samples = np.random.default_rng(0).permutation(len(layout)).astype(np.uint64)
+    rows = np.empty((len(samples), seq_len + 1), dtype=np.int64)
+    ShardIds(shards).read(layout.pieces(samples), rows)
+    stream = np.concatenate(contents)
+    for sample, row in zip(samples.tolist(), rows, strict=True):
+        assert np.array_equal(row, stream[sample * seq_len : sample * seq_len + seq_len + 1])
 
 
 def test_a_piece_of_nothing_is_not_looked_for(tmp_path: Path) -> None:
@@ -65,7 +79,7 @@ def test_a_piece_of_nothing_is_not_looked_for(tmp_path: Path) -> None:
     shards, contents = write(tmp_path, [page, page], ["<u2"])
     pieces = Pieces(*(np.array(column) for column in ([0, 0], [page, 3], [0, 0], [0, 5])))
     ids = np.empty(5, dtype=np.int64)
-    ShardIds(shards).read(pieces, ids)
+    ShardIds(shards).read(pieces, ids[None])
     assert np.array_equal(ids, contents[0][3:8])
 
 
@@ -78,7 +92,7 @@ def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     for count in (1, 5, 7, 100):  # fewer and more than may be mapped
         pieces = pieces_at_random(lengths, count)
         ids = np.empty(int(pieces.length.sum()), dtype=np.int64)
-        source.read(pieces, ids)
+        source.read(pieces, ids[None])
         parts = zip(pieces.shard, pieces.start, pieces.length, strict=True)
         assert np.array_equal(ids, np.concatenate([contents[s][a : a + n] for s, a, n in parts]))
         assert 1 <= len(mapped(tmp_path)) <= 7

@@ -8,6 +8,7 @@ from itertools import islice
 from threading import Lock
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dtt.data.mapped import HUGE_PAGE, Bytes, clear, map_into, reserve
 from dtt.data.sources.files import Shard
@@ -42,8 +43,8 @@ class ShardIds:
                 why=f"{room.sum() / 1e9:.1f} GB of addresses: {error.strerror}",
                 next="ulimit -v unlimited",
             ) from None
-        views = {dtype: self._bytes.view(dtype) for dtype in {s.dtype for s in shards}}
-        self._ids = [views[s.dtype] for s in shards]
+        self._views = {dtype: self._bytes.view(dtype) for dtype in {s.dtype for s in shards}}
+        self._ids = [self._views[s.dtype] for s in shards]
         self._width = width
         self._first = self._begin // width  # in ids, as `_begin` in bytes
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
@@ -51,24 +52,37 @@ class ShardIds:
         """In the order in which they were."""
         self._lock = Lock()
 
-    def read(self, pieces: Pieces, ids: Ints) -> None:
-        """Put each piece into its place in `ids`.
+    def read(self, pieces: Pieces, rows: Ints) -> None:
+        """Put each piece into its place in `rows` [samples, tokens], which lie one after another.
 
         InputError for a file that is missing, DamagedError for one that is too short or too long.
         """
         for first in range(0, len(pieces.shard), MAPPED_SHARDS):
             with self._lock:
-                self._read(Pieces(*(x[first : first + MAPPED_SHARDS] for x in pieces)), ids)
+                self._read(Pieces(*(x[first : first + MAPPED_SHARDS] for x in pieces)), rows)
 
-    def _read(self, pieces: Pieces, ids: Ints) -> None:
+    def _read(self, pieces: Pieces, rows: Ints) -> None:
         if not self._is_mapped[pieces.shard].all():
             self._map(set(pieces.shard.tolist()))
         here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
-        # Touch where each begins: the processor fetches many at a time, in the loop one by one.
+        # Touch where each begins: the processor fetches many at a time, later one by one.
         # A piece of nothing may begin where its file ends, and nothing is mapped there.
         self._bytes[(here.start * self._width[pieces.shard])[pieces.length > 0]]
+        if len(self._views) == 1:
+            here = self._read_whole(here, rows)
+        ids = rows.reshape(-1)
         for shard, start, place, length in zip(*(x.tolist() for x in here), strict=True):
             ids[place : place + length] = self._ids[shard][start : start + length]
+
+    def _read_whole(self, pieces: Pieces, rows: Ints) -> Pieces:
+        """Fill the rows that are one piece each, which numpy does by itself; returns the others."""
+        width = rows.shape[1]
+        whole = pieces.length == width
+        if whole.any():
+            [ids] = self._views.values()
+            windows = sliding_window_view(ids, width)
+            rows[pieces.place[whole] // width] = windows[pieces.start[whole]]
+        return Pieces(*(x[~whole] for x in pieces))
 
     def _map(self, needed: set[int]) -> None:
         """Map all of `needed`, and as many others as may stay."""

@@ -89,11 +89,13 @@ class TokenSource:
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
         """See Source. DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
-        ids = np.full(len(samples) * self._width, PADDING, dtype=np.int64)
-        self._ids.read(pieces, ids)
-        if self._vocab_size is not None and len(ids):
-            self._check(ids, pieces, self._vocab_size)
-        return ids.reshape(len(samples), self._width)
+        rows = np.empty((len(samples), self._width), dtype=np.int64)
+        if pieces.length.sum() < rows.size:
+            rows.fill(PADDING)
+        self._ids.read(pieces, rows)
+        if self._vocab_size is not None and rows.size:
+            self._check(rows.reshape(-1), pieces, self._vocab_size)
+        return rows
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """See Source. The token that ends a document belongs to it."""
@@ -143,7 +145,7 @@ class TokenSource:
         return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: Pieces, vocab_size: int) -> None:
-        if ids.max() < vocab_size and ids.min() >= 0:
+        if ids.view(np.uint64).max() < vocab_size:  # so none is negative either
             return
         wrong = np.flatnonzero((ids >= vocab_size) | ((ids < 0) & (ids != PADDING)))
         if not len(wrong):
