@@ -6,13 +6,14 @@
 
 Every figure is of a whole process (of all of its workers), from its start to its end, the median
 of interleaved runs; the encoder's own are of encoding alone: from memory, or from the same Parquet
-files, which it reads itself. Two processes or workers wherever there is a choice. The ids of all
-must be equal.
+files, which it reads itself. Beside these dtt's is given without its start-up too. Two processes
+or workers wherever there is a choice. The ids of all must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -55,6 +56,8 @@ class Corpus:
     downloaded: Path
     text_bytes: int
     times: dict[str, list[float]] = field(default_factory=dict)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    """MB/s from the first unit to the manifest, as dtt itself reports them."""
 
 
 def make_corpus(name: str, files: list[Path], work: Path, repeats: int = 1) -> Corpus:
@@ -88,7 +91,8 @@ def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Pa
         "tokenizer.type": "file",
         "tokenizer.path": tokenizer,
     }
-    return [*start, BIN / "dtt", "tokenize", *(f"{key}={value}" for key, value in keys.items())]
+    values = (f"{key}={value}" for key, value in keys.items())
+    return [*start, BIN / "dtt", "tokenize", "--json", *values]
 
 
 def documents(out: Path, end: int) -> Iterator[npt.NDArray[np.uint32]]:
@@ -129,8 +133,11 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                 for n in (1, 2)
             }
             for name, out in zip(list(commands), ("dtt1", "dtt2"), strict=True):
-                seconds = timed(commands[name])
-                corpus.times.setdefault(name, []).extend([seconds] if round_ else [])
+                seconds, printed = timed(commands[name])
+                if round_:
+                    corpus.times.setdefault(name, []).append(seconds)
+                    rate = json.loads(printed)["mb_per_second"]
+                    corpus.rates.setdefault(name, []).append(rate)
                 prints[name] = fingerprint(Path(scratch, out), end)
             for name, command in peers.items() if round_ else ():
                 out_folder = Path(scratch, name)
@@ -140,7 +147,7 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                     speeds = [encoder_speed(full, 1), encoder_speed(full, 2)]
                     rates.setdefault(name, []).append(speeds)
                     continue
-                corpus.times.setdefault(name, []).append(timed(full))
+                corpus.times.setdefault(name, []).append(timed(full)[0])
                 prints[name] = fingerprint(out_folder, end)
     medians = {
         name: [statistics.median(rate) for rate in zip(*found, strict=True)]
@@ -155,10 +162,11 @@ def encoder_speed(command: list[str | Path], processes: int) -> float:
         return sum(map(float, pool.map(run, [command] * processes)))
 
 
-def timed(command: list[str | Path]) -> float:
+def timed(command: list[str | Path]) -> tuple[float, str]:
+    """Seconds, and what it printed."""
     start = time.perf_counter()
-    run(command)
-    return time.perf_counter() - start
+    printed = run(command)
+    return time.perf_counter() - start, printed
 
 
 def report(
@@ -180,9 +188,10 @@ def report(
         for ranks, rate in enumerate(speeds, 1):
             name = f"dtt, {ranks} rank{'s' * (ranks > 1)}"
             kept = megabytes / statistics.median(corpus.times[name]) / rate
+            kept_after_start = statistics.median(corpus.rates[name]) / rate
             print(
-                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, no output; "
-                f"{name}: {kept:.0%} of it, start-up included"
+                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, no start-up, no output; "
+                f"{name}: {kept:.0%} of it, {kept_after_start:.0%} without start-up"
             )
     if any(found != expected for found in prints.values()):
         sys.exit("ids differ")
