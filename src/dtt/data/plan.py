@@ -86,7 +86,7 @@ def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
         raise InputError("the corpus holds no documents", where=folder)
-    comm.barrier()
+    comm.barrier()  # where the others wait to be ended
     return Cut(corpus, unit_bytes, units)
 
 

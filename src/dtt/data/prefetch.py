@@ -19,12 +19,12 @@ REQUEST_BYTES = 2**17
 def prefetch(corpus: Corpus, unit: Unit) -> None:
     """Ask for all of `unit` without waiting for it: the disk works while the processor does.
 
-    What cannot be asked for is left to who reads it: a file that is damaged, or a system without
-    posix_fadvise(2), as macOS.
+    Left to who reads it is what cannot be asked for (a file that is damaged, or a system without
+    posix_fadvise(2), as macOS), and small files, as to open them takes as long as to read them.
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    for span in unit.spans:
+    for span in (span for span in unit.spans if span.text_bytes >= REQUEST_BYTES):
         with suppress(OSError, pa.ArrowException), corpus.path(span.file).open("rb") as file:
             for start, stop in _ranges(corpus, span):
                 for offset in range(start, stop, REQUEST_BYTES):
