@@ -5,9 +5,10 @@
     python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
 
 Every figure is of a whole process (of all of its workers), from its start to its end, the median
-of interleaved runs; the encoder's own are of encoding alone: from memory, or from the same Parquet
-files, which it reads itself. Beside these dtt's is given without its start-up too. Two processes
-or workers wherever there is a choice. The ids of all must be equal.
+of interleaved runs; so is that of the encoder alone, which reads the same Parquet files itself and
+throws its ids away (`encoder x 1`, `x 2`). The last lines are of encoding without start-up, from
+memory or from these files; beside these dtt's is given with and without its own. Two processes or
+workers wherever there is a choice. The ids of all must be equal.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 ENCODER = {"raw": "from memory", "files": "from the files"}
 """Peers that are the encoder alone, and where it has its text from."""
-INSTALL = {"raw": "gigatoken", "files": "gigatoken", "hf": "tokenizers", "pool": "tokenizers"}
+INSTALL = {
+    "raw": "gigatoken",
+    "files": "gigatoken",
+    "alone": "gigatoken",
+    "hf": "tokenizers",
+    "pool": "tokenizers",
+}
 PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -143,6 +150,10 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                 out_folder = Path(scratch, name)
                 out_folder.mkdir()
                 full = [*command, tokenizer, corpus.folder, out_folder]
+                if name == "alone":
+                    for n in (1, 2):
+                        corpus.times.setdefault(f"encoder x {n}", []).append(whole(full, n))
+                    continue
                 if name in ENCODER:
                     speeds = [encoder_speed(full, 1), encoder_speed(full, 2)]
                     rates.setdefault(name, []).append(speeds)
@@ -162,6 +173,15 @@ def encoder_speed(command: list[str | Path], processes: int) -> float:
         return sum(map(float, pool.map(run, [command] * processes)))
 
 
+def whole(command: list[str | Path], processes: int) -> float:
+    """Seconds from the start of so many encoders, which share the files, to the end of the last."""
+    commands = [[*command, str(number), str(processes)] for number in range(processes)]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(run, commands))
+    return time.perf_counter() - start
+
+
 def timed(command: list[str | Path]) -> tuple[float, str]:
     """Seconds, and what it printed."""
     start = time.perf_counter()
@@ -179,7 +199,9 @@ def report(
     ours = statistics.median(corpus.times["dtt, 2 ranks"])
     for name, times in corpus.times.items():
         seconds = statistics.median(times)
-        same = "equal" if prints[name] == expected else f"DIFFERENT: {prints[name]}"
+        same = "thrown away"
+        if name in prints:
+            same = "equal" if prints[name] == expected else f"DIFFERENT: {prints[name]}"
         print(
             f"{name:<14}{seconds:>9.2f}{megabytes / seconds:>8.1f}{tokens / seconds:>13,.0f}"
             f"{seconds / ours:>13.1f}x  {same}"
@@ -190,7 +212,7 @@ def report(
             kept = megabytes / statistics.median(corpus.times[name]) / rate
             kept_after_start = statistics.median(corpus.rates[name]) / rate
             print(
-                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, no start-up, no output; "
+                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, without start-up; "
                 f"{name}: {kept:.0%} of it, {kept_after_start:.0%} without start-up"
             )
     if any(found != expected for found in prints.values()):
@@ -228,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shared", type=Path, default=HERE.parents[1] / "shared")
     parser.add_argument("--peers-python", default=sys.executable)
-    parser.add_argument("--peers", default="raw,files,datatrove,pool,datasets,hf")
+    parser.add_argument("--peers", default="raw,files,alone,datatrove,pool,datasets,hf")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--gigabytes", type=int)
     parser.add_argument("--memory", action="store_true")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,15 @@ def files(tokenizer: Path, folder: Path, out: Path) -> None:
     for path in sorted(folder.glob("*.parquet")):
         encoder.encode_files(ParquetFileSource([path]), parallel=False)
     print(size / 1e6 / (time.perf_counter() - start))
+
+
+def alone(tokenizer: Path, folder: Path, out: Path, number: Path, of: Path) -> None:
+    """One `of` so many processes of that encoder, which share the files; ids are thrown away."""
+    from gigatoken import ParquetFileSource, Tokenizer
+
+    encoder = Tokenizer.from_json(tokenizer.read_bytes())
+    for path in sorted(folder.glob("*.parquet"))[int(number.name) :: int(of.name)]:
+        encoder.encode_files(ParquetFileSource([path]), parallel=False)
 
 
 def hf(tokenizer: Path, folder: Path, out: Path) -> None:
@@ -132,9 +141,10 @@ def datatrove(tokenizer: Path, folder: Path, out: Path) -> None:
     LocalPipelineExecutor(steps, tasks=WORKERS, workers=WORKERS, logging_dir=logs).run()
 
 
-PEERS = {
+PEERS: dict[str, Callable[..., None]] = {
     "raw": raw,
     "files": files,
+    "alone": alone,
     "hf": hf,
     "pool": pool,
     "datasets": datasets,

@@ -49,7 +49,7 @@ def test_killed_at_every_system_call_of_a_save_the_one_before_or_the_new_one_is_
         assert times.keys() <= {"the one before", "the new one", "not struck"}
         assert times["the one before"] > 20
         assert times["the new one"] > 20
-        assert times.get("not struck", 0) < 20
+        assert times.get("not struck", 0) < sum(times.values()) / 4
 
 
 def test_any_damage_is_found_its_file_named_and_the_one_before_taken(
