@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dtt.data.corpus import Unit
+from dtt.data.documents import BadDocuments, read_unit
 from dtt.data.prefetch import prefetch
 
 PAGE = mmap.PAGESIZE
@@ -83,5 +84,10 @@ def test_a_file_that_is_gone_or_damaged_is_left_to_its_reader(corpora: Any) -> N
     [unit] = corpus.units(10**6)
     corpus.path(0).write_bytes(b"PAR1")
     prefetch(corpus, unit)
+    bad = BadDocuments()
+    assert list(read_unit(corpus, unit, bad)) == []
+    assert bad.count == 1
     corpus.path(0).unlink()
     prefetch(corpus, unit)
+    with pytest.raises(FileNotFoundError):
+        list(read_unit(corpus, unit, bad))

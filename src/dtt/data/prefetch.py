@@ -19,6 +19,7 @@ REQUEST_BYTES = 2**17
 def prefetch(corpus: Corpus, unit: Unit) -> None:
     """Ask for all of `unit` without waiting for it: the disk works while the processor does.
 
+    Only the footers of Parquet are read, as they say where the text lies.
     Left to who reads it is what cannot be asked for (a file that is damaged, or a system without
     posix_fadvise(2), as macOS), and small files, as to open them takes as long as to read them.
     """
