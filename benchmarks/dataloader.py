@@ -9,8 +9,8 @@ that take no room, `.idx` of documents of a million tokens (of shorter ones Mega
 be larger, and dtt's start the same). Throughput: on real tokens in the page cache, documents of
 some 600 tokens. A ratio is the figure beside dtt's of the same number of shards.
 
-With --turns dtt alone reads each number of shards in turn, so often; a ratio is the time that it
-takes for a token beside that of the first number of shards.
+With --turns dtt alone reads each number of shards in turn, so often, there and back; a ratio is the
+time that it takes for a token beside that of the first number of shards in the same turn.
 
 Peers are imported from the environment of --peers-python; those that are not there are left out.
 """
@@ -195,21 +195,23 @@ def in_turns(work: Path, shards: list[int], tokens: int, seconds: float, turns: 
     """The same number of tokens in more and more files: medians of interleaved runs of dtt."""
     for number in shards:
         write_real(work / str(number), number, tokens)
-    found: dict[int, list[dict[str, float]]] = {number: [] for number in shards}
-    for _ in range(turns):
-        for number in shards:
-            found[number].append(run(sys.executable, "dtt", work / str(number), seconds))
-    print(f"{tokens:,} tokens, T = {SEQ_LEN}, medians of {turns} runs of {seconds:g} s in turn\n")
-    head = f"{'shards':>8}{'first batch':>13}{'M tokens/s':>12}{'ratio':>8}"
-    print(f"{head}{'per core':>10}{'ratio':>8}")
-    first: dict[str, float] = {}
-    for number, runs in found.items():
-        ours = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        first = first or ours
-        line = f"{number:>8,}{ours['first_batch']:>11.2f} s"
-        for key, width in (("rate", 12), ("cpu_rate", 10)):
-            line += f"{ours[key] / 1e6:>{width}.1f}{first[key] / ours[key]:>8.2f}"
-        print(line)
+    print(f"{tokens:,} tokens, T = {SEQ_LEN}, medians of {turns} runs of {seconds:g} s in turn")
+    for name in ("dtt", "dtt-masked-mixture"):
+        found: dict[int, list[dict[str, float]]] = {number: [] for number in shards}
+        for turn in range(turns):
+            for number in shards[:: -1 if turn % 2 else 1]:
+                found[number].append(run(sys.executable, name, work / str(number), seconds))
+        head = f"{'shards':>8}{'first batch':>13}{'M tokens/s':>12}{'ratio':>8}{'from, to':>14}"
+        print(f"\n{name}\n{head}{'per core':>10}{'ratio':>8}{'from, to':>14}")
+        for number, runs in found.items():
+            start = statistics.median(run["first_batch"] for run in runs)
+            line = f"{number:>8,}{start:>11.2f} s"
+            for key, width in (("rate", 12), ("cpu_rate", 10)):
+                pairs = zip(found[shards[0]], runs, strict=True)
+                ratios = sorted(first[key] / ours[key] for first, ours in pairs)
+                line += f"{statistics.median(run[key] for run in runs) / 1e6:>{width}.1f}"
+                line += f"{statistics.median(ratios):>8.2f}{ratios[0]:>8.2f}{ratios[-1]:>6.2f}"
+            print(line, flush=True)
 
 
 def main() -> None:

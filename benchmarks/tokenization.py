@@ -8,7 +8,8 @@ Every figure is of a whole process (of all of its workers), from its start to it
 of interleaved runs; so is that of the encoder alone, which reads the same Parquet files itself and
 throws its ids away (`encoder x 1`, `x 2`). The last lines are of encoding without start-up, from
 memory or from these files; beside these dtt's is given with and without its own. Two processes or
-workers wherever there is a choice. The ids of all must be equal.
+workers wherever there is a choice; `1 core` is a process that may use only one, as the encoder
+does. The ids of all must be equal.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ INSTALL = {
     "hf": "tokenizers",
     "pool": "tokenizers",
 }
+OURS = {"dtt, 1 core": 1, "dtt, 1 rank": 1, "dtt, 2 ranks": 2}
+"""Ranks of each way to run dtt."""
 PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -86,6 +89,13 @@ def run(command: list[str | Path]) -> str:
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout
+
+
+def on_one_core(command: list[str | Path]) -> list[str | Path]:
+    """The command, kept on one core where the system can do that."""
+    if not shutil.which("taskset"):
+        return command
+    return ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
 
 
 def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Path]:
@@ -135,17 +145,15 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
     rates: dict[str, list[list[float]]] = {}
     for round_ in range(runs + 1):  # the first only warms the file cache and the bytecode
         with tempfile.TemporaryDirectory() as scratch:
-            commands = {
-                f"dtt, {n} rank{'s' * (n > 1)}": dtt(corpus, tokenizer, Path(scratch, f"dtt{n}"), n)
-                for n in (1, 2)
-            }
-            for name, out in zip(list(commands), ("dtt1", "dtt2"), strict=True):
-                seconds, printed = timed(commands[name])
+            for name, ranks in OURS.items():
+                out = Path(scratch, name)
+                command = dtt(corpus, tokenizer, out, ranks)
+                seconds, printed = timed(on_one_core(command) if "core" in name else command)
                 if round_:
                     corpus.times.setdefault(name, []).append(seconds)
                     rate = json.loads(printed)["mb_per_second"]
                     corpus.rates.setdefault(name, []).append(rate)
-                prints[name] = fingerprint(Path(scratch, out), end)
+                prints[name] = fingerprint(out, end)
             for name, command in peers.items() if round_ else ():
                 out_folder = Path(scratch, name)
                 out_folder.mkdir()
@@ -155,7 +163,7 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
                         corpus.times.setdefault(f"encoder x {n}", []).append(whole(full, n))
                     continue
                 if name in ENCODER:
-                    speeds = [encoder_speed(full, 1), encoder_speed(full, 2)]
+                    speeds = [encoder_speed(on_one_core(full), 1), encoder_speed(full, 2)]
                     rates.setdefault(name, []).append(speeds)
                     continue
                 corpus.times.setdefault(name, []).append(timed(full)[0])
@@ -207,8 +215,8 @@ def report(
             f"{seconds / ours:>13.1f}x  {same}"
         )
     for source, speeds in rates.items():
-        for ranks, rate in enumerate(speeds, 1):
-            name = f"dtt, {ranks} rank{'s' * (ranks > 1)}"
+        for name, ranks in OURS.items():
+            rate = speeds[ranks - 1]
             kept = megabytes / statistics.median(corpus.times[name]) / rate
             kept_after_start = statistics.median(corpus.rates[name]) / rate
             print(

@@ -90,20 +90,12 @@ class Corpus:
 
     def _text_bytes(self, path: Path) -> list[int]:
         try:
-            footer = pq.read_metadata(path)
+            groups = text_chunks(path, str(self.manifest.text_column))
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
                 raise  # the disk failed: the next look may give other units
             return [0]  # it is damaged: the reader of documents says how
-        groups = (footer.row_group(group) for group in range(footer.num_row_groups))
-        return [
-            sum(
-                chunk.total_uncompressed_size
-                for chunk in (group.column(i) for i in range(group.num_columns))
-                if chunk.path_in_schema == self.manifest.text_column
-            )
-            for group in groups
-        ]
+        return [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
 
     def path(self, file: int) -> Path:
         """Where the `file`-th file lies."""
@@ -143,3 +135,21 @@ class Corpus:
                 for start in range(0, max(record.bytes, 1), unit_bytes):
                     stop = min(start + unit_bytes, record.bytes)
                     yield Span(file, start, stop, stop - start)
+
+
+def text_chunks(
+    path: Path, column: str, groups: slice = slice(None)
+) -> list[list[pq.ColumnChunkMetaData]]:
+    """The chunks of a column in each of the row groups of a Parquet file, as its footer has them.
+
+    Raises OSError or ArrowException if that cannot be read.
+    """
+    footer = pq.read_metadata(path)
+    return [
+        [
+            chunk
+            for chunk in map(group.column, range(group.num_columns))
+            if chunk.path_in_schema == column
+        ]
+        for group in map(footer.row_group, range(footer.num_row_groups)[groups])
+    ]

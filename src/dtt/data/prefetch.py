@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from itertools import chain
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dtt.data.corpus import Corpus, Span, Unit
+from dtt.data.corpus import Corpus, Span, Unit, text_chunks
 
 REQUEST_BYTES = 2**17
 """Linux brings no more at a request than the read-ahead of the device, by default this much."""
@@ -35,18 +34,12 @@ def prefetch(corpus: Corpus, unit: Unit) -> None:
 
 def _ranges(corpus: Corpus, span: Span) -> Iterator[tuple[int, int]]:
     """Where the text of a span lies in its file: of Parquet, the text column of each row group."""
-    if corpus.manifest.file_format == "parquet":
-        yield from _of_column(corpus.path(span.file), span, str(corpus.manifest.text_column))
-    else:
+    if corpus.manifest.file_format != "parquet":
         yield span.start, span.stop
-
-
-def _of_column(path: Path, span: Span, column: str) -> Iterator[tuple[int, int]]:
-    footer = pq.read_metadata(path)
-    for group in map(footer.row_group, range(span.start, span.stop)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.path_in_schema == column:
-                start = chunk.data_page_offset
-                if chunk.has_dictionary_page:
-                    start = min(start, chunk.dictionary_page_offset)
-                yield start, start + chunk.total_compressed_size
+        return
+    column, groups = str(corpus.manifest.text_column), slice(span.start, span.stop)
+    for chunk in chain.from_iterable(text_chunks(corpus.path(span.file), column, groups)):
+        start = chunk.data_page_offset
+        if chunk.has_dictionary_page:
+            start = min(start, chunk.dictionary_page_offset)
+        yield start, start + chunk.total_compressed_size
