@@ -8,11 +8,11 @@ from itertools import islice
 from threading import Lock
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from dtt.data.mapped import HUGE_PAGE, Bytes, clear, map_into, reserve
 from dtt.data.sources.files import Shard
 from dtt.data.sources.layout import Ints, Pieces
+from dtt.data.tokenfile import Tokens
 from dtt.errors import DamagedError, InputError
 
 MAPPED_SHARDS = 16_384
@@ -43,9 +43,9 @@ class ShardIds:
                 why=f"{room.sum() / 1e9:.1f} GB of addresses: {error.strerror}",
                 next="ulimit -v unlimited",
             ) from None
-        self._views = {dtype: self._bytes.view(dtype) for dtype in {s.dtype for s in shards}}
-        self._ids = [self._views[s.dtype] for s in shards]
-        self._width = width
+        dtypes = sorted({s.dtype for s in shards})
+        self._views = [self._bytes.view(dtype) for dtype in dtypes]
+        self._view = np.array([dtypes.index(s.dtype) for s in shards])  # of each shard
         self._first = self._begin // width  # in ids, as `_begin` in bytes
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
         self._mapped: dict[int, None] = {}
@@ -62,27 +62,16 @@ class ShardIds:
                 self._read(Pieces(*(x[first : first + MAPPED_SHARDS] for x in pieces)), rows)
 
     def _read(self, pieces: Pieces, rows: Ints) -> None:
-        if not self._is_mapped[pieces.shard].all():
+        some_missing = len(self._mapped) < len(self._shards)
+        if some_missing and not self._is_mapped[pieces.shard].all():
             self._map(set(pieces.shard.tolist()))
         here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
-        # Touch where each begins: the processor fetches many at a time, later one by one.
-        # A piece of nothing may begin where its file ends, and nothing is mapped there.
-        self._bytes[(here.start * self._width[pieces.shard])[pieces.length > 0]]
         if len(self._views) == 1:
-            here = self._read_whole(here, rows)
-        ids = rows.reshape(-1)
-        for shard, start, place, length in zip(*(x.tolist() for x in here), strict=True):
-            ids[place : place + length] = self._ids[shard][start : start + length]
-
-    def _read_whole(self, pieces: Pieces, rows: Ints) -> Pieces:
-        """Fill the rows that are one piece each, which numpy does by itself; returns the others."""
-        width = rows.shape[1]
-        whole = pieces.length == width
-        if whole.any():
-            [ids] = self._views.values()
-            windows = sliding_window_view(ids, width)
-            rows[pieces.place[whole] // width] = windows[pieces.start[whole]]
-        return Pieces(*(x[~whole] for x in pieces))
+            _copy(self._views[0], here, rows)
+            return
+        for number, ids in enumerate(self._views):
+            these = self._view[here.shard] == number
+            _copy(ids, Pieces(*(x[these] for x in here)), rows)
 
     def _map(self, needed: set[int]) -> None:
         """Map all of `needed`, and as many others as may stay."""
@@ -114,3 +103,22 @@ class ShardIds:
     def _place(self, shard: int) -> Bytes:
         begin = int(self._begin[shard])
         return self._bytes[begin : begin + int(self._size[shard])]
+
+
+def _copy(ids: Tokens, pieces: Pieces, rows: Ints) -> None:
+    """Put pieces, which start at places of `ids` instead of shards, into their places in `rows`."""
+    _, start, place, length = pieces
+    # Touch where each begins: the processor fetches many at a time, later one by one.
+    # A piece of nothing may begin where its file ends, and nothing is mapped there.
+    ids[start[length > 0]]
+    width = rows.shape[1]
+    whole = length == width
+    if whole.any():  # rows that are one piece each, which numpy gathers by itself
+        # What sliding_window_view gives, without the time that it takes to check it.
+        shape, strides = (len(ids) - width + 1, width), ids.strides * 2
+        windows: Tokens = np.ndarray(shape, ids.dtype, ids, strides=strides)
+        rows[place[whole] // width] = windows[start[whole]]
+    flat = rows.reshape(-1)
+    rest = (x[~whole].tolist() for x in (start, place, length))
+    for first, to, count in zip(*rest, strict=True):
+        flat[to : to + count] = ids[first : first + count]
