@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from running import Dtt
 
 from dtt.artifacts import CorpusManifest
+from dtt.config.data import DownloadConfig
 from dtt.data import download as module
 from dtt.data.corpus import Corpus
+from dtt.data.documents import BadDocuments, read_unit
 from dtt.data.local import local_files
 from dtt.errors import ConfigError, InputError
 
+Log = pytest.LogCaptureFixture
 LINE = b'{"id": "1", "text": "some text", "n": 3}\n'
 
 
@@ -77,11 +83,95 @@ def test_a_split_is_a_word_of_the_path(tmp_path: Path) -> None:
         local_files(single, "train")
 
 
-def test_hidden_and_foreign_files_are_left_out(tmp_path: Path) -> None:
-    for name in ("a.txt", ".hidden.txt", ".git/b.txt", "README.md", "_SUCCESS"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text")
-    assert [path.name for path in local_files(tmp_path, None)] == ["a.txt"]
+def write_tree(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(os.fsencode(name))
+
+
+def test_hidden_and_foreign_files_are_left_out_counted_and_named(
+    tmp_path: Path, caplog: Log
+) -> None:
+    write_tree(
+        tmp_path,
+        "a.txt",
+        ".hidden.txt",
+        ".git/b.txt",
+        ".git/c.txt",
+        "README.md",
+        "_x.txt",
+        "_/y.txt",
+    )
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "broken.txt").symlink_to("nowhere")
+    (tmp_path / "circle.txt").symlink_to("circle.txt")
+    with caplog.at_level("INFO", "dtt"):
+        assert [path.name for path in local_files(tmp_path, None)] == ["a.txt"]
+    said = caplog.messages
+    assert len(said) == 3
+    assert (
+        "left out 4: hidden, or named _…; name one with -d to read it: .git/, .hidden.txt"
+        in said[0]
+    )
+    assert "left out 3: no files (links" in said[1]
+    assert "broken.txt, circle.txt, pipe.txt" in said[1]
+    assert said[2] == "left out 1: files of other formats: README.md"
+    hidden = tmp_path / ".hidden.txt"
+    assert local_files(hidden, None) == [hidden]
+
+
+def test_links_are_followed_and_each_file_is_taken_once(tmp_path: Path, caplog: Log) -> None:
+    """A loop of links ends, and a link to a sibling adds nothing."""
+    write_tree(tmp_path, "data/b.txt", "data/sub/c.txt", "store/train/d.txt", "store/e.txt")
+    data = tmp_path / "data"
+    (data / "a.txt").symlink_to("b.txt")
+    (data / "linked").symlink_to(tmp_path / "store")
+    (data / "sub/again").symlink_to(tmp_path / "store/train")
+    (data / "sub/up").symlink_to("..")
+    (tmp_path / "store/back").symlink_to(data)
+    with caplog.at_level("INFO", "dtt"):
+        found = local_files(data, None)
+    assert [str(path.relative_to(tmp_path)) for path in found] == [
+        "data/b.txt", "data/sub/c.txt", "store/e.txt", "store/train/d.txt",
+    ]  # fmt: skip
+    said = "\n".join(caplog.messages)
+    assert "left out 1: links to files that are read already: a.txt" in said
+    assert re.search("left out 3: links to folders that are read already: .*sub/up/", said)
+    assert [path.name for path in local_files(data, "train")] == ["d.txt"]
+
+
+def test_a_link_keeps_the_name_that_tells_its_format(corpora: Any, tmp_path: Path) -> None:
+    """The Hub's cache links names with a suffix to files without any."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1f3a").write_bytes(gzip.compress(LINE))
+    (tmp_path / "source").mkdir()
+    link = tmp_path / "source/a.jsonl.gz"
+    link.symlink_to("../blobs/1f3a")
+    for dataset in (tmp_path / "source", link):
+        out = tmp_path / f"of {dataset.name}"
+        manifest = module.download(DownloadConfig(dataset=str(dataset)), out)
+        assert [file.path for file in manifest.files] == [str(link)]
+        corpus = Corpus(out)
+        (unit,) = corpus.units(10**6)
+        assert list(read_unit(corpus, unit, BadDocuments(stop=True))) == [b"some text"]
+
+
+def test_a_folder_that_is_closed_to_us_is_no_empty_one(dtt: Dtt) -> None:
+    write_tree(dtt.folder, "source/a.txt", "source/closed/b.txt")
+    closed = dtt.folder / "source/closed"
+    closed.chmod(0)
+    if os.access(closed, os.R_OK):
+        return  # root may read everything
+    refused = dtt("download", "-d", "source", expect=74)
+    closed.chmod(0o755)
+    assert str(closed) in refused.stderr
+
+
+def test_a_name_that_no_manifest_can_hold_is_refused(dtt: Dtt) -> None:
+    write_tree(dtt.folder, "source/a.txt", "source/b\udcff.txt")
+    refused = dtt("download", "-d", "source", expect=66)
+    assert "not UTF-8" in refused.stderr
+    assert r"b\udcff.txt" in refused.stderr
 
 
 def test_max_files_takes_the_first_by_name(corpora: Any) -> None:
@@ -176,8 +266,6 @@ def test_a_folder_of_another_corpus_is_not_overwritten(corpora: Any) -> None:
 def test_the_standard_library_is_the_same_bytes_every_time(
     tmp_path: Path, corpora: Any, read_all: Any
 ) -> None:
-    from dtt.config.data import DownloadConfig
-
     first = corpora.download(dataset="python-stdlib")
     path = corpora.folder / "corpus" / first.files[0].path
     written = path.stat().st_mtime_ns

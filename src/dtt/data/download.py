@@ -14,7 +14,7 @@ from dtt.artifacts import CorpusFile, CorpusManifest, CorpusSource
 from dtt.config.data import DownloadConfig
 from dtt.data import stdlib
 from dtt.data.formats import find_text_column, one_format
-from dtt.data.local import local_files
+from dtt.data.local import local_files, real_path
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
 from dtt.runtime.log import log, progress
@@ -37,7 +37,9 @@ def download(cfg: DownloadConfig, out: Path) -> CorpusManifest:
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind = _kind(cfg.dataset)
         _check_options(cfg, kind)
-        dataset = str(Path(cfg.dataset).expanduser().resolve()) if kind == "local" else cfg.dataset
+        dataset = cfg.dataset
+        if kind == "local":
+            dataset = str(real_path(Path(dataset).expanduser()))
         if previous and (previous.source.kind, previous.source.id) != (kind, dataset):
             raise ConfigError(
                 "the folder holds another corpus",

@@ -2,60 +2,146 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dtt.data.formats import file_format
+from dtt.data.formats import file_format, is_compressed
 from dtt.errors import InputError
 from dtt.runtime.log import log
 
 SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
+SHOWN = 3
+"""Number of files that are named for each reason to leave files out."""
+
+
+class LeftOut:
+    """Files that were found and not taken, by reason."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, reason: str, name: str) -> None:
+        """Note one; a folder, whose name ends with a slash, stands for all below it."""
+        self._names.setdefault(reason, []).append(name)
+
+    def report(self) -> None:
+        """Log a line for each reason: the count, and the first names."""
+        for reason, names in self._names.items():
+            shown = ", ".join(sorted(names)[:SHOWN])
+            log.info(
+                "left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > SHOWN)
+            )
 
 
 def local_files(dataset: Path, split: str | None) -> list[Path]:
-    """The files of `dataset` (a file, or a folder with all below it) that hold documents.
+    """Return the files of `dataset` (a file, or a folder with all below it) that hold documents.
 
-    Hidden files and files of unknown formats are left out, and with `split` those whose path has
-    no such word: `train` takes `train-00000-of-7.parquet` and `train/a.txt`. Sorted by path.
+    Links to files and folders are followed, and each file is taken once. Hidden files, those whose
+    name begins with `_`, and files of unknown formats are left out, and with `split` those whose
+    path has no such word: `train` takes `train-00000-of-7.parquet` and `train/a.txt`. The log
+    reports the number of files left out and why. Sorted by path.
+
+    Raises InputError if no file is of `split`, or if a name is not UTF-8.
     """
-    folder = dataset.parent if dataset.is_file() else dataset
-    found = [dataset.resolve()] if dataset.is_file() else _files_below(dataset)
+    left_out = LeftOut()
+    folder = dataset if dataset.is_dir() else dataset.parent
+    if dataset.is_dir():
+        found = list(_files_below(dataset, left_out))
+    else:
+        found = [dataset] if dataset.is_file() else []
     known = [path for path in found if file_format(path)]
-    if known and len(known) < len(found):
-        others = [path.name for path in found if not file_format(path)]
-        log.info(
-            "left out %d files of other formats: %s%s",
-            len(others),
-            ", ".join(others[:3]),
-            " …" * (len(others) > 3),
-        )
-    if split is None or not known:
-        return known or found
-    root = folder.resolve()
-    chosen = [path for path in known if _names(path, root, split)]
-    if not chosen:
+    if known:
+        for path in found:
+            if not file_format(path):
+                left_out.add("files of other formats", path.name)
+    chosen = [path for path in known if split is None or _has_word(path, folder, split)]
+    if known and not chosen:
+        left_out.report()
         raise InputError(
             f"no file of {dataset} is of split {split!r}",
             why=f"files are chosen by a word in their path; found {known[0].name}, …",
             next="leave --split out to take every file",
         )
-    return chosen
+    files = sorted(_once(chosen or found, folder, left_out))
+    left_out.report()
+    for path in files:
+        _check_is_utf8(path)
+    return files
 
 
-def _files_below(folder: Path) -> list[Path]:
-    return sorted(
-        path.resolve()
-        for path in folder.rglob("*")
-        if path.is_file() and not _is_hidden(path.relative_to(folder))
-    )
+def real_path(path: Path) -> Path:
+    """Return `path` with its links resolved, unless the name it has then tells another format.
+
+    The Hub's cache, for one, links `train.jsonl.gz` to a file without any suffix.
+    """
+    real = path.resolve()
+    if (file_format(real), is_compressed(real)) == (file_format(path), is_compressed(path)):
+        return real
+    return path.parent.resolve() / path.name
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield every file below `folder`, each folder once: so a loop of links ends.
+
+    Linked folders come last, so that a folder that can be reached without a link is.
+    """
+    pending, linked = deque([folder]), deque[Path]()
+    seen: set[str] = set()
+    while pending or linked:
+        here = pending.popleft() if pending else linked.popleft()
+        real = os.path.realpath(here)
+        if real in seen:
+            left_out.add("links to folders that are read already", _name(here, folder) + "/")
+            continue
+        seen.add(real)
+        with os.scandir(here) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                path = here / entry.name
+                is_link = entry.is_symlink()
+                is_folder = path.is_dir() if is_link else entry.is_dir()
+                name = _name(path, folder) + "/" * is_folder
+                if entry.name.startswith((".", "_")):
+                    left_out.add("hidden, or named _…; name one with -d to read it", name)
+                elif is_folder:
+                    (linked if is_link else pending).append(path)
+                elif path.is_file() if is_link else entry.is_file():
+                    yield path
+                else:
+                    left_out.add("no files (links that lead nowhere, pipes, …)", name)
 
 
-def _names(path: Path, root: Path, split: str) -> bool:
-    inside = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
-    words = re.split(r"[^a-z]+", str(inside).lower())
+def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield each file once, whichever links lead to it."""
+    seen: set[str] = set()
+    for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
+        real = os.path.realpath(path)
+        if real in seen:
+            left_out.add("links to files that are read already", _name(path, folder))
+        else:
+            seen.add(real)
+            yield real_path(path)
+
+
+def _check_is_utf8(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            "the name of a file is not UTF-8",
+            where=ascii(str(path)),
+            why="manifests are UTF-8, and could not name it",
+            next="rename the file",
+        ) from None
+
+
+def _name(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _has_word(path: Path, folder: Path, split: str) -> bool:
+    words = re.split(r"[^a-z]+", _name(path, folder).lower())
     wanted = SPLIT_NAMES.get(split.lower(), split.lower())
     return any(SPLIT_NAMES.get(word, word) == wanted for word in words)
