@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtt.artifacts import DataManifest, ExportManifest
+from dtt.commands.home import home
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError
@@ -37,6 +38,8 @@ def run(
     from dtt.export.read import find_checkpoint, read_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
+    if cfg.export.out == load_job(job).export.out is not None:
+        folder = home(job) / folder  # the job's own word, not one that was given here
     places = JobDir(job)
     checkpoint = find_checkpoint(places.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
