@@ -38,8 +38,9 @@ def run(
     from dtt.export.read import find_checkpoint, read_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
-    if cfg.export.out == load_job(job).export.out is not None:
-        folder = home(job) / folder  # the job's own word, not one that was given here
+    own = load_job(job).export.out
+    if own is not None and cfg.export.out == own:  # not one that was given here
+        folder = home(job) / own
     places = JobDir(job)
     checkpoint = find_checkpoint(places.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)

@@ -20,8 +20,6 @@ def home(job: Path) -> Path:
     folder, and for a job that was moved away from its data, as nothing else is known of it.
     """
     cfg = load_job(job)
-    if cfg.job_dir.exists() and cfg.job_dir.samefile(job):
-        return Path()
     named = cfg.job_dir.parts
     candidates = [
         Path(*path.parts[: -len(named)])
@@ -29,8 +27,9 @@ def home(job: Path) -> Path:
         for path in (Path(os.path.abspath(job)), job.resolve())  # noqa: PTH100
         if path.parts[-len(named) :] == named
     ]
-    with_data = (folder for folder in [*candidates, Path()] if _has_data(folder, cfg))
-    return next(with_data, [*candidates, Path()][0])
+    at_home = cfg.job_dir.exists() and cfg.job_dir.samefile(job)
+    candidates.insert(0 if at_home else len(candidates), Path())
+    return next((folder for folder in candidates if _has_data(folder, cfg)), candidates[0])
 
 
 def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
@@ -41,12 +40,14 @@ def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
     were given relative to the folder left. Nothing changes if `job` is none, or is at home here.
     """
     folder = home(job) if (job / "config.yaml").is_file() else Path()
-    if folder == Path():
+    if folder in (Path(), Path.cwd()):
         return job, list(arguments)
     here = Path.cwd()
+    tidy = Path(os.path.abspath(job))  # noqa: PTH100  # without `..`, unless a link is in the way
+    path = tidy if tidy.exists() and tidy.samefile(job) else here / job
     log.info("relative paths of %s start from %s", job, folder)
     os.chdir(folder)
-    return here / job, [_seen_from(here, argument) for argument in arguments]
+    return path, [_seen_from(here, argument) for argument in arguments]
 
 
 def _has_data(folder: Path, cfg: RunConfig) -> bool:

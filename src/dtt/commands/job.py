@@ -282,7 +282,8 @@ def resume(path: Path) -> None:
     job.profile.unlink(missing_ok=True)
     argv = submissions.argv(job)
     folder = submissions.directory(job)
-    there = f"cd {shlex.quote(str(folder))} && " if folder != Path.cwd() else ""
+    elsewhere = folder.is_dir() and folder != Path.cwd()  # it is gone if the project was moved
+    there = f"cd {shlex.quote(str(folder))} && " if elsewhere else ""
     if SweepManifest.exists(job.root.parent):
         there, argv = "", ["sweep", "retry", str(job.root.parent), job.root.name]
     print(there + shlex.join(["dtt", *argv]))

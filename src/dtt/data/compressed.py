@@ -49,6 +49,12 @@ class Decompressed(io.RawIOBase):
         self.text_bytes += size
         return size
 
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+        self._file.close()
+        super().close()
+
     def _rescue(self, broke_at: int) -> bytes:
         """Return the content between what was read and the damage: read again, byte by byte."""
         with _Trickle(self._path, max(0, broke_at - CHUNK_BYTES)) as file:
