@@ -113,7 +113,8 @@ class SourceConfig(Section):
     path: Path
     """Folder that `tokenize` made; or token files of others: a Megatron `.bin`/`.idx` pair (its
     path without the suffix) or a folder of such, a datatrove `.ds` file or a folder of such, a
-    file of raw ids (nanoGPT's `.bin`) or a folder of such."""
+    file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`) or a folder
+    of such."""
     name: str | None = None
     """What metrics call it; with the seed it decides the order of its samples. null: the last part
     of `path`."""
@@ -121,7 +122,7 @@ class SourceConfig(Section):
     """Share of the samples, relative to the other sources; null for all of them: by their size."""
     validation: Path | None = None
     """Held-out token files; null: those that `tokenize` held out, if it made the folder."""
-    dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Of raw ids; the other formats say it themselves."""
 
     @property
