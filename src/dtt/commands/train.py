@@ -353,13 +353,19 @@ def make_evaluator(
     cfg: RunConfig, plan: Plan, world: World, dataset: Dataset, share: Share
 ) -> Evaluator | None:
     """Validation on held-out text; None, said aloud, when it has no whole sequence."""
+    import torch
+
+    from dtt.data.tokenizer import token_bytes
     from dtt.train.evaluate import Evaluator, held_out
 
     parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    return Evaluator(parts, share, plan.precision, world, plan.sizes.context)
+    known = dataset.manifest
+    sizes = token_bytes(dataset.tokenizer, known.vocab_size, known.end_of_document)
+    table = None if sizes is None else torch.from_numpy(sizes).to(world.device)
+    return Evaluator(parts, share, plan.precision, world, plan.sizes.context, table)
 
 
 def make_budget(
