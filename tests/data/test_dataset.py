@@ -17,7 +17,7 @@ from dtt.data import fit
 from dtt.data.dataset import OWN, Dataset, open_dataset
 from dtt.data.source import SOURCE_SHIFT
 from dtt.data.tokenfile import bin_path
-from dtt.errors import ConfigError, InputError
+from dtt.errors import ConfigError, DamagedError, InputError
 
 SEQ_LEN, SEQUENCES = 32, 8
 
@@ -145,8 +145,12 @@ def test_files_of_others_need_a_tokenizer(tokens: Path, tmp_path: Path) -> None:
     assert dataset.validation == (None,)
     mixed = sources(x=(stem, 1), ours=(tokens, 1))
     assert opened(mixed, f"data.tokenizer={tokens / 'tokenizer.json'}").steps == 100
-    other = tmp_path / "tokenizer.json"
-    make_tokenizer().save(str(other))
+    other, smaller = tmp_path / "tokenizer.json", make_tokenizer()
+    smaller.save(str(other))
+    with pytest.raises(DamagedError, match=r"outside the vocabulary of 257[\s\S]*theirs\.bin"):
+        opened(sources(x=(stem, 1)), f"data.tokenizer={other}")
+    smaller.add_tokens([f"<{i}>" for i in range(100)])
+    smaller.save(str(other))
     assert opened(sources(x=(stem, 1)), f"data.tokenizer={other}").manifest.key != (
         dataset.manifest.key
     )
@@ -214,3 +218,14 @@ def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None
 def test_mixtures_that_cannot_be_are_refused(arguments: tuple[str, ...], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve(None, arguments)
+
+
+def test_a_weight_that_cannot_be_kept_is_named(tokens: Path) -> None:
+    """Also where it only holds from some step on."""
+    mixed = sources(a=(tokens, 1.0), rare=(tokens, 1e-9))
+    assert opened(mixed).rounded_weights() == ["rare: a share of 1e-05, not 1e-09, from step 1 on"]
+    later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
+    assert opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later).rounded_weights() == [
+        "rare: a share of 1e-05, not 2.5e-08, from step 41 on"
+    ]
+    assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []

@@ -177,6 +177,7 @@ def train(
             return
         if world.first:
             log.info("%s", plan.describe(world))
+            warn_of_rounding(dataset)
             if dataset.steps < cfg.train.steps:
                 log.warning(
                     "the run ends at step %d, not %d: then the data is exhausted",
@@ -199,6 +200,20 @@ def train(
             f"stopped at step {trainer.position.step} of {plan.steps}, everything is saved",
             why=this.requests.reason or "another rank was asked to stop",
             next=f"dtt train {job.root}",
+        )
+
+
+def warn_of_rounding(dataset: Dataset) -> None:
+    """Log which weights of a mixture are not kept to within 1 %."""
+    from dtt.data.mixture import LONGEST_PATTERN
+
+    rounded = dataset.rounded_weights()
+    if rounded:
+        log.warning(
+            "weights are rounded to parts of %d samples; multiples of %g are kept exactly:\n  %s",
+            LONGEST_PATTERN,
+            1 / LONGEST_PATTERN,
+            "\n  ".join([*rounded[:10], *(["…"] if rounded[10:] else [])]),
         )
 
 
@@ -300,6 +315,7 @@ def build(
         cfg.train.micro_batch,
         world.device,
         cfg.data.mask_documents,
+        cfg.data.eod_mask_loss,
     )
     known, unfinished = None, False
     evaluator = make_evaluator(cfg, plan, world, dataset, share)

@@ -112,6 +112,14 @@ class Dataset:
         counts = self.mixture.counts(self.mixture.end).tolist()
         return {s.name: n / self.mixture.end for s, n in zip(self.sources, counts, strict=True)}
 
+    def rounded_weights(self) -> list[str]:
+        """Return a line for each source whose share of the samples rounding moved by over 1 %."""
+        return [
+            f"{self.sources[one.source].name}: a share of {float(one.taken):.4g}, not "
+            f"{float(one.asked):.4g}, from step {self.stages.step_of(one.phase.first) + 1} on"
+            for one in self.mixture.rounded()
+        ]
+
     def state(self, position: int) -> dict[str, Any]:
         """From which `restore` goes on at `position`: of the sources that need one, by name."""
         counts = self.mixture.counts(position).tolist()

@@ -105,9 +105,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 """A byte of SentencePiece's byte fallback."""
 
 
-def token_bytes(
-    path: Path, vocab_size: int, end_of_document: int
-) -> npt.NDArray[np.int64] | None:
+def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArray[np.int64] | None:
     """Return the UTF-8 bytes of text that each id stands for, [vocab_size].
 
     `path` is a tokenizer.json. Special tokens stand for no text. The bytes are exact for
