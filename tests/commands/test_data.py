@@ -118,7 +118,7 @@ def test_weights_that_cannot_be_kept_are_told(dtt: Dtt, tokens: Path, tiny: Sett
     both = [{"path": str(tokens), "name": "a", "weight": 1.0}]
     both += [{"path": str(tokens), "name": "rare", "weight": 1e-9}]
     arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=1)
-    told = "rare: a share of 1e-05, not 1e-09, from step 1 on"
+    told = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
     assert facts(dtt, "mix", *arguments)["rounded"] == [told]
     assert told in dtt("data", "mix", *arguments).stdout
     assert told in dtt("train", *arguments).stderr

@@ -18,6 +18,7 @@ from dtt.data.dataset import OWN, Dataset, open_dataset
 from dtt.data.source import SOURCE_SHIFT
 from dtt.data.tokenfile import bin_path
 from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.jobdir import JobDir
 
 SEQ_LEN, SEQUENCES = 32, 8
 
@@ -220,12 +221,52 @@ def test_mixtures_that_cannot_be_are_refused(arguments: tuple[str, ...], problem
         resolve(None, arguments)
 
 
+def test_a_vocabulary_that_is_not_that_of_the_token_files_is_told(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """An error where `tokenize` would make them, a warning where others are named; no more."""
+    made = TokensManifest.read(tokens)
+    job = JobDir(tmp_path / "j")
+
+    def check(*arguments: str, size: int | None = made.vocab_size) -> list[str]:
+        return fit.check_vocabulary(resolve(None, arguments), job, size)
+
+    own, other = f"tokenize.out={tokens}", "tokenizer.vocab_size=512"
+    for size in (made.vocab_size, None):
+        with pytest.raises(ConfigError, match=rf"vocab_size=512 \(argument\).*{made.vocab_size}"):
+            check(own, other, size=size)
+        for named in (f"data.tokens={tokens}", sources(x=(tokens, 1))):
+            (line,) = check(named, other, size=size)
+            assert "tokenizer.vocab_size=512 (argument), but the token files have" in line
+            assert check(named) == check(named, "tokenizer.vocab_size=300") == []
+        assert check(own) == check(own, "tokenizer.vocab_size=300") == []
+        given = "tokenizer={type: file, path: x.json}"
+        assert check(own, given, size=size) == []
+    (tmp_path / "j").mkdir()
+    job.config.write_text(f"tokenize: {{out: {tokens}}}\ntokenizer: {{vocab_size: 512}}\n")
+    assert fit.check_vocabulary(resolve(job_config=job.config), job, made.vocab_size) == []
+
+
+def test_a_tokenizer_that_learnt_fewer_entries_than_asked_for_is_no_mistake(
+    tokens: Path, tmp_path: Path
+) -> None:
+    made = TokensManifest.read(tokens)
+    parts = {**made.key_parts, "tokenizer": {**made.key_parts["tokenizer"], "vocab_size": 512}}
+    content = made.model_copy(update={"key_parts": parts}).dump()
+    (tmp_path / "manifest.json").write_text(content)
+    arguments = [f"tokenize.out={tmp_path}", "tokenizer.vocab_size=512"]
+    job = JobDir(tmp_path / "j")
+    assert fit.check_vocabulary(resolve(None, arguments), job, made.vocab_size) == []
+
+
 def test_a_weight_that_cannot_be_kept_is_named(tokens: Path) -> None:
     """Also where it only holds from some step on."""
     mixed = sources(a=(tokens, 1.0), rare=(tokens, 1e-9))
-    assert opened(mixed).rounded_weights() == ["rare: a share of 1e-05, not 1e-09, from step 1 on"]
+    assert opened(mixed).rounded_weights() == [
+        "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
+    ]
     later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
     assert opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later).rounded_weights() == [
-        "rare: a share of 1e-05, not 2.5e-08, from step 41 on"
+        f"{told} 2.5e-08, from step 41 on"
     ]
     assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []

@@ -146,14 +146,13 @@ def train(
     begun: branch.Branch | None = None,
 ) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
-    from dtt.data.dataset import open_dataset
     from dtt.train.memory import exhaustion_told
     from dtt.train.plan import make_plan
 
     this.start.lap("imports")
     cfg, job = resolved.config, this.job
     with after_the_first(world.ranks, this.requests):
-        dataset = open_dataset(cfg)
+        dataset = open_data(resolved, job, world)
         plan = make_plan(cfg, dataset, world)
     if begun is not None:
         begun.check(plan.schedule.decay, plan.steps)  # again: now it is known what the data allows
@@ -177,7 +176,6 @@ def train(
             return
         if world.first:
             log.info("%s", plan.describe(world))
-            warn_of_rounding(dataset)
             if dataset.steps < cfg.train.steps:
                 log.warning(
                     "the run ends at step %d, not %d: then the data is exhausted",
@@ -203,18 +201,17 @@ def train(
         )
 
 
-def warn_of_rounding(dataset: Dataset) -> None:
-    """Log which weights of a mixture are not kept to within 1 %."""
-    from dtt.data.mixture import LONGEST_PATTERN
+def open_data(resolved: Resolved, job: JobDir, world: World) -> Dataset:
+    """Open the data, and warn of what is not as the configuration says."""
+    from dtt.data.dataset import open_dataset
 
-    rounded = dataset.rounded_weights()
-    if rounded:
-        log.warning(
-            "weights are rounded to parts of %d samples; multiples of %g are kept exactly:\n  %s",
-            LONGEST_PATTERN,
-            1 / LONGEST_PATTERN,
-            "\n  ".join([*rounded[:10], *(["…"] if rounded[10:] else [])]),
-        )
+    dataset = open_dataset(resolved.config)
+    doubts = dataset.rounded_weights()
+    if job.newest_checkpoint_name() is None:
+        doubts += fit.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
+    for doubt in doubts if world.first else ():
+        log.warning("%s", doubt)
+    return dataset
 
 
 def find_checkpoint(
@@ -309,14 +306,7 @@ def build(
     meter = Meter(plan.arch, plan.precision.products, world, list(optimizers.values()))
     if world.size > 1 and not layout.sharded:
         meter.watch_gradients(made.parameters["embed.weight"])
-    share = Share(
-        layout.data_rank,
-        plan.sizes.data,
-        cfg.train.micro_batch,
-        world.device,
-        cfg.data.mask_documents,
-        cfg.data.eod_mask_loss,
-    )
+    share = Share.of(cfg, layout.data_rank, plan.sizes.data, world.device)
     known, unfinished = None, False
     evaluator = make_evaluator(cfg, plan, world, dataset, share)
     if resume is not None:
@@ -369,19 +359,13 @@ def make_evaluator(
     cfg: RunConfig, plan: Plan, world: World, dataset: Dataset, share: Share
 ) -> Evaluator | None:
     """Validation on held-out text; None, said aloud, when it has no whole sequence."""
-    import torch
-
-    from dtt.data.tokenizer import token_bytes
     from dtt.train.evaluate import Evaluator, held_out
 
     parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    known = dataset.manifest
-    sizes = token_bytes(dataset.tokenizer, known.vocab_size, known.end_of_document)
-    table = None if sizes is None else torch.from_numpy(sizes).to(world.device)
-    return Evaluator(parts, share, plan.precision, world, plan.sizes.context, table)
+    return Evaluator(parts, share, plan.precision, world, plan.sizes.context, dataset.token_bytes())
 
 
 def make_budget(

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dtt.config.run import RunConfig
 from dtt.data.dataset import Dataset
 from dtt.data.source import PADDING, Samples
 from dtt.errors import DttError
@@ -74,6 +75,13 @@ class Share:
     mask_documents: bool = False
     eod_mask_loss: bool = False
     """Whether the first token of a document is no target."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
+        """Return the share of a rank in the run that `cfg` describes."""
+        data = cfg.data
+        masks = data.mask_documents, data.eod_mask_loss
+        return cls(rank, size, cfg.train.micro_batch, device, *masks)
 
     def to_device(
         self, source: Readable, samples: Samples, seq_len: int | None = None

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -74,8 +76,8 @@ class Evaluator:
     world: World
     contexts: int = 1
     """Ranks that share a sequence."""
-    token_bytes: Tensor | None = None
-    """[vocabulary], on the device: bytes of text that each id stands for; None: not known."""
+    token_bytes: npt.NDArray[np.int64] | None = None
+    """[vocab_size]: bytes of text that each id stands for; None: not known."""
 
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
@@ -100,6 +102,13 @@ class Evaluator:
                 return None
             record["ema_loss"] = self._overall(averaged)["loss"]
         return record
+
+    @cached_property
+    def _token_bytes(self) -> Tensor | None:
+        """`token_bytes` on the device."""
+        if self.token_bytes is None:
+            return None
+        return torch.from_numpy(self.token_bytes).to(self.world.device)
 
     @torch.no_grad()
     def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[Measured] | None:
@@ -148,9 +157,9 @@ class Evaluator:
             loss = model(micro_batch.tokens, targets, documents_BT=micro_batch.documents)
         counted = targets != IGNORED
         text_bytes = targets.new_zeros(())
-        if self.token_bytes is not None:
+        if self._token_bytes is not None:
             # Not `targets[counted]`: on a GPU the host would wait for how many there are.
-            text_bytes = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
+            text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
         counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
         return torch.cat([loss.double()[None], counts.double()])
 
