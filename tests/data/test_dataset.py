@@ -261,12 +261,10 @@ def test_a_tokenizer_that_learnt_fewer_entries_than_asked_for_is_no_mistake(
 
 def test_a_weight_that_cannot_be_kept_is_named(tokens: Path) -> None:
     """Also where it only holds from some step on."""
-    mixed = sources(a=(tokens, 1.0), rare=(tokens, 1e-9))
-    assert opened(mixed).rounded_weights() == [
-        "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
-    ]
+    told = "rounded weight: rare has a share of 1e-05, not"
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1e-9)))
+    assert rare.rounded_weights() == [f"{told} 1e-09, from step 1 on"]
     later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
-    assert opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later).rounded_weights() == [
-        f"{told} 2.5e-08, from step 41 on"
-    ]
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later)
+    assert rare.rounded_weights() == [f"{told} 2.5e-08, from step 41 on"]
     assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []
