@@ -600,7 +600,7 @@ def data_inspect(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="Corpus, file or folder of documents, token folder, .bin/.idx, .ds, raw .bin.",
+            help="Corpus, file or folder of documents, token folder, .bin/.idx, .ds, .bin, .npy.",
         ),
     ],
     samples: Annotated[
@@ -616,7 +616,9 @@ def data_inspect(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json, for ids that have none beside them.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of raw ids: uint16, uint32 or int32.")] = "uint16",
+    dtype: Annotated[
+        str, typer.Option(help="Of raw ids: uint16, uint32, int32 or int64.")
+    ] = "uint16",
     json: Json = False,
 ) -> None:
     """Tell what a body of text or tokens is: counts, lengths of documents, samples, oddities.

@@ -113,6 +113,17 @@ def test_a_terabyte_of_ids_is_told_without_reading_it(dtt: Dtt) -> None:
     assert "of 1,000,000,000,000 tokens, spread evenly; --all reads everything" in said
 
 
+def test_weights_that_cannot_be_kept_are_told(dtt: Dtt, tokens: Path, tiny: Settings) -> None:
+    """By `mix`, and by training."""
+    both = [{"path": str(tokens), "name": "a", "weight": 1.0}]
+    both += [{"path": str(tokens), "name": "rare", "weight": 1e-9}]
+    arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=1)
+    told = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
+    assert facts(dtt, "mix", *arguments)["rounded"] == [told]
+    assert told in dtt("data", "mix", *arguments).stdout
+    assert told in dtt("train", *arguments).stderr
+
+
 def test_mistakes_are_told(dtt: Dtt, tokens: Path) -> None:
     assert "there is no nowhere" in dtt("data", "inspect", "nowhere", expect=66).stderr
     stem = tokens / "train-00000"

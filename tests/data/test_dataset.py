@@ -17,7 +17,8 @@ from dtt.data import fit
 from dtt.data.dataset import OWN, Dataset, open_dataset
 from dtt.data.source import SOURCE_SHIFT
 from dtt.data.tokenfile import bin_path
-from dtt.errors import ConfigError, InputError
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.jobdir import JobDir
 
 SEQ_LEN, SEQUENCES = 32, 8
 
@@ -145,8 +146,12 @@ def test_files_of_others_need_a_tokenizer(tokens: Path, tmp_path: Path) -> None:
     assert dataset.validation == (None,)
     mixed = sources(x=(stem, 1), ours=(tokens, 1))
     assert opened(mixed, f"data.tokenizer={tokens / 'tokenizer.json'}").steps == 100
-    other = tmp_path / "tokenizer.json"
-    make_tokenizer().save(str(other))
+    other, smaller = tmp_path / "tokenizer.json", make_tokenizer()
+    smaller.save(str(other))
+    with pytest.raises(DamagedError, match=r"outside the vocabulary of 257[\s\S]*theirs\.bin"):
+        opened(sources(x=(stem, 1)), f"data.tokenizer={other}")
+    smaller.add_tokens([f"<{i}>" for i in range(100)])
+    smaller.save(str(other))
     assert opened(sources(x=(stem, 1)), f"data.tokenizer={other}").manifest.key != (
         dataset.manifest.key
     )
@@ -214,3 +219,52 @@ def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None
 def test_mixtures_that_cannot_be_are_refused(arguments: tuple[str, ...], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve(None, arguments)
+
+
+def test_a_vocabulary_that_is_not_that_of_the_token_files_is_told(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """An error where `tokenize` would make them, a warning where others are named; no more."""
+    made = TokensManifest.read(tokens)
+    job = JobDir(tmp_path / "j")
+
+    def check(*arguments: str, size: int | None = made.vocab_size) -> list[str]:
+        return fit.check_vocabulary(resolve(None, arguments), job, size)
+
+    own, other = f"tokenize.out={tokens}", "tokenizer.vocab_size=512"
+    for size in (made.vocab_size, None):
+        with pytest.raises(ConfigError, match=rf"vocab_size=512 \(argument\).*{made.vocab_size}"):
+            check(own, other, size=size)
+        for named in (f"data.tokens={tokens}", sources(x=(tokens, 1))):
+            (line,) = check(named, other, size=size)
+            assert "tokenizer.vocab_size=512 (argument), but the token files have" in line
+            assert check(named) == check(named, "tokenizer.vocab_size=300") == []
+        assert check(own) == check(own, "tokenizer.vocab_size=300") == []
+        given = "tokenizer={type: file, path: x.json}"
+        assert check(own, given, size=size) == []
+    (tmp_path / "j").mkdir()
+    job.config.write_text(f"tokenize: {{out: {tokens}}}\ntokenizer: {{vocab_size: 512}}\n")
+    assert fit.check_vocabulary(resolve(job_config=job.config), job, made.vocab_size) == []
+
+
+def test_a_tokenizer_that_learnt_fewer_entries_than_asked_for_is_no_mistake(
+    tokens: Path, tmp_path: Path
+) -> None:
+    made = TokensManifest.read(tokens)
+    parts = {**made.key_parts, "tokenizer": {**made.key_parts["tokenizer"], "vocab_size": 512}}
+    content = made.model_copy(update={"key_parts": parts}).dump()
+    (tmp_path / "manifest.json").write_text(content)
+    arguments = [f"tokenize.out={tmp_path}", "tokenizer.vocab_size=512"]
+    job = JobDir(tmp_path / "j")
+    assert fit.check_vocabulary(resolve(None, arguments), job, made.vocab_size) == []
+
+
+def test_a_weight_that_cannot_be_kept_is_named(tokens: Path) -> None:
+    """Also where it only holds from some step on."""
+    told = "rounded weight: rare has a share of 1e-05, not"
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1e-9)))
+    assert rare.rounded_weights() == [f"{told} 1e-09, from step 1 on"]
+    later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later)
+    assert rare.rounded_weights() == [f"{told} 2.5e-08, from step 41 on"]
+    assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []

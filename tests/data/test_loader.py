@@ -234,6 +234,35 @@ def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path)
         )
 
 
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_first_token_of_a_document_can_be_left_out_of_the_targets(
+    any_dataset: Dataset, size: int, mask_documents: bool
+) -> None:
+    """Every rank counts the targets of all; tokens, samples and documents stay as they are."""
+    plain = [batches(any_dataset, rank, size, 3) for rank in range(size)]
+    shares = [Share(rank, size, 3, CPU, mask_documents, eod_mask_loss=True) for rank in range(size)]
+    masked = [training_batches(any_dataset, share, 0) for share in shares]
+    begun = 0
+    for _ in range(12):
+        before, after = [next(rank) for rank in plain], [next(rank) for rank in masked]
+        left = 0
+        for old, new in zip(before, after, strict=True):
+            assert np.array_equal(old.samples, new.samples)
+            for was, now in zip(old.micro_batches, new.micro_batches, strict=True):
+                assert torch.equal(was.tokens, now.tokens)
+                assert was.documents is not None
+                assert (now.documents is None) is not mask_documents
+                changed = was.targets != now.targets
+                assert (now.targets[changed] == PADDING).all()
+                inside = was.documents[:, 1:] != was.documents[:, :-1]
+                assert torch.equal(changed[:, :-1], inside & (was.targets[:, :-1] != PADDING))
+                begun += int(changed.sum())
+                left += int((now.targets != PADDING).sum())
+        assert {batch.targets for batch in after} == {left}
+    assert begun > 12
+
+
 def test_documents_are_left_out_when_they_may_see_each_other(dataset: Dataset) -> None:
     share = Share(0, 1, 4, CPU, mask_documents=False)
     assert next(training_batches(dataset, share, 0)).micro_batches[0].documents is None

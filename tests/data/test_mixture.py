@@ -164,6 +164,34 @@ def test_shares_with_a_long_period_are_rounded(given: tuple[float, ...]) -> None
         assert abs(count - LONGEST_PATTERN * weight / sum(exact)) < max(1, len(given))
 
 
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [
+        ((1, 1e-9), [1]),  # to 1e-5
+        ((0.5, 0.49990, 1.237e-4), [2]),  # to 12 parts of 100,000, 3 % less
+        ((1, 2.51e-3), []),
+        ((0.5, 0.3, 0.2), []),
+        ((1, 1e-5), []),
+    ],
+)
+def test_shares_that_rounding_moves_by_more_than_a_hundredth_are_named(
+    given: tuple[float, ...], moved: list[int]
+) -> None:
+    mixed = mixture([10] * len(given), weights(*given), samples=100)
+    assert [one.source for one in mixed.rounded()] == moved
+    for one in mixed.rounded():
+        exact = weights(*given)
+        assert one.asked == exact[one.source] / sum(exact)
+        counts = mixed.counts(LONGEST_PATTERN)
+        assert one.taken * LONGEST_PATTERN == counts[one.source]
+
+
+def test_rounding_is_named_in_every_phase() -> None:
+    changes = [(0, weights(1, 1)), (50, weights(1, 1e-9))]
+    (one,) = Mixture([10, 10], changes, "repeat", 100).rounded()
+    assert (one.source, one.phase.first) == (1, 50)
+
+
 def test_a_single_source_has_a_pattern_of_one_slot() -> None:
     assert len(pattern(shares(weights(0.7))).sources) == 1
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.data.encoder import Encoder
 from dtt.data.pretokens import PATTERNS, count_pre_tokens
-from dtt.data.tokenizer import given_tokenizer, train_tokenizer
+from dtt.data.tokenizer import given_tokenizer, token_bytes, train_tokenizer
 from dtt.errors import InputError
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
@@ -103,3 +103,56 @@ def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
             given_tokenizer(GivenTokenizerConfig(path=path))
     with pytest.raises(InputError, match=r"there is a tokenizer\.model"):
         given_tokenizer(GivenTokenizerConfig(path=str(tmp_path)))
+
+
+def sizes_of(content: bytes, folder: Path, end: int = 0) -> Any:
+    path = folder / "tokenizer.json"
+    path.write_bytes(content)
+    return token_bytes(path, Tokenizer.from_buffer(content).get_vocab_size() + 3, end)
+
+
+def test_the_bytes_of_tokens_add_up_to_those_of_the_text(content: bytes, tmp_path: Path) -> None:
+    """Ids above the vocabulary stand for nothing, as the end of a document does."""
+    sizes = sizes_of(content, tmp_path)
+    encoder = Encoder(content, None, "here")
+    for text in (TEXTS[7], "Düsseldorf, Ærø, 日本語 🙂\n\t ", "<|endoftext|>", ""):
+        ids, _ = encoder.encode([text.encode()])
+        assert sizes[ids].sum() == len(text.encode())
+    assert (sizes[0], sizes[-3:].tolist()) == (0, [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "gpt-neox-20b", "dolma2", "mistral-v1"])
+def test_the_bytes_of_released_tokenizers_add_up(name: str, shared: Path) -> None:
+    path = shared / "data/tokenizers" / name / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    encoder = Encoder(path.read_bytes(), None, path)
+    sizes = token_bytes(path, encoder.vocab_size, encoder.end_of_document)
+    assert sizes is not None
+    file = sorted((shared / "data/tinyshakespeare").glob("*.txt"))[0]
+    texts = [file.read_text()[:50_000], "Düsseldorf, 日本語 🙂 naïve  two spaces\n\n\tx = 1"]
+    for text in texts:
+        found = sizes[tokenizer.encode(text, add_special_tokens=False).ids].sum()
+        before = 1 if name == "mistral-v1" else 0  # SentencePiece puts a space before the text
+        assert found == len(text.encode()) + before
+
+
+def test_the_bytes_of_word_pieces_are_not_known(tmp_path: Path) -> None:
+    from tokenizers import decoders, models
+
+    tokenizer = Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    assert sizes_of(tokenizer.to_str().encode(), tmp_path) is None
+
+
+def test_the_bytes_of_a_unigram_vocabulary_with_byte_fallback(tmp_path: Path) -> None:
+    from tokenizers import AddedToken, decoders, models
+
+    vocabulary = [("<unk>", 0.0), ("▁a", -1.0), ("é", -1.0), ("<0x0A>", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken("<unk>"), AddedToken("</s>")])
+    tokenizer.add_tokens(["über"])
+    sizes = sizes_of(tokenizer.to_str().encode(), tmp_path, end=4)
+    assert sizes.tolist()[:6] == [0, 2, 2, 1, 0, 5]

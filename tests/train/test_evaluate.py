@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import json
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from running import Dtt
+from tokenizers import Tokenizer
 
+from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.config.train import TrainConfig
+from dtt.data.dataset import open_dataset
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.train.evaluate import Sampler
@@ -24,3 +32,26 @@ def test_a_model_that_has_diverged_gives_no_sample_and_stops_nothing(
         record = Sampler(train, tokens / "tokenizer.json", 0, seed=0).record(model, 3)
     assert record == {"kind": "sample", "step": 3, "text": "one"}
     assert "no sample: the model gives no probabilities" in caplog.text
+
+
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_bits_per_byte_are_those_of_the_tokens_that_were_evaluated(
+    dtt: Dtt, tiny: Callable[..., list[str]], packing: str
+) -> None:
+    """Their text, decoded, is counted; that of the whole held-out text differs from it."""
+    options = {"train.eval_tokens": 64, "train.steps": 1, "data.packing": packing}
+    dtt("train", *tiny(**options))
+    job = dtt.folder / "jobs/t"
+    records = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
+    record = next(record for record in records if record["kind"] == "eval")
+    dataset = open_dataset(load_job(job))
+    (source,) = dataset.validation
+    assert source is not None
+    rows = source.read(np.arange(2, dtype=np.uint64))[:, 1:]
+    targets = rows[rows >= 0].tolist()
+    text = Tokenizer.from_file(str(job / "tokenizer.json")).decode(targets)
+    bits = record["loss"] * len(targets) / math.log(2)
+    assert record["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-6)
+    assert source.bytes_per_token is not None
+    whole = bits / (len(targets) * source.bytes_per_token)
+    assert abs(record["bits_per_byte"] / whole - 1) > 1e-3

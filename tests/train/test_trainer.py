@@ -87,6 +87,21 @@ def test_the_loss_falls_and_everything_is_recorded(
     assert sorted(p.name for p in (job / "checkpoints").iterdir()) == ["step-000056", "step-000060"]
 
 
+def test_a_vocabulary_that_the_token_files_have_not_ends_a_run_before_it_starts(
+    dtt: Dtt, tiny: Settings, tokens: Path
+) -> None:
+    """But a job that has a checkpoint goes on, whatever was said when it began."""
+    own = tiny(data__tokens="null", tokenize__out=tokens, train__steps=2)
+    said = dtt("train", *own, "tokenizer.vocab_size=999", expect=2).stderr
+    assert "tokenizer.vocab_size=999 (argument)" in said
+    assert "dtt tokenize --overwrite" in said
+    (dtt.folder / "run.yaml").write_text("tokenizer: {vocab_size: 999}\n")
+    warned = dtt("train", "-c", "run.yaml", *tiny(train__steps=2)).stderr
+    assert "tokenizer.vocab_size=999 (run.yaml:1), but the token files have" in warned
+    again = dtt("train", "jobs/t", "train.steps=3", "--allow-change", "train.steps").stderr
+    assert "vocab_size" not in again
+
+
 def test_a_finished_job_says_so_and_changes_nothing(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
     before = (dtt.folder / "jobs/t/metrics.jsonl").read_bytes()
@@ -230,13 +245,18 @@ def torchrun(dtt: Dtt, ranks: int, *arguments: object, **env: str) -> subprocess
     return dtt.start_python(*launcher, "-m", "dtt.main", *arguments, **env)
 
 
-def test_two_ranks_train_what_one_does_and_resume_each_other(dtt: Dtt, tiny: Settings) -> None:
-    settings = tiny(train__precision="fp32", train__steps=12)
+@pytest.mark.parametrize("documents", [{}, {"data.eod_mask_loss": True}], ids=["", "eod"])
+def test_two_ranks_train_what_one_does_and_resume_each_other(
+    dtt: Dtt, tiny: Settings, documents: dict[str, object]
+) -> None:
+    settings = tiny(train__precision="fp32", train__steps=12, **documents)
     dtt("train", *settings)
     assert dtt.wait(torchrun(dtt, 2, "train", *settings, "name=two")).returncode == 0
     one, two = dtt.folder / "jobs/t", dtt.folder / "jobs/two"
     for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
+        assert a["tokens"] == b["tokens"]
+        assert (a["tokens"] < 256 * a["step"]) is bool(documents)
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     for name, value in weights(one, 12).items():
         torch.testing.assert_close(value, weights(two, 12)[name], rtol=1e-3, atol=1e-4)

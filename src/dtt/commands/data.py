@@ -236,6 +236,7 @@ def _mix(mix: Mix) -> Iterator[str]:
         for phase in mix.phases:
             shares = ", ".join(f"{name} {share:.2%}" for name, share in phase.shares.items())
             yield f"from step {phase.from_step:,}: {shares}"
+    yield from mix.rounded
     ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} asked for"
     first, last = mix.samples_per_step
     size = f"{first:,}" if first == last else f"{first:,} to {last:,}"

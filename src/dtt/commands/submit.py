@@ -17,6 +17,7 @@ from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf
+from dtt.data import fit
 from dtt.data.stages import resolve as resolve_stages
 from dtt.errors import ConfigError, DttError
 from dtt.launch import checks, ledger, slurm, submissions
@@ -191,7 +192,11 @@ def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
             where=job.config,
             next="name=ANOTHER",
         )
-    yield from checks.problems(command, cfg, request.trained)
+    trained = request.trained
+    found = list(checks.problems(command, cfg, trained))
+    yield from found
+    if command == "train" and not found and trained.newest_checkpoint_name() is None:
+        yield from checks.caught(lambda: fit.check_vocabulary(request.resolved, trained))
     yield from checks.launch_problems(command, cfg)
     if not dry_run:
         yield from checks.sbatch_problems()

@@ -149,14 +149,13 @@ def train(
     begun: branch.Branch | None = None,
 ) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
-    from dtt.data.dataset import open_dataset
     from dtt.train.memory import exhaustion_told
     from dtt.train.plan import make_plan
 
     this.start.lap("imports")
     cfg, job = resolved.config, this.job
     with after_the_first(world.ranks, this.requests):
-        dataset = open_dataset(cfg)
+        dataset = open_data(resolved, job, world)
         plan = make_plan(cfg, dataset, world)
     if begun is not None:
         begun.check(plan.schedule.decay, plan.steps)  # again: now it is known what the data allows
@@ -203,6 +202,19 @@ def train(
             why=this.requests.reason or "another rank was asked to stop",
             next=f"dtt train {job.root}",
         )
+
+
+def open_data(resolved: Resolved, job: JobDir, world: World) -> Dataset:
+    """Open the data, and warn of what is not as the configuration says."""
+    from dtt.data.dataset import open_dataset
+
+    dataset = open_dataset(resolved.config)
+    doubts = dataset.rounded_weights()
+    if job.newest_checkpoint_name() is None:
+        doubts += fit.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
+    for doubt in doubts if world.first else ():
+        log.warning("%s", doubt)
+    return dataset
 
 
 def find_checkpoint(
@@ -297,13 +309,7 @@ def build(
     meter = Meter(plan.arch, plan.precision.products, world, list(optimizers.values()))
     if world.size > 1 and not layout.sharded:
         meter.watch_gradients(made.parameters["embed.weight"])
-    share = Share(
-        layout.data_rank,
-        plan.sizes.data,
-        cfg.train.micro_batch,
-        world.device,
-        cfg.data.mask_documents,
-    )
+    share = Share.of(cfg, layout.data_rank, plan.sizes.data, world.device)
     known, unfinished = None, False
     evaluator = make_evaluator(cfg, plan, world, dataset, share)
     if resume is not None:
@@ -362,7 +368,7 @@ def make_evaluator(
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    return Evaluator(parts, share, plan.precision, world, plan.sizes.context)
+    return Evaluator(parts, share, plan.precision, world, plan.sizes.context, dataset.token_bytes())
 
 
 def make_budget(

@@ -113,15 +113,17 @@ class SourceConfig(Section):
     path: Path
     """Folder that `tokenize` made; or token files of others: a Megatron `.bin`/`.idx` pair (its
     path without the suffix) or a folder of such, a datatrove `.ds` file or a folder of such, a
-    file of raw ids (nanoGPT's `.bin`) or a folder of such."""
+    file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`) or a folder
+    of such."""
     name: str | None = None
     """What metrics call it; with the seed it decides the order of its samples. null: the last part
     of `path`."""
     weight: PositiveFloat | None = None
-    """Share of the samples, relative to the other sources; null for all of them: by their size."""
+    """Share of the samples, relative to the other sources; null for all of them: by their size.
+    Shares that are multiples of 1e-5 are kept exactly, others rounded to them, and none to 0."""
     validation: Path | None = None
     """Held-out token files; null: those that `tokenize` held out, if it made the folder."""
-    dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Of raw ids; the other formats say it themselves."""
 
     @property
@@ -157,6 +159,9 @@ class TokensDataConfig(Section):
     (Ding et al. 2024, arXiv 2404.10830), of which only those longer than a sequence are cut."""
     mask_documents: bool = False
     """Let tokens attend only within their own document, and restart positions at its start."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss the targets that are the first token of a document, predicted from the
+    end of the one before (Megatron's `--eod-mask-loss`)."""
     tokenizer: Path | None = None
     """The tokenizer.json of token files of others; those of dtt name theirs, which must be the
     same."""
@@ -193,6 +198,9 @@ class TextDataConfig(Section):
     """Folder that `download` made; null: the one this config's `download` section names."""
     mask_documents: bool = False
     """Let tokens attend only within their own document, and restart positions at its start."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss the targets that are the first token of a document, predicted from the
+    end of the one before (Megatron's `--eod-mask-loss`)."""
 
 
 DataConfig = Annotated[TokensDataConfig | TextDataConfig, Field(discriminator="type")]

@@ -20,6 +20,7 @@ from dtt.data.mixture import Mixture, Weights
 from dtt.data.source import SOURCE_SHIFT, Opened, Piece, Samples, Source, Vocabulary
 from dtt.data.sources.tokens import open_tokens
 from dtt.data.stages import Stages, resolve
+from dtt.data.tokenizer import token_bytes
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.files import sha256_file
 
@@ -111,6 +112,19 @@ class Dataset:
         """The share of each source of all samples of the run, by name."""
         counts = self.mixture.counts(self.mixture.end).tolist()
         return {s.name: n / self.mixture.end for s, n in zip(self.sources, counts, strict=True)}
+
+    def token_bytes(self) -> npt.NDArray[np.int64] | None:
+        """Return the bytes of text of each id, [vocab_size]; None if they are not known."""
+        return token_bytes(self.tokenizer, self.manifest.vocab_size, self.manifest.end_of_document)
+
+    def rounded_weights(self) -> list[str]:
+        """Return a line for each source whose share of the samples rounding moved by over 1 %."""
+        lines = []
+        for one in self.mixture.rounded():
+            name, step = self.sources[one.source].name, self.stages.step_of(one.phase.first) + 1
+            shares = f"{float(one.taken):.4g}, not {float(one.asked):.4g}"
+            lines.append(f"rounded weight: {name} has a share of {shares}, from step {step} on")
+        return lines
 
     def state(self, position: int) -> dict[str, Any]:
         """From which `restore` goes on at `position`: of the sources that need one, by name."""

@@ -16,6 +16,8 @@ from dtt.artifacts import (
     fingerprint,
     shard_stem,
 )
+from dtt.config.data import TokensDataConfig
+from dtt.config.load import Resolved
 from dtt.config.train import TrainConfig
 from dtt.data.stages import resolve
 from dtt.errors import ConfigError, DamagedError, DttError, InputError
@@ -85,6 +87,39 @@ def check_tokenizer(path: Path, sha256: str) -> None:
             where=path,
             next="copy the right one back, or dtt tokenize --overwrite",
         )
+
+
+def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = None) -> list[str]:
+    """Compare `tokenizer.vocab_size`, where it was given, with that of the token files.
+
+    The vocabulary of the token files is the one that is trained, whatever the key says. ConfigError
+    where they are those that `tokenize` of this configuration makes; where `data` names others, a
+    warning is returned: their tokenizer was not made by this `tokenizer` section. Nothing if they
+    agree, or if nobody gave the key: it is a default, or stands in the `job`'s own configuration.
+    `vocab_size` None: as in the manifest of the token files.
+    """
+    cfg, origin = resolved.config, resolved.origin("tokenizer.vocab_size")
+    if not isinstance(cfg.data, TokensDataConfig) or cfg.tokenizer.type != "bpe":
+        return []
+    asked = cfg.tokenizer.vocab_size
+    if asked == vocab_size or origin == "default" or origin.startswith(f"{job.config}:"):
+        return []
+    for manifest in (TokensManifest.read(p) for p in cfg.token_paths if TokensManifest.is_in(p)):
+        vocab_size = manifest.vocab_size
+        # A tokenizer may have learnt fewer entries than it was asked for.
+        if asked in (vocab_size, manifest.key_parts.get("tokenizer", {}).get("vocab_size")):
+            return []
+    if vocab_size is None:
+        return []
+    told = f"tokenizer.vocab_size={asked} ({origin}), but the token files have {vocab_size} entries"
+    if cfg.data.tokens is not None or cfg.data.sources:
+        return [f"{told}, which training uses"]
+    raise ConfigError(
+        told,
+        where=cfg.tokenize_dir,
+        next=f"tokenizer.vocab_size={vocab_size}; or make them again: dtt tokenize --overwrite; or "
+        "tokenize.out=ANOTHER for both commands",
+    )
 
 
 def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:

@@ -6,15 +6,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dtt.config.run import RunConfig
 from dtt.data.dataset import Dataset
-from dtt.data.source import Samples
+from dtt.data.source import PADDING, Samples
 from dtt.errors import DttError
 from dtt.runtime.log import log
 
@@ -28,6 +29,9 @@ class Readable(Protocol):
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """As `Source.documents`."""
 
+    def targets(self, samples: Samples) -> int:
+        """As `Source.targets`."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -39,7 +43,7 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    """The tokens that follow; PADDING where there is none."""
+    """The tokens that follow; PADDING where there is none, or none that counts."""
     documents: Tensor | None
     """Which document of its row each token is in; None when documents may see each other."""
 
@@ -69,6 +73,15 @@ class Share:
     """Samples in a forward pass."""
     device: torch.device
     mask_documents: bool = False
+    eod_mask_loss: bool = False
+    """Whether the first token of a document is no target."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
+        """Return the share of a rank in the run that `cfg` describes."""
+        data = cfg.data
+        masks = data.mask_documents, data.eod_mask_loss
+        return cls(rank, size, cfg.train.micro_batch, device, *masks)
 
     def to_device(
         self, source: Readable, samples: Samples, seq_len: int | None = None
@@ -87,20 +100,52 @@ class Share:
         sent = self._send(ids)
         # Padding is no id: the model may take any for it, as nothing comes after.
         tokens = torch.split(sent[:, :-1].reshape(-1, seq_len).clamp(min=0), rows)
-        targets = torch.split(sent[:, 1:].reshape(-1, seq_len), rows)
-        if not self.mask_documents:
+        if not (self.mask_documents or self.eod_mask_loss):
+            targets = torch.split(sent[:, 1:].reshape(-1, seq_len), rows)
             return [MicroBatch(x, y, None) for x, y in zip(tokens, targets, strict=True)]
-        parts = [slice(i, i + self.micro_batch) for i in range(0, len(mine), self.micro_batch)]
-        # By the part, as what is made on the way then stays in the processor's cache.
-        documents = (source.documents(mine[part], ids[part])[:, :-1] for part in parts)
-        micro_batches = zip(tokens, targets, documents, strict=True)
-        return [MicroBatch(x, y, self._send(d.reshape(-1, seq_len))) for x, y, d in micro_batches]
+        micro_batches = []
+        for x, part in zip(tokens, self._parts(mine), strict=True):
+            # By the part, as what is made on the way then stays in the processor's cache.
+            doc_ids = source.documents(mine[part], ids[part])
+            y = sent[part, 1:]
+            if self.eod_mask_loss:
+                y = self._send(_targets_within_documents(ids[part], doc_ids))
+            documents = None
+            if self.mask_documents:
+                documents = self._send(doc_ids[:, :-1].reshape(-1, seq_len))
+            micro_batches.append(MicroBatch(x, y.reshape(-1, seq_len), documents))
+        return micro_batches
+
+    def targets(self, source: Readable, samples: Samples) -> int:
+        """Return the number of targets in `samples`, those of all ranks.
+
+        With `eod_mask_loss` it reads them, as only the documents in them tell.
+        """
+        if not self.eod_mask_loss:
+            return source.targets(samples)
+        found = 0
+        for part in self._parts(samples):
+            ids = source.read(samples[part])
+            doc_ids = source.documents(samples[part], ids)
+            found += int((_targets_within_documents(ids, doc_ids) != PADDING).sum())
+        return found
+
+    def _parts(self, samples: Samples) -> list[slice]:
+        """The samples of each forward pass."""
+        return [slice(i, i + self.micro_batch) for i in range(0, len(samples), self.micro_batch)]
 
     def _send(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
+
+
+def _targets_within_documents(
+    ids: npt.NDArray[np.int64], doc_ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """The targets [rows, T] of `ids` [rows, T + 1]; PADDING where a document begins."""
+    return np.where(doc_ids[:, 1:] == doc_ids[:, :-1], ids[:, 1:], PADDING)
 
 
 def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches:
@@ -115,7 +160,7 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches
         try:
             samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
             mine = share.to_device(dataset, samples, dataset.stages.at(step).seq_len)
-            return Batch(samples, dataset.targets(samples), mine)
+            return Batch(samples, share.targets(dataset, samples), mine)
         except DttError:
             log.error("rank %d cannot read the data of step %d", share.rank, step + 1)
             raise

@@ -27,6 +27,8 @@ Weights = tuple[Fraction, ...]
 
 LONGEST_PATTERN = 100_000
 """Weights whose common period is longer are rounded to so many parts."""
+MOVED = Fraction(1, 100)
+"""Rounding that moves a share by a larger part of itself is worth a warning."""
 
 
 def shares(weights: Weights) -> tuple[int, ...]:
@@ -116,6 +118,16 @@ class Phase:
         return self.first + periods * len(self.pattern.sources) + slot + 1
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """A share of the samples that rounding moved by more than MOVED of itself."""
+
+    source: int
+    phase: Phase
+    asked: Fraction
+    taken: Fraction
+
+
 class Mixture:
     """The order of the sources in a run."""
 
@@ -187,6 +199,18 @@ class Mixture:
     def counts(self, position: int) -> Ints:
         """[sources]: samples of each source before a position."""
         return self._phase(position).counts(position)
+
+    def rounded(self) -> list[Rounded]:
+        """Return the shares, phase by phase, that differ by more than MOVED from the weights."""
+        found = []
+        for phase in self.phases:
+            total, period = sum(phase.weights), len(phase.pattern.sources)
+            for source, weight in enumerate(phase.weights):
+                asked = weight / total
+                taken = Fraction(int(phase.pattern.counts[source]), period)
+                if abs(taken - asked) > MOVED * asked:
+                    found.append(Rounded(source, phase, asked, taken))
+        return found
 
     def exhausted_after(self, source: int) -> int | None:
         """Samples of the run after which all of `source` has been seen once; None: never."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models
 
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
@@ -95,3 +99,52 @@ def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
             why=str(error).splitlines()[0],
             next="name a file that `tokenizers` saved; for one that dtt wrote: make it again",
         ) from None
+
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+"""A byte of SentencePiece's byte fallback."""
+
+
+def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArray[np.int64] | None:
+    """Return the UTF-8 bytes of text that each id stands for, [vocab_size].
+
+    `path` is a tokenizer.json. Special tokens stand for no text. The bytes are exact for
+    byte-level BPE, whose tokens have a character for each byte. In vocabularies of SentencePiece,
+    "▁" counts as the space that it was, also where the tokenizer put one before the first word.
+    None for other tokenizers, whose tokens do not tell how much text was between them.
+    """
+    facts = json.loads(path.read_bytes())
+    parts = [*_parts(facts.get("decoder")), *_parts(facts.get("pre_tokenizer"))]
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    spaces = any(
+        part["type"] == "Metaspace" or part.get("pattern") == {"String": "▁"} for part in parts
+    )
+    if not (byte_level or spaces):
+        return None
+    vocabulary = facts["model"]["vocab"]
+    entries = (
+        vocabulary.items()
+        if isinstance(vocabulary, dict)
+        else ((token, i) for i, (token, _) in enumerate(vocabulary))  # of a unigram model
+    )
+    sizes = {
+        i: len(token)
+        if byte_level
+        else 1
+        if BYTE_TOKEN.fullmatch(token)
+        else len(token.replace("▁", " ").encode())
+        for token, i in entries
+    }
+    for added in facts.get("added_tokens") or ():
+        sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    sizes[end_of_document] = 0  # also where it is not marked as special
+    return np.array([sizes.get(i, 0) for i in range(vocab_size)], dtype=np.int64)
+
+
+def _parts(section: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The parts of a decoder or a pre-tokenizer, which may be a sequence of them."""
+    if section is not None:
+        inner = section.get("decoders") or section.get("pretokenizers")
+        yield section
+        for part in inner or ():
+            yield from _parts(part)

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,16 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Means over the targets of a source that were evaluated."""
+
+    loss: float
+    """In nats."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of their text; None: not known."""
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Validation loss over the held-out text of every source, shared out over the ranks."""
 
@@ -64,11 +76,13 @@ class Evaluator:
     world: World
     contexts: int = 1
     """Ranks that share a sequence."""
+    token_bytes: npt.NDArray[np.int64] | None = None
+    """[vocab_size]: bytes of text that each id stands for; None: not known."""
 
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
     ) -> Record | None:
-        """The `eval` record: mean loss in nats per token, and in bits per byte of text.
+        """The `eval` record: mean loss in nats per token, and in bits per byte of their text.
 
         With several sources, `losses` has that of each; with an average of the weights, `ema_loss`
         is the loss with that. None as soon as `stop()`, which is asked on every rank between
@@ -80,7 +94,7 @@ class Evaluator:
         record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
         if len(losses) > 1:
             names = [part.source.name for part in self.parts]
-            record["losses"] = dict(zip(names, losses, strict=True))
+            record["losses"] = dict(zip(names, (one.loss for one in losses), strict=True))
         if ema is not None:
             with ema.swapped():
                 averaged = self._losses(model, stop)
@@ -89,10 +103,17 @@ class Evaluator:
             record["ema_loss"] = self._overall(averaged)["loss"]
         return record
 
+    @cached_property
+    def _token_bytes(self) -> Tensor | None:
+        """`token_bytes` on the device."""
+        if self.token_bytes is None:
+            return None
+        return torch.from_numpy(self.token_bytes).to(self.world.device)
+
     @torch.no_grad()
-    def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[float] | None:
-        """Mean loss of each source; None once `stop()`."""
-        totals = torch.zeros(len(self.parts), 2, device=self.world.device, dtype=torch.float64)
+    def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[Measured] | None:
+        """Measure each source; None once `stop()`."""
+        totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
         with _evaluating(model):
             for total, part in zip(totals, self.parts, strict=True):
                 for samples in self._chunks(part.count):
@@ -100,7 +121,16 @@ class Evaluator:
                         return None
                     for micro_batch in self._mine(part.source, samples):
                         total += self._loss(model, micro_batch)
-        return [loss / tokens for loss, tokens in self.world.sum_(totals).tolist()]
+        return [
+            # Without a table of bytes per token: those of the source's text as a whole.
+            Measured(
+                loss / tokens,
+                part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens,
+            )
+            for part, (loss, tokens, text_bytes) in zip(
+                self.parts, self.world.sum_(totals).tolist(), strict=True
+            )
+        ]
 
     def _chunks(self, count: int) -> Iterator[Samples]:
         """The first `count` samples, a micro-batch for each rank at a time."""
@@ -118,16 +148,25 @@ class Evaluator:
         return [replace(other, targets=torch.full_like(other.targets, IGNORED))]
 
     def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Sum of the loss, and number of targets; ranks that share a sequence share these."""
+        """Sum of the loss, number of targets and of the bytes of their text.
+
+        Ranks that share a sequence share these.
+        """
         targets = micro_batch.targets
         with autocast(self.world.device, self.precision):
             loss = model(micro_batch.tokens, targets, documents_BT=micro_batch.documents)
-        return torch.stack([loss.double(), (targets != IGNORED).sum() / self.contexts])
+        counted = targets != IGNORED
+        text_bytes = targets.new_zeros(())
+        if self._token_bytes is not None:
+            # Not `targets[counted]`: on a GPU the host would wait for how many there are.
+            text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
+        counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
+        return torch.cat([loss.double()[None], counts.double()])
 
-    def _overall(self, losses: Sequence[float]) -> dict[str, float | None]:
+    def _overall(self, losses: Sequence[Measured]) -> dict[str, float | None]:
         shares = [part.share for part in self.parts]
-        loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
-        known = [part.source.bytes_per_token for part in self.parts]
+        loss = sum(share * one.loss for share, one in zip(shares, losses, strict=True))
+        known = [one.bytes_per_token for one in losses]
         bits_per_byte = None
         if all(known):
             bytes_per_token = sum(s * (b or 0) for s, b in zip(shares, known, strict=True))

@@ -43,7 +43,7 @@ class Probe:
             self.plan.scaling.learning_rates(cfg.optim, by_name),
             self._rounding,
         )
-        share = Share(0, 1, cfg.train.micro_batch, world.device, cfg.data.mask_documents)
+        share = Share.of(cfg, 0, 1, world.device)
         batches = training_batches(dataset, share, 0)
         self.first_batch = next(batches)
         self._batches = chain([self.first_batch], batches)

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 DATATROVE = (".index", ".metadata")
 """What lies beside a `.ds` file."""
-TOKEN_FILES = (".bin", ".idx", ".ds")
+TOKEN_FILES = (".bin", ".idx", ".ds", ".npy", ".mds")
 KINDS = {
     "dtt": "token files of dtt",
     "megatron": "Megatron .bin/.idx",
     "datatrove": "datatrove .ds",
     "raw": "raw ids",
+    "llm.c": "token files of llm.c",
+    "numpy": "numpy arrays of ids",
 }
 
 
@@ -78,7 +80,7 @@ def _look_at_tokens(path: Path, wishes: Wishes) -> Report:
     documents = None
     if manifest is not None:
         documents = sum(shard.counts.documents for shard in manifest.shards)
-    elif files.format != "raw":
+    elif files.has_index:
         documents = _count(files, damaged)
     damaged |= _read(files, seen, damaged, wishes)
     total = sum(shard.tokens for shard in files.shards)
@@ -121,9 +123,10 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
 def _files_of(ids: Path, file_format: str) -> list[Path]:
     """The file of ids and those that belong to it, if they are there."""
     beside = {
-        "raw": [],
+        "dtt": [idx_path(ids.with_suffix(""))],
+        "megatron": [idx_path(ids.with_suffix(""))],
         "datatrove": [ids.with_name(ids.name + suffix) for suffix in DATATROVE],
-    }.get(file_format, [idx_path(ids.with_suffix(""))])
+    }.get(file_format, [])
     return [path for path in (ids, *beside) if path.is_file()]
 
 
@@ -168,7 +171,7 @@ def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Da
             if not pair & (wrong.keys() | damaged.keys()):
                 try:
                     if opened is None or opened[0] != index:
-                        opened = index, None if files.format == "raw" else shard.documents()
+                        opened = index, shard.documents() if files.has_index else None
                     seen.read(shard, opened[1], start, stop)
                 except (DamagedError, InputError) as error:
                     wrong[shard.path] = _why(error)

@@ -32,7 +32,8 @@ class SourceShare:
     """Of all samples of the run."""
     run_samples: int
     run_tokens: int
-    """Targets, to within the difference of samples that are not full."""
+    """Targets, to within the difference of samples that are not full; with data.eod_mask_loss also
+    the first tokens of documents."""
     epochs: float
     exhausted_at_step: int | None
     """The step that sees its last sample for the first time; None: the run does not come so far."""
@@ -65,6 +66,8 @@ class Mix:
     on_exhausted: str
     sources: list[SourceShare]
     phases: list[PhaseShares]
+    rounded: list[str]
+    """The shares that differ by more than 1 % from the weights."""
 
 
 def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
@@ -113,6 +116,7 @@ def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
         on_exhausted=mixture.on_exhausted,
         sources=sources,
         phases=_phases(dataset),
+        rounded=dataset.rounded_weights(),
     )
 
 

@@ -134,7 +134,7 @@ class Seen:
 def _ids(shard: Shard, start: int, stop: int) -> Tokens:
     """Tokens start … stop - 1, read in a row; the map is for reading here and there."""
     dtype = np.dtype(shard.dtype)
-    offset = start * dtype.itemsize
+    offset = shard.offset + start * dtype.itemsize
     ids: Tokens = np.fromfile(shard.path, dtype=dtype, count=stop - start, offset=offset)
     if len(ids) < stop - start:
         raise DamagedError(

@@ -3,7 +3,8 @@
     dtt          manifest.json, and Megatron pairs that it names
     Megatron     NAME.bin and NAME.idx (datatrove's Megatron writer makes the same)
     datatrove    NAME.ds, ids; NAME.ds.index, the end of each document in tokens, uint64
-    raw          any other file: ids and nothing else (nanoGPT's train.bin)
+    raw, llm.c, numpy
+                 any other file: ids, perhaps behind a header; see dtt.data.sources.raw
 
 In folders of others, a file with `val` among the words of its name is held out, as is usual there.
 """
@@ -15,20 +16,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts import TokenShard, TokensManifest, fingerprint, shard_stem
 from dtt.data.mapped import map_file
+from dtt.data.sources.raw import (
+    HEAD_BYTES,
+    Header,
+    RawFormat,
+    check_vocabulary,
+    check_width,
+    read_header,
+    refusal,
+)
 from dtt.data.tokenfile import TokenFile, Tokens, bin_path, idx_path
-from dtt.errors import DamagedError, DttError, InputError
+from dtt.errors import ConfigError, DamagedError, DttError, InputError
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 SCAN_TOKENS = 2**24
+RAW = (".bin", ".npy")
 
 Split = Literal["train", "validation"]
+Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
 
 
 class Documents(Protocol):
@@ -73,12 +85,13 @@ class Ends:
         return self.starts(0, len(self.ends) + 1)
 
     @classmethod
-    def of(cls, ids: Path, dtype: np.dtype[Any], end_of_document: int | None) -> Self:
+    def of(cls, ids: Path, header: Header, end_of_document: int | None) -> Self:
         """Read a file of ids to find where documents end; without an end, they are one document."""
-        tokens = ids.stat().st_size // dtype.itemsize
+        tokens, dtype = header.tokens, np.dtype(header.dtype)
         found = [np.array([tokens], dtype=np.int64)]  # the last one may go without its end
         for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
-            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=start * dtype.itemsize)
+            offset = header.offset + start * dtype.itemsize
+            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
             found.append(start + 1 + np.flatnonzero(part == end_of_document))
         return cls(np.unique(np.concatenate(found)))
 
@@ -95,6 +108,9 @@ class Shard:
     """Another one if its documents may have changed."""
     documents: Callable[[], Documents]
     """Opens what tells where documents begin."""
+    offset: int = 0
+    """Bytes of the file before its first id, a multiple of their width."""
+    format: Format = "dtt"
 
 
 @dataclass(frozen=True)
@@ -102,13 +118,18 @@ class TokenFiles:
     """Shards in a row, and what is known of all of them."""
 
     path: Path
-    format: Literal["dtt", "megatron", "datatrove", "raw"]
+    format: Format
     shards: tuple[Shard, ...]
     key: str
     """Identity of the content, wherever it lies; of files of others, by names and sizes alone."""
     manifest: TokensManifest | None
     bytes_per_token: float | None
     """UTF-8 bytes of text per token, where known."""
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index tells where documents end; otherwise only the ids do."""
+        return self.format in ("dtt", "megatron", "datatrove")
 
 
 def open_files(
@@ -117,14 +138,17 @@ def open_files(
     *,
     raw_dtype: str,
     end_of_document: int | None,
+    vocab_size: int | None = None,
     broken: dict[Path, DttError] | None = None,
 ) -> TokenFiles:
     """The shards of a split, or of both (None), in the order of their names.
 
     `raw_dtype` and `end_of_document` (None: unknown) are for raw ids, which say neither.
-    A single file of others is all training text. Opens no file of ids.
-    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up;
-    shards of others of which that is so are put into `broken` instead, where it is given.
+    A single file of others is all training text. Of files of others the first ids are read: they
+    must lie below `vocab_size`, where it is given; dtt checked its own when it wrote them.
+    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up,
+    ConfigError when `raw_dtype` is wrong; shards of others of which that is so are put into
+    `broken` instead, where it is given.
     """
     if TokensManifest.is_in(path):
         return _made_by_dtt(path, split)
@@ -134,20 +158,37 @@ def open_files(
     elif split == "validation":
         found = []
     openers: dict[str, Callable[[Path], Shard]] = {
-        "megatron": _megatron,
-        "datatrove": _datatrove,
-        "raw": partial(_raw, dtype=raw_dtype, end_of_document=end_of_document),
+        "megatron": partial(_megatron, vocab_size=vocab_size),
+        "datatrove": partial(_datatrove, vocab_size=vocab_size),
+        "raw": partial(
+            _raw, dtype=raw_dtype, end_of_document=end_of_document, vocab_size=vocab_size
+        ),
     }
     shards = []
     for one in found:
         try:
             shards.append(openers[format_](one))
-        except (DamagedError, InputError) as error:
+        except (ConfigError, DamagedError, InputError) as error:
             if broken is None:
                 raise
             broken[bin_path(one) if format_ == "megatron" else one] = error
     content = [(s.path.name, s.tokens, s.dtype) for s in shards]
-    return TokenFiles(path, format_, tuple(shards), fingerprint(content), None, None)
+    return TokenFiles(
+        path, _one_format(shards, format_), tuple(shards), fingerprint(content), None, None
+    )
+
+
+def _one_format(shards: list[Shard], otherwise: Format) -> Format:
+    """The format of all shards, `otherwise` without shards; InputError if there are several."""
+    examples = {shard.format: shard.path.name for shard in shards}
+    if len(examples) > 1:
+        raise InputError(
+            "a folder holds token files of several formats",
+            where=shards[0].path.parent,
+            why=", ".join(f"{name} is {format_}" for format_, name in examples.items()),
+            next="put those of one format into a folder of their own, and name that",
+        )
+    return next(iter(examples), otherwise)
 
 
 def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
@@ -159,8 +200,10 @@ def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Pat
             return "megatron", [path / name for name in sorted(pairs)]
         if any(name.endswith(".ds") for name in names):
             return "datatrove", [path / name for name in names if name.endswith(".ds")]
-        if any(name.endswith(".bin") for name in names):
-            return "raw", [path / name for name in names if name.endswith(".bin")]
+        if any(name.endswith(".mds") for name in names):
+            raise refusal(path, "shards of MosaicML's streaming")
+        if any(name.endswith(RAW) for name in names):
+            return "raw", [path / name for name in names if name.endswith(RAW)]
     else:
         stem = path.with_suffix("") if _half(path.name) else path
         if idx_path(stem).is_file():
@@ -170,11 +213,11 @@ def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Pat
     raise InputError(
         "no token files there",
         where=path,
-        why="it is a folder without a manifest of token files, and without .idx, .ds or .bin files"
+        why="it is a folder without a manifest of token files, and without .idx, .ds, .bin or .npy"
         if path.is_dir()
         else "there is no such file or folder, nor a pair of that name with .bin and .idx",
         next="name a folder that `dtt tokenize` made, a Megatron pair or a folder of pairs,"
-        " datatrove's .ds files, or files of raw ids",
+        " datatrove's .ds files, or files of ids: raw, of llm.c, or of numpy.save",
     )
 
 
@@ -217,13 +260,21 @@ def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
     )
 
 
-def _megatron(stem: Path) -> Shard:
+def _megatron(stem: Path, vocab_size: int | None) -> Shard:
     file = TokenFile(stem)
     version = _version(idx_path(stem))
-    return Shard(bin_path(stem), file.total, file.dtype.str, version, lambda: TokenFile(stem))
+    shard = Shard(
+        bin_path(stem),
+        file.total,
+        file.dtype.str,
+        version,
+        lambda: TokenFile(stem),
+        format="megatron",
+    )
+    return _checked(shard, vocab_size)
 
 
-def _datatrove(path: Path) -> Shard:
+def _datatrove(path: Path, vocab_size: int | None) -> Shard:
     index = path.with_name(path.name + ".index")
     try:
         ends = map_file(index).view("<u8")
@@ -242,28 +293,41 @@ def _datatrove(path: Path) -> Shard:
             why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
             next="make or copy both again",
         )
-    return Shard(
-        path, tokens, dtypes[0], _version(index), lambda: Ends(map_file(index).view("<u8"))
+    shard = Shard(
+        path,
+        tokens,
+        dtypes[0],
+        _version(index),
+        lambda: Ends(map_file(index).view("<u8")),
+        format="datatrove",
     )
+    return _checked(shard, vocab_size)
 
 
-def _raw(path: Path, dtype: str, end_of_document: int | None) -> Shard:
-    size, width = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % width:
-        raise DamagedError(
-            "a file of raw ids does not hold whole ids",
-            where=path,
-            why=f"{size} bytes, ids of {width}",
-            next="dtype: uint16, uint32 or int32 beside the path of the source",
-        )
-    version = f"{_version(path)} {end_of_document}"
-    little = np.dtype(dtype).newbyteorder("<")
+def _checked(shard: Shard, vocab_size: int | None) -> Shard:
+    """The shard; DamagedError if one of its first ids lies outside the vocabulary."""
+    if vocab_size is not None:
+        dtype = np.dtype(shard.dtype)
+        ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)
+        check_vocabulary(shard.path, ids, vocab_size, raw=False)
+    return shard
+
+
+def _raw(path: Path, dtype: str, end_of_document: int | None, vocab_size: int | None) -> Shard:
+    header, ids = read_header(path, dtype)
+    raw = header.format == "raw"
+    if raw:
+        check_width(path, ids, vocab_size)
+    if vocab_size is not None:
+        check_vocabulary(path, ids, vocab_size, raw=raw)
     return Shard(
         path,
-        size // width,
-        little.str,
-        version,
-        lambda: Ends.of(path, little, end_of_document),
+        header.tokens,
+        header.dtype,
+        f"{_version(path)} {end_of_document}",
+        lambda: Ends.of(path, header, end_of_document),
+        header.offset,
+        header.format,
     )
 
 

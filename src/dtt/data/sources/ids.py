@@ -30,7 +30,8 @@ class ShardIds:
         """Opens no file. InputError when a process may not have as many addresses."""
         self._shards = shards
         width = np.array([np.dtype(s.dtype).itemsize for s in shards], dtype=np.int64)
-        self._size = width * np.array([s.tokens for s in shards], dtype=np.int64)
+        header = np.array([s.offset for s in shards], dtype=np.int64)
+        self._size = header + width * np.array([s.tokens for s in shards], dtype=np.int64)
         page = HUGE_PAGE if self._size.sum() > HUGE_PAGE * len(shards) else mmap.PAGESIZE
         room = -(-self._size // page) * page
         self._begin = np.cumsum(room) - room
@@ -46,7 +47,7 @@ class ShardIds:
         dtypes = sorted({s.dtype for s in shards})
         self._views = [self._bytes.view(dtype) for dtype in dtypes]
         self._view = np.array([dtypes.index(s.dtype) for s in shards])  # of each shard
-        self._first = self._begin // width  # in ids, as `_begin` in bytes
+        self._first = (self._begin + header) // width  # in ids, as `_begin` in bytes
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
         self._mapped: dict[int, None] = {}
         """In the order in which they were."""

@@ -31,13 +31,20 @@ def open_tokens(
     """One source of a run; it has no samples where there is no held-out text.
 
     `vocab_size` and `end_of_document` are the tokenizer's: files of others say neither.
-    Raises InputError when nothing fits, DamagedError when files do not add up.
+    Raises InputError when nothing fits, DamagedError when files do not add up or one of their first
+    ids lies outside the vocabulary, ConfigError when `cfg.dtype` is not theirs.
     """
     if split == "validation" and cfg.validation is not None:
         path, part = cfg.validation, None  # all that is there
     else:
         path, part = cfg.path, split
-    files = open_files(path, part, raw_dtype=cfg.dtype, end_of_document=end_of_document)
+    files = open_files(
+        path,
+        part,
+        raw_dtype=cfg.dtype,
+        end_of_document=end_of_document,
+        vocab_size=vocab_size,
+    )
     return TokenSource(
         cfg.label,
         files,
@@ -165,4 +172,4 @@ def _end_in_the_ids(files: TokenFiles, end_of_document: int | None) -> int | Non
     """The id that ends each document, where ids alone tell; None where an index does."""
     if files.manifest is not None:
         return files.manifest.end_of_document
-    return end_of_document if files.format == "raw" else None
+    return None if files.has_index else end_of_document
