@@ -17,6 +17,7 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 if TYPE_CHECKING:
+    from dtt.export.read import Trained
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
@@ -27,6 +28,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-
 MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
 """Facts of an architecture that leave its weights what they are, or that `take_weights` sees to."""
 OTHER_SCALING = "scaling gives this one other multipliers"
+OTHER_WINDOWS = "its layers have windows in an order that no model.window_pattern makes"
 
 
 def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> None:
@@ -48,6 +50,8 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         assert found is not None
         trained = read_hf_folder(found)
         check_architecture(model.arch, trained.arch, found)
+        if world.first:
+            compare(found, trained)
         state, theirs, where, otherwise = trained.state, trained.tokenizer, found, ""
     else:
         from dtt.model.scaling import scaled
@@ -86,6 +90,27 @@ def find_model(name: str) -> Path:
     return fetch_model(hub_id["repo"], hub_id["revision"])
 
 
+def compare(folder: Path, trained: Trained) -> None:
+    """Compare the logits of what was read from `folder` with those of transformers."""
+    import psutil
+
+    from dtt.export.verify import check_import
+    from dtt.model import count
+
+    needed, free = 4 * count.parameters(trained.arch), psutil.virtual_memory().available
+    if needed > free:
+        log.warning(
+            "the logits of %s are not compared with those of transformers: "
+            "it takes %.0f GB of memory, and %.0f GB are free",
+            folder,
+            needed / 1e9,
+            free / 1e9,
+        )
+        return
+    difference = check_import(folder, trained)
+    log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
+
+
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
     """ConfigError, with the `model` section to use, if there is a `difference`."""
     from dtt.model.section import model_section
@@ -98,7 +123,10 @@ def check_architecture(ours: Architecture, theirs: Architecture, where: Path) ->
         f"the model of this run is not the one in {where}",
         where="init.from",
         why=why,
-        next="scaling.type=standard" if why == OTHER_SCALING else f"use its sizes:\n\n{section}",
+        next={
+            OTHER_SCALING: "scaling.type=standard",
+            OTHER_WINDOWS: "use another model; this one can only be generated from",
+        }.get(why, f"use its sizes:\n\n{section}"),
     )
 
 
@@ -114,6 +142,8 @@ def difference(ours: Architecture, theirs: Architecture) -> str:
     here, there = model_section(ours), model_section(theirs)
     keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
     told = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
+    if not told and ours.windows != theirs.windows:
+        return OTHER_WINDOWS
     return told or OTHER_SCALING
 
 

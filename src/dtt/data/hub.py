@@ -34,7 +34,12 @@ from dtt.runtime.log import progress
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
-MODEL_FILES = ["config.json", "model*.safetensors", "tokenizer.json"]
+MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "tokenizer.json",
+]
 
 
 @dataclass(frozen=True)
