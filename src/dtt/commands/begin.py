@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dtt.artifacts import DataManifest
-from dtt.config.load import load_job
+from dtt.config.init import HF, MAY_DIFFER
+from dtt.config.load import Resolved, load_job
+from dtt.config.model import ModelConfig
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -23,12 +25,8 @@ if TYPE_CHECKING:
     from dtt.runtime.dist import World
     from dtt.runtime.sharding import Whole
 
-HF = "hf:"
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
-"""Facts of an architecture that leave its weights what they are, or that `take_weights` sees to."""
 OTHER_SCALING = "scaling gives this one other multipliers"
-OTHER_WINDOWS = "its layers have windows in an order that no model.window_pattern makes"
 
 
 def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> None:
@@ -71,8 +69,48 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         warn_of_other_text(tokenizer, theirs)
 
 
-def find_model(name: str) -> Path:
-    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`)."""
+def model_of(source: str) -> Mapping[str, Any]:
+    """Return the `model` section of released weights, from the value of `init.from`.
+
+    Only their config.json is read. ConfigError if no section describes them.
+    """
+    from dtt.export.read import read_hf_architecture
+    from dtt.model import families
+    from dtt.model.section import model_section
+
+    folder = find_model(source.removeprefix(HF), ["config.json"])
+    arch = read_hf_architecture(folder)
+    section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
+    family = families.get(arch.family)
+    ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
+    if ours.windows != arch.windows:
+        raise ConfigError(
+            f"the model in {folder} cannot be trained",
+            where="init.from",
+            why="its layers have windows in an order that no model.window_pattern makes",
+            next="use another model; dtt generate reads this one",
+        )
+    return section
+
+
+def describe_adopted(resolved: Resolved) -> str | None:
+    """Return a log line with the `model` section that `init.from` brought; None if it did not."""
+    origin = f"init.from={resolved.config.init.source}"
+    keys = [
+        f"{'.'.join(key[1:])} {leaf.value}"
+        for key, leaf in resolved.layer.items()
+        if key[0] == "model" and leaf.origin == origin
+    ]
+    if not keys:
+        return None
+    return f"{origin}: the model section is that of these weights: {', '.join(keys)}"
+
+
+def find_model(name: str, files: Sequence[str] | None = None) -> Path:
+    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`).
+
+    From the Hub only `files` are fetched; None: all that training needs.
+    """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -84,10 +122,11 @@ def find_model(name: str) -> Path:
             why="it holds no config.json" if folder.exists() else "there is no such folder",
             next="name a folder that `dtt export` or save_pretrained made, or a model on the Hub",
         )
-    from dtt.data.hub import fetch_model
+    from dtt.data.hub import MODEL_FILES, fetch_model
 
-    log.info("init.from: %s on the Hub", name)
-    return fetch_model(hub_id["repo"], hub_id["revision"])
+    if files is None:
+        log.info("init.from: %s on the Hub", name)
+    return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
 
 
 def compare(folder: Path, trained: Trained) -> None:
@@ -123,10 +162,7 @@ def check_architecture(ours: Architecture, theirs: Architecture, where: Path) ->
         f"the model of this run is not the one in {where}",
         where="init.from",
         why=why,
-        next={
-            OTHER_SCALING: "scaling.type=standard",
-            OTHER_WINDOWS: "use another model; this one can only be generated from",
-        }.get(why, f"use its sizes:\n\n{section}"),
+        next="scaling.type=standard" if why == OTHER_SCALING else f"use its sizes:\n\n{section}",
     )
 
 
@@ -142,8 +178,6 @@ def difference(ours: Architecture, theirs: Architecture) -> str:
     here, there = model_section(ours), model_section(theirs)
     keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
     told = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
-    if not told and ours.windows != theirs.windows:
-        return OTHER_WINDOWS
     return told or OTHER_SCALING
 
 
