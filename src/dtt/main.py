@@ -17,6 +17,7 @@ import typer
 from dtt.runtime.process import command, leave
 
 if TYPE_CHECKING:
+    from dtt.config.load import ModelOf
     from dtt.config.run import RunConfig
 
 cli = typer.Typer(
@@ -366,8 +367,10 @@ def plan(
     """
     with command():
         from dtt.commands import plan as body
+        from dtt.commands.begin import model_of
 
-        cfg = _resolve(config, overrides, {"download.dataset": dataset})
+        options = {"download.dataset": dataset}
+        cfg = _resolve(config, overrides, options, model_of=model_of)
         body.run(cfg, gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
 
 
@@ -917,12 +920,16 @@ def sweep_plot(
 
 
 def _resolve(
-    config: str | None, overrides: list[str] | None, options: Mapping[str, object]
+    config: str | None,
+    overrides: list[str] | None,
+    options: Mapping[str, object],
+    *,
+    model_of: ModelOf | None = None,
 ) -> RunConfig:
     from dtt.config.load import resolve
 
     named = {key: value for key, value in options.items() if value is not None}
-    return resolve(config, overrides or [], named).config
+    return resolve(config, overrides or [], named, model_of=model_of).config
 
 
 def _version(wanted: bool) -> None:

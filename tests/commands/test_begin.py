@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +19,10 @@ import torch.nn.functional as F
 import transformers
 import yaml
 from loopback_hub import LoopbackHub
-from running import Dtt
+from running import ROOT, Dtt
 from tiny_job import make_tokenizer, write_job
 
-from dtt.commands.begin import begin_with
+from dtt.commands.begin import begin_with, model_of
 from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.data.dataset import open_dataset
@@ -32,6 +34,7 @@ from dtt.model.init import initialize
 from dtt.runtime import dist
 from dtt.runtime.ranks import Ranks
 
+README = (ROOT / "README.md").read_text()
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "rope_theta": 5e5}
 
 
@@ -179,3 +182,169 @@ def test_a_kind_of_model_that_dtt_does_not_know_is_refused(released: Path, token
     config.write_text(config.read_text().replace('"llama"', '"bert"'))
     with pytest.raises(InputError, match=r"model_type 'bert'; known: "):
         begin(make(), released, tokens / "tokenizer.json")
+
+
+def write_gpt2(folder: Path, tokenizer: Path, **settings: Any) -> None:
+    """A tiny GPT-2 as transformers writes it."""
+    sizes: dict[str, Any] = {
+        "vocab_size": open_tokenizer(tokenizer).get_vocab_size() + 4, "n_embd": 24, "n_layer": 2,
+        "n_head": 3, "n_positions": 96, "eos_token_id": 0, "bos_token_id": 0,
+    }  # fmt: skip
+    config = transformers.GPT2Config(**(sizes | settings))
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+
+
+def write_run(folder: Path, tokens: Path, more: str = "") -> None:
+    """The README's run.yaml, shortened: it extends a Llama."""
+    (folder / "run.yaml").write_text(
+        f"extends: [models/llama-tiny.yaml]\nname: stories\ndata: {{tokens: {tokens}}}\n"
+        "train: {steps: 4, seq_len: 32, micro_batch: 4, global_batch_tokens: 256, eval_every: 2}\n"
+        "schedule: {warmup: 1}\ncheckpoint: {every: 2}\n" + more
+    )
+
+
+def readme_command() -> list[str]:
+    """The README's command that begins with released weights, without its comment."""
+    [line] = [line for line in README.splitlines() if re.match("dtt .*init.from=hf:", line)]
+    return shlex.split(line, comments=True)
+
+
+def test_the_readmes_command_adopts_the_family_and_sizes_of_the_source(
+    dtt: Dtt, tokens: Path
+) -> None:
+    program, *arguments = readme_command()
+    assert (program, arguments[-1]) == ("dtt", "init.from=hf:openai-community/gpt2")
+    write_gpt2(dtt.folder / "openai-community/gpt2", tokens / "tokenizer.json")
+    write_run(dtt.folder, tokens)
+    run = dtt(*arguments)
+    assert "init.from=hf:openai-community/gpt2: the model section is that of these" in run.stderr
+    assert "family gpt2" in run.stderr
+    assert "36 of 36 tensors" in run.stderr
+    assert "differ from those of transformers by" in run.stderr
+    cfg = load_job(dtt.folder / "jobs/third")
+    assert (cfg.model.family, cfg.model.dim, cfg.model.n_heads) == ("gpt2", 24, 3)
+    assert (cfg.model.vocab_size, cfg.model.max_seq_len) == (304, 96)
+    exported = dtt("export", "jobs/third", "--out", "back")
+    assert "logits differ by at most" in exported.stdout
+    back = json.loads((dtt.folder / "back/config.json").read_text())
+    assert (back["n_positions"], back["vocab_size"]) == (96, 304)
+
+    shutil.rmtree(dtt.folder / "openai-community")  # a job that has begun does without
+    assert "jobs/third is done" in dtt(*arguments).stderr
+    dtt(*arguments, "train.steps=6", "--allow-change", "train.steps")
+    dtt("train", "jobs/third", "train.steps=8", "--allow-change", "train.steps")
+    other = dtt(*arguments[:-1], "init.from=hf:elsewhere", expect=2).stderr
+    assert "jobs/third was started with other values of: init.from" in other
+
+
+def test_a_plan_and_a_configuration_show_the_adopted_sizes(dtt: Dtt, tokens: Path) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json")
+    write_run(dtt.folder, tokens)
+    options = ["-c", "run.yaml", "init.from=hf:source"]
+    shown = dtt("config", "show", *options).stdout
+    assert yaml.safe_load(shown)["model"]["family"] == "gpt2"
+    assert re.search(r"dim: 24 +# init.from=hf:source", shown)
+    plan = json.loads(dtt("plan", *options, "--gpu", "H100", "--json").stdout)
+    untouched = json.loads(dtt("plan", "-c", "run.yaml", "--gpu", "H100", "--json").stdout)
+    assert plan["parameters"] == 304 * 24 + 96 * 24 + 2 * (12 * 24**2 + 13 * 24) + 2 * 24
+    assert untouched["parameters"] > 20 * plan["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "named"),
+    [
+        ("", ["model.dim=48"], "argument  model.dim: 48 here, 24 in the model of init.from"),
+        ("", ["model.family=llama"], "model.family: 'llama' here, 'gpt2' in the model"),
+        (
+            "init: {from: hf:source}\nmodel: {n_layers: 3}\n",
+            [],
+            "run.yaml:8  model.n_layers: 3 here, 2 in the model of init.from",
+        ),
+    ],
+)
+def test_a_model_key_that_contradicts_the_source_is_refused(
+    more: str, arguments: list[str], named: str, dtt: Dtt, tokens: Path
+) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json")
+    write_run(dtt.folder, tokens, more)
+    source = [] if more else ["init.from=hf:source"]
+    refused = dtt("train", "-c", "run.yaml", *source, *arguments, expect=2)
+    assert named in refused.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+def test_keys_that_agree_or_may_differ_stand_beside_the_source(dtt: Dtt, tokens: Path) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json")
+    write_run(dtt.folder, tokens, "model: {dropout: 0.25}\n")
+    shown = dtt(
+        "config", "show", "-c", "run.yaml", "init.from=hf:source", "model.dim=24",
+        "model.vocab_size=null", "model.max_seq_len=64", "model.tie_embeddings=false",
+    ).stdout  # fmt: skip
+    model = yaml.safe_load(shown)["model"]
+    assert (model["family"], model["dim"], model["dropout"]) == ("gpt2", 24, 0.25)
+    assert (model["vocab_size"], model["max_seq_len"]) == (None, 64)
+    assert model["tie_embeddings"] is False
+
+
+def test_tokens_with_a_larger_vocabulary_than_the_source_are_refused(
+    dtt: Dtt, tokens: Path
+) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json", vocab_size=250)
+    write_run(dtt.folder, tokens)
+    options = ["-c", "run.yaml", "init.from=hf:source"]
+    refused = dtt("train", *options, expect=2)
+    assert "model.vocab_size (250) is smaller than the tokenizer's vocabulary (300)" in (
+        refused.stderr
+    )
+    assert "model.vocab_size=null" in refused.stderr
+    run = dtt("train", *options, "model.vocab_size=null", "name=second")
+    assert "embed.weight: 250 rows taken, 320 here, 250 there" in run.stderr
+
+
+def test_a_folder_that_dtt_cannot_compute_is_refused_before_there_is_a_job(
+    dtt: Dtt, tokens: Path
+) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json")
+    config = dtt.folder / "source/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_causal": False}))
+    write_run(dtt.folder, tokens)
+    refused = dtt("train", "-c", "run.yaml", "init.from=hf:source", expect=66)
+    assert "config.json has is_causal: False; supported: True" in refused.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+def test_what_transformers_does_not_load_is_refused(
+    dtt: Dtt, tokens: Path, tiny: Callable[..., list[str]]
+) -> None:
+    write_released(dtt.folder / "source", tokens / "tokenizer.json")
+    config = dtt.folder / "source/config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | {"model_type": "mistral", "attention_dropout": None}))
+    write_run(dtt.folder, tokens)
+    refused = dtt("train", "-c", "run.yaml", "init.from=hf:source", expect=66)
+    assert "transformers cannot load it" in refused.stderr
+    assert "attention_dropout" in refused.stderr
+
+
+def test_layers_in_an_order_that_no_key_describes_are_refused(tokens: Path, tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, layer_types=kinds, sliding_window=8,
+    )  # fmt: skip
+    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"an order that no model\.window_pattern makes"):
+        model_of(f"hf:{tmp_path}")
+
+
+def test_trials_of_a_sweep_adopt_the_source(dtt: Dtt, tokens: Path) -> None:
+    write_gpt2(dtt.folder / "source", tokens / "tokenizer.json")
+    write_run(dtt.folder, tokens)
+    (dtt.folder / "lr.yaml").write_text(
+        "base: run.yaml\noverrides: [init.from=hf:source]\nparameters: {optim.lr: [0.001]}\n"
+    )
+    dtt("sweep", "submit", "lr.yaml", "--local", "1", "--yes")
+    [job] = (dtt.folder / "jobs/lr").glob("001-*")
+    assert load_job(job).model.family == "gpt2"
+    assert (job / "checkpoints/step-000004").is_dir()

@@ -83,6 +83,46 @@ def test_what_does_not_fit_comes_with_a_change_that_does(
     )[0]["fits"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision", "fits"),
+    [("H200", "bf16", True), ("H100", "bf16", False), ("H100", "bf16-pure", True)],
+)
+def test_llama_3_8b_with_fp32_masters_takes_128_gb_of_state(
+    gpu: str, precision: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = [
+        "optim.type=adamw", "train.seq_len=4096", "train.micro_batch=1", "train.remat=full",
+        "train.global_batch_tokens=4096", f"train.precision={precision}",
+    ]  # fmt: skip
+    cfg = resolve("models/llama3-8b", alone).config
+    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=False)
+    screen = capsys.readouterr().out
+    assert facts["fits"] == fits
+    assert ("does not fit" in screen) != fits
+    if precision == "bf16":
+        parts = [facts["memory"][part] for part in ("parameters", "optimizer state", "gradients")]
+        assert sum(parts) == 16 * facts["parameters"]
+        assert sum(parts) / 1e9 == pytest.approx(128.5, abs=0.1)
+        for part in ("parameters", "optimizer state", "gradients"):
+            assert f"{part:<28}{facts['memory'][part] / 2**30:>10.2f}" in screen
+
+
+def test_the_screen_says_which_published_speed_it_goes_by(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts, screen = planned(capsys)
+    assert facts["achieved"] == 0.454
+    assert "assumed: 45.4% of 989 TFLOP/s, as published by\n  torchtitan for Llama 3.1 8B" in screen
+    assert facts["achieved_source"] in screen
+    assert "45.4%" not in planned(capsys, "train.compile=false")[1]
+    facts, screen = planned(capsys, gpu="cpu", gpus_per_node=1)
+    assert facts["achieved_source"] is None
+    assert "TFLOP/s, a guess" in screen
+
+
 def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt) -> None:
     said = dtt(
         "plan", *RUN, "model.vocab_size=512", "train.global_batch_tokens=512", "--gpu", "cpu",

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from running import Dtt
+from safetensors.torch import load_file, save_file
 
-from dtt.errors import InputError
+from dtt.config.model import LinearRopeScaling
+from dtt.errors import DamagedError, InputError
 from dtt.export import hf
 from dtt.export.read import Trained, read_hf_folder
+from dtt.export.verify import check_import
+from dtt.model import families
 from dtt.model.decoder import Decoder
 
 SIZES: dict[str, Any] = {
@@ -53,16 +59,140 @@ def test_a_folder_that_transformers_wrote_is_read(
     torch.testing.assert_close(model(tokens), theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("end", [None, []])
-def test_a_model_that_does_not_say_how_documents_end_is_refused(
-    end: object, llama: Trained, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("end", [None, [], "absent"])
+def test_a_model_may_not_say_how_documents_end(end: object, llama: Trained, tmp_path: Path) -> None:
     out = tmp_path / "run"
     hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
-    with pytest.raises(InputError, match=r"config\.json lacks 'eos_token_id'"):
-        read_hf_folder(out)
+    config = json.loads((out / "config.json").read_text()) | {"eos_token_id": end}
+    if end == "absent":
+        del config["eos_token_id"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert read_hf_folder(out).end_of_document == 0, "as generation_config.json has it"
+    (out / "generation_config.json").unlink()
+    found = read_hf_folder(out)
+    assert found.end_of_document is None
+    assert found.arch == llama.arch
+
+
+def test_a_qwen3_that_transformers_made_is_read_and_continues_a_prompt(
+    dtt: Dtt, tokenizer_json: Path
+) -> None:
+    folder = dtt.folder / "qwen3"
+    sizes = {key: value for key, value in SIZES.items() if key != "eos_token_id"}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    assert read_hf_folder(folder).end_of_document is None
+    run = dtt("generate", folder, "-p", "def main", "--max-new-tokens", "5", "--json")
+    assert json.loads(run.stdout)["completion_tokens"] == 5
+    empty = dtt("generate", folder, expect=2)
+    assert "the prompt is empty" in empty.stderr
+    assert "names no token that ends a document" in empty.stderr
+
+
+def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None:
+    """Write a model of transformers, and the changes into its config.json."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        # Ministral, as it is published
+        (
+            transformers.MistralConfig(**SIZES, sliding_window=8),
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types: \['full_attention', 'sliding_attention'\], unknown to dtt",
+        ),
+        (transformers.MistralConfig(**SIZES), {"sliding_window": 0}, "sliding_window: 0"),
+        (transformers.LlamaConfig(**SIZES), {"is_causal": False}, "is_causal: False"),
+        (transformers.LlamaConfig(**SIZES), {"is_causal": None}, "is_causal: None"),
+        (
+            transformers.LlamaConfig(**SIZES),
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            r"a rope_scaling \(.*linear.*\) that contradicts its rope_parameters",
+        ),
+        (
+            transformers.LlamaConfig(**SIZES),
+            {"rope_theta": 5e5},
+            r"rope_theta: 500000.0 and rope_parameters.rope_theta: 10000.0",
+        ),
+        (
+            transformers.Gemma3TextConfig(**SIZES),
+            {"sliding_window": None},
+            "sliding_window: None, and layers of the kind sliding_attention",
+        ),
+        (
+            transformers.Gemma3TextConfig(**SIZES),
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "rope_parameters: .* an object for sliding_attention",
+        ),
+        (transformers.Qwen3Config(**SIZES), {"layer_types": ["full_attention"]}, "2 layers"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
+)
+def test_what_was_computed_wrongly_is_refused_by_name(
+    config: Any, changes: dict[str, object], named: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(config, tmp_path, tokenizer_json)
+    read_hf_folder(tmp_path)
+    write(config, tmp_path, tokenizer_json, **changes)
+    with pytest.raises(InputError, match=named):
+        read_hf_folder(tmp_path)
+
+
+def test_rope_said_twice_alike_is_read(tokenizer_json: Path, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=scaling | {"rope_theta": 5e5})
+    write(config, tmp_path, tokenizer_json, rope_scaling=scaling, rope_theta=5e5)
+    found = read_hf_folder(tmp_path)
+    assert (found.arch.rope_theta, found.arch.rope_scaling) == (5e5, LinearRopeScaling(factor=4.0))
+    check_import(tmp_path, found)
+
+
+def test_an_unknown_key_at_the_default_of_transformers_is_harmless() -> None:
+    family = families.get("llama")
+    known = transformers.LlamaConfig().to_dict()
+    arch = family.from_hf_config(known | {"new": 3}, lambda: {"new": 3})
+    assert arch == family.from_hf_config(known)
+    with pytest.raises(InputError, match="new: 4, unknown to dtt"):
+        family.from_hf_config(known | {"new": 4}, lambda: {"new": 3})
+
+
+def test_other_logits_than_those_of_transformers_are_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json)
+    found = read_hf_folder(tmp_path)
+    assert check_import(tmp_path, found) < 1e-5
+    other = dict(found.state) | {"norm.weight": found.state["norm.weight"] * 1.01}
+    with pytest.raises(InputError, match="logits of random ids differ by up to"):
+        check_import(tmp_path, replace(found, state=other))
+    other["norm.weight"] = other["norm.weight"] * torch.nan
+    with pytest.raises(DamagedError, match="logits that are no finite numbers"):
+        check_import(tmp_path, replace(found, state=other))
+
+
+def test_files_beside_the_weights_are_not_read(tokenizer_json: Path, tmp_path: Path) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model_other.safetensors")
+    check_import(tmp_path, read_hf_folder(tmp_path))
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json, tie_word_embeddings=True)
+    with pytest.raises(DamagedError, match="the head is tied, but lm_head"):
+        read_hf_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    check_import(tmp_path, read_hf_folder(tmp_path))
 
 
 def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:

@@ -180,6 +180,24 @@ def test_remat_trades_memory_for_operations(remat: str) -> None:
     assert less == more == (remat != "none")
 
 
+@pytest.mark.parametrize(
+    ("settings", "published"),
+    [
+        (["train.precision=bf16"], 6667),
+        (["train.precision=bf16", "train.compile=false"], 5762),
+        (["train.precision=fp8"], 8532),
+    ],
+)
+def test_speed_is_what_torchtitan_publishes_for_llama_3_8b(
+    settings: list[str], published: int
+) -> None:
+    one = large(
+        "parallel.replicate=1", "parallel.shard=-1", "train.micro_batch=2",
+        "train.global_batch_tokens=131072", "train.remat=selective", "optim.type=adamw", *settings,
+    )  # fmt: skip
+    assert 131_072 / 8 / step_of(one).seconds == pytest.approx(published, rel=0.02)
+
+
 def test_ddp_sends_each_gradient_twice_and_fsdp_gathers_weights_twice() -> None:
     ddp = large()
     (all_reduce,) = [one for one in exchanges(ddp) if "gradients" in one.kind]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dtt.artifacts import DataManifest
-from dtt.config.load import load_job
+from dtt.config.init import HF, MAY_DIFFER
+from dtt.config.load import Resolved, load_job
+from dtt.config.model import ModelConfig
 from dtt.errors import ConfigError, InputError
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 if TYPE_CHECKING:
+    from dtt.export.read import Trained
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
     from dtt.runtime.dist import World
     from dtt.runtime.sharding import Whole
 
-HF = "hf:"
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
-"""Facts of an architecture that leave its weights what they are, or that `take_weights` sees to."""
 OTHER_SCALING = "scaling gives this one other multipliers"
 
 
@@ -48,6 +48,8 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         assert found is not None
         trained = read_hf_folder(found)
         check_architecture(model.arch, trained.arch, found)
+        if world.first:
+            compare(found, trained)
         state, theirs, where, otherwise = trained.state, trained.tokenizer, found, ""
     else:
         from dtt.model.scaling import scaled
@@ -67,8 +69,48 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         warn_of_other_text(tokenizer, theirs)
 
 
-def find_model(name: str) -> Path:
-    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`)."""
+def model_of(source: str) -> Mapping[str, Any]:
+    """Return the `model` section of released weights, from the value of `init.from`.
+
+    Only their config.json is read. ConfigError if no section describes them.
+    """
+    from dtt.export.read import read_hf_architecture
+    from dtt.model import families
+    from dtt.model.section import model_section
+
+    folder = find_model(source.removeprefix(HF), ["config.json"])
+    arch = read_hf_architecture(folder)
+    section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
+    family = families.get(arch.family)
+    ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
+    if ours.windows != arch.windows:
+        raise ConfigError(
+            f"the model in {folder} cannot be trained",
+            where="init.from",
+            why="its layers have windows in an order that no model.window_pattern makes",
+            next="use another model; dtt generate reads this one",
+        )
+    return section
+
+
+def describe_adopted(resolved: Resolved) -> str | None:
+    """Return a log line with the `model` section that `init.from` brought; None if it did not."""
+    origin = f"init.from={resolved.config.init.source}"
+    keys = [
+        f"{'.'.join(key[1:])} {leaf.value}"
+        for key, leaf in resolved.layer.items()
+        if key[0] == "model" and leaf.origin == origin
+    ]
+    if not keys:
+        return None
+    return f"{origin}: the model section is that of these weights: {', '.join(keys)}"
+
+
+def find_model(name: str, files: Sequence[str] | None = None) -> Path:
+    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`).
+
+    From the Hub only `files` are fetched; None: all that training needs.
+    """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -80,10 +122,32 @@ def find_model(name: str) -> Path:
             why="it holds no config.json" if folder.exists() else "there is no such folder",
             next="name a folder that `dtt export` or save_pretrained made, or a model on the Hub",
         )
-    from dtt.data.hub import fetch_model
+    from dtt.data.hub import MODEL_FILES, fetch_model
 
-    log.info("init.from: %s on the Hub", name)
-    return fetch_model(hub_id["repo"], hub_id["revision"])
+    if files is None:
+        log.info("init.from: %s on the Hub", name)
+    return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
+
+
+def compare(folder: Path, trained: Trained) -> None:
+    """Compare the logits of what was read from `folder` with those of transformers."""
+    import psutil
+
+    from dtt.export.verify import check_import
+    from dtt.model import count
+
+    needed, free = 4 * count.parameters(trained.arch), psutil.virtual_memory().available
+    if needed > free:
+        log.warning(
+            "the logits of %s are not compared with those of transformers: "
+            "it takes %.0f GB of memory, and %.0f GB are free",
+            folder,
+            needed / 1e9,
+            free / 1e9,
+        )
+        return
+    difference = check_import(folder, trained)
+    log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
 
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:

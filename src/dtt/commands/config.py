@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from dtt.commands.begin import model_of
 from dtt.config import explain as knobs
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
@@ -14,7 +15,7 @@ from dtt.errors import ConfigError
 def show(config: str | None, arguments: Sequence[str], dataset: str | None) -> None:
     """Print the resolved configuration with origins."""
     options = {} if dataset is None else {"download.dataset": dataset}
-    resolved = resolve(config, arguments, options)
+    resolved = resolve(config, arguments, options, model_of=model_of)
     print(knobs.show(resolved.config, resolved.layer), end="")
 
 

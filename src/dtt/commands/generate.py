@@ -146,7 +146,15 @@ def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> lis
             why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
             next="give a shorter prompt",
         )
-    return ids or [trained.end_of_document]
+    if ids:
+        return ids
+    if trained.end_of_document is None:
+        raise ConfigError(
+            f"{name} is empty",
+            why="the model names no token that ends a document, with which another could begin",
+            next="give a prompt with -p",
+        )
+    return [trained.end_of_document]
 
 
 def _draws(seed: int | None, ids: list[int]) -> int:

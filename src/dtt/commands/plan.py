@@ -22,7 +22,7 @@ from dtt.train.clock import in_words
 from dtt.train.estimate import advice, gpus
 from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.communication import LINK
-from dtt.train.estimate.duration import ACHIEVED, Run, Step, run_of, step_of
+from dtt.train.estimate.duration import SOURCE, Run, Step, achieved, run_of, step_of
 from dtt.train.estimate.memory import (
     GIB,
     SPARE,
@@ -154,6 +154,8 @@ def facts(told: Told) -> dict[str, Any]:
         },
         "step_seconds": one.seconds,
         "mfu": one.mfu,
+        "achieved": achieved(case),
+        "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
         "seconds": told.run.seconds,
         "slices": told.run.slices,
         "checkpoint_bytes": checkpoint_bytes(case),
@@ -290,14 +292,13 @@ def _assumptions(told: Told) -> Iterator[str]:
     case = told.case
     gpu = case.gpu
     peak = (gpu.fp32 if case.product_bytes == 4 else gpu.bf16) / 1e12
+    source = f"as published by\n  {SOURCE}" if gpu.kind == "cuda" else "a guess"
+    yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source};"
     yield (
-        f"assumed: {ACHIEVED[case.compiled]:.0%} of {peak:.3g} TFLOP/s; {LINK:.0%} of "
-        f"{gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between nodes;"
+        f"{LINK:.0%} of {gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between "
+        f"nodes; {SPARE[gpu.kind]:.0%} of the memory stays free."
     )
-    yield (
-        f"{SPARE[gpu.kind]:.0%} of the memory stays free. Times are guesses, below 1B parameters "
-        "too short: measure a few steps."
-    )
+    yield "Times are estimates, below 1B parameters too short: measure a few steps."
 
 
 def _number(value: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dtt
 from dtt.artifacts import TokensManifest
+from dtt.commands.begin import model_of
 from dtt.commands.home import enter
 from dtt.commands.train import find_job
 from dtt.config import explain
@@ -116,7 +117,7 @@ def prepare(
                     f"cannot understand the argument {folders[0]!r}",
                     next=f"dtt submit {command} -c CONFIG KEY=VALUE",
                 )
-            resolved = resolve(base, overrides)
+            resolved = resolve(base, overrides, model_of=model_of)
             trained = JobDir(resolved.config.job_dir)
             job = _beside(trained, command)
             argv = [command, "-c", str(job.config)]

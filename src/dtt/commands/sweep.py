@@ -10,9 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from dtt.commands.begin import model_of
 from dtt.commands.submit import agreed
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.launch import arrays, checks, squeue, trials
@@ -56,7 +58,7 @@ class How:
 
 def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Plan a sweep, show it, make the job directories, start the trials that never were."""
-    plan = _checked(planning.plan(file), how)
+    plan = _checked(planning.plan(file, cache(model_of)), how)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtt import __version__
 from dtt.artifacts import fingerprint
 from dtt.commands import branch
-from dtt.commands.begin import begin_with
+from dtt.commands.begin import begin_with, describe_adopted, model_of
 from dtt.commands.home import enter
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
@@ -125,8 +125,10 @@ def find_job(
             raise ConfigError(f"--allow-change {key}: no such key", next=f"--allow-change {close}")
     begun = job.newest_checkpoint_name() is not None
     if not folders and not (begun and job.exists):
-        return resolve(config, overrides), job
-    resolved = resolve(config, overrides, job_config=job.config)
+        return resolve(config, overrides, model_of=model_of), job
+    # A job that has begun knows its model: the weights it began with need not be there any more.
+    of_source = partial(own_model, job) if begun else model_of
+    resolved = resolve(config, overrides, job_config=job.config, model_of=of_source)
     changed = changes_on_resume(load_job(job.root), resolved.config) if begun else []
     refused = [key for key in changed if key not in allow_change]
     if refused:
@@ -139,6 +141,12 @@ def find_job(
             + " insists",
         )
     return resolved, job
+
+
+def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
+    """Return the `model` section of a job; as `model_of` for one that began with a source."""
+    section = load_job(job.root).model.model_dump(mode="json")
+    return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
 def train(
@@ -178,6 +186,8 @@ def train(
             this.requests.forget(world)
             return
         if world.first:
+            if resume is None and (adopted := describe_adopted(resolved)):
+                log.info("%s", adopted)
             log.info("%s", plan.describe(world))
             if dataset.steps < cfg.train.steps:
                 log.warning(

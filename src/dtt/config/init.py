@@ -8,6 +8,11 @@ from pydantic import Field, create_model
 
 from dtt.config.base import Section
 
+HF = "hf:"
+"""What `init.from` begins with for released weights."""
+MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
+"""Keys of `model` that may have other values than where the weights come from."""
+
 
 class _Init(Section):
     @property
@@ -35,8 +40,11 @@ else:
                     description="Weights that a new job begins with. Another job's: `JOB` or "
                     "`JOB@STEP`, as `jobs/base@5000`; what does not fit in name and shape keeps "
                     "its random start, and is listed. Released ones: `hf:FOLDER` or `hf:ORG/NAME`, "
-                    "or `hf:ORG/NAME@REVISION`, of the same sizes (if they differ, the error shows "
-                    "the `model` section to use). null: all weights are random.",
+                    "or `hf:ORG/NAME@REVISION`: the model has their family, sizes and vocabulary, "
+                    "in place of the `model` section of files below the one that says so; keys of "
+                    "`model` beside it or on the command line must agree, `vocab_size`, "
+                    "`max_seq_len`, `tie_embeddings`, `init_std` and `dropout` excepted. "
+                    "null: all weights are random.",
                 ),
             )
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from dtt.config import explain, source
 from dtt.config.base import Section
+from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer
 from dtt.errors import ConfigError, InputError
@@ -26,6 +27,11 @@ from dtt.secrets import holds_secret, named_secret
 
 Problem = tuple[Key, str]
 """A key and why its value cannot be."""
+
+ModelOf = Callable[[str], Mapping[str, Any]]
+"""The `model` section of released weights, from the value of `init.from`."""
+
+INIT_FROM: Key = ("init", "from")
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -66,15 +72,18 @@ def resolve(
     *,
     env: Mapping[str, str] | None = None,
     job_config: Path | None = None,
+    model_of: ModelOf | None = None,
 ) -> Resolved:
     """Merge all layers and check the result; every mistake is reported in one ConfigError.
 
     `config` is a path, the name of a shipped config, or its keys; `options` are dotted keys from
-    named command-line options; `job_config` is the resolved config of a job that is resumed.
+    named command-line options; `job_config` is the resolved config of a job that is resumed. With
+    `model_of`, an `init.from` above these brings the `model` section of its source.
     """
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
         layers += _with_extends(job_config, ())
+    own = len(layers)
     if isinstance(config, dict):
         layers += _with_extended(*source.take_extends(config), Path(), ())
     elif config is not None:
@@ -86,8 +95,10 @@ def resolve(
     layers.append(
         {tuple(k.split(".")): source.Leaf(v, "option") for k, v in (options or {}).items()}
     )
-    merged = source.merge([_without_empty_sections(layer) for layer in layers])
-    return check(_with_shipped_dataset(merged))
+    layers = [_without_empty_sections(layer) for layer in layers]
+    if model_of is not None:
+        layers = _with_model_of_source(layers, own, model_of)
+    return check(_with_shipped_dataset(source.merge(layers)))
 
 
 def load_job(job: Path) -> RunConfig:
@@ -156,6 +167,37 @@ def _without_empty_sections(layer: Layer) -> Layer:
     """A section of which every line is commented out reads as null: it says nothing."""
     sections = explain.sections()
     return {k: v for k, v in layer.items() if v.value is not None or k not in sections}
+
+
+def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> list[Layer]:
+    """Put the `model` section that `init.from` stands for under the layer that says `init.from`.
+
+    It replaces what lower layers say of the model's weights. That layer and those above it must
+    agree with it: ConfigError names each key that does not. The first `own` layers (the defaults,
+    and the job's own config, whose `model` section is complete) are not looked at.
+    """
+    last = max(i for i, layer in enumerate(layers) if INIT_FROM in layer)
+    leaf = layers[last][INIT_FROM]
+    if last < own or not isinstance(leaf.value, str) or not leaf.value.startswith(HF):
+        return layers
+    section = source.from_mapping({"model": model_of(leaf.value)}, f"init.from={leaf.value}")
+    decided = {key[:2] for key in section} - {("model", name) for name in MAY_DIFFER}
+    said = source.merge(
+        {key: leaf for key, leaf in layer.items() if key[:2] in decided} for layer in layers[last:]
+    )
+    problems = [
+        (key, f"{leaf.value!r} here, {section[key].value!r} in the model of init.from")
+        for key, leaf in said.items()
+        if key in section and leaf.value != section[key].value
+    ]
+    if problems:
+        raise Mistakes(problems, said, "the configuration", next="leave out these keys of model")
+    kept = {("model", name) for name in ("init_std", "dropout")}
+    below = [
+        {key: leaf for key, leaf in layer.items() if key[0] != "model" or key[:2] in kept}
+        for layer in layers[1:last]
+    ]
+    return [layers[0], *below, section, *layers[last:]]
 
 
 def _with_shipped_dataset(layer: Layer) -> Layer:

@@ -232,9 +232,12 @@ class SweepFile:
     sweep: SweepConfig
     base: str | Path | Layer | None
 
-    def resolve(self, values: Mapping[str, Any], name: str) -> Resolved:
+    def resolve(
+        self, values: Mapping[str, Any], name: str, model_of: load.ModelOf | None = None
+    ) -> Resolved:
         """The configuration of the trial `name` with these values of the swept keys."""
-        resolved = load.resolve(self.base, self.sweep.overrides, {**values, "name": name})
+        options = {**values, "name": name}
+        resolved = load.resolve(self.base, self.sweep.overrides, options, model_of=model_of)
         said = {
             key: Leaf(leaf.value, f"sweep {self.path}") if leaf.origin == "option" else leaf
             for key, leaf in resolved.layer.items()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ from dtt.runtime.log import progress
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
-MODEL_FILES = ["config.json", "model*.safetensors", "tokenizer.json"]
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "tokenizer.json")
+"""What `read_hf_folder` reads."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,10 @@ def fetch_tokenizer(repo: str, revision: str | None) -> Path:
             ) from None
 
 
-def fetch_model(repo: str, revision: str | None) -> Path:
-    """The folder of a model on the Hub, in the Hub's own cache: what `read_hf_folder` reads."""
+def fetch_model(repo: str, revision: str | None, files: Sequence[str]) -> Path:
+    """The folder of a model on the Hub, in the Hub's own cache, with the `files` (patterns)."""
     with _told_apart(repo, revision, "model"), _cache_told_apart():
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
 def _write_tokenizer(trained: Trained, folder: Path) -> None:
     """tokenizer.json, which makes the ids of the token files, and what `AutoTokenizer` wants to
     know besides."""
+    assert trained.end_of_document is not None, "a job's data name it"
     end = open_tokenizer(trained.tokenizer).id_to_token(trained.end_of_document)
     content = json.loads(trained.tokenizer.read_bytes())
     content |= {"truncation": None, "padding": None}

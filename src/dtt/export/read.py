@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,6 +25,9 @@ from dtt.model.scaling import scaled
 from dtt.optim.ema import averages
 from dtt.runtime.jobdir import JobDir
 
+if TYPE_CHECKING:
+    from dtt.model.families.base import Family
+
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
@@ -36,8 +40,8 @@ class Trained:
     """State of a `Decoder`, on the CPU."""
     tokenizer: Path
     """A tokenizer.json."""
-    end_of_document: int
-    """Id of the token that ends a document."""
+    end_of_document: int | None
+    """Id of the token that ends a document; None if a Hugging Face folder names none."""
 
 
 def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
@@ -92,6 +96,29 @@ def read_hf_folder(folder: Path) -> Trained:
     The weights keep the folder's dtype.
     """
     config = _read_config(folder / "config.json")
+    single, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
+    # As transformers does; other files beside them are not of this model.
+    files = [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+    family = _family(config, folder)
+    if not files or not tokenizer.is_file():
+        missing = tokenizer.name if files else "model.safetensors"
+        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
+    arch = _architecture(family, config, folder)
+    try:
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
+    return Trained(arch, from_hf(tensors, arch), tokenizer, _end_of_document(folder, config))
+
+
+def read_hf_architecture(folder: Path) -> Architecture:
+    """Return the architecture of a Hugging Face folder, of which only config.json is read."""
+    config = _read_config(folder / "config.json")
+    return _architecture(_family(config, folder), config, folder)
+
+
+def _family(config: Mapping[str, Any], folder: Path) -> Family:
+    """Return the family that config.json names; InputError if dtt does not know it."""
     known = {family.hf_model_type: family for family in families.FAMILIES}
     if config.get("model_type") not in known:
         raise InputError(
@@ -100,29 +127,38 @@ def read_hf_folder(folder: Path) -> Trained:
             f"known: {', '.join(known)}",
             next="name a folder that `dtt export` made, or a model of one of those kinds",
         )
-    files, tokenizer = sorted(folder.glob("model*.safetensors")), folder / "tokenizer.json"
-    if not files or not tokenizer.is_file():
-        missing = tokenizer.name if files else "model.safetensors"
-        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
+    return known[config["model_type"]]
+
+
+def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Architecture:
+    """Return the architecture that config.json describes; InputError if dtt has no such."""
     try:
-        arch = known[config["model_type"]].from_hf_config(config)
-        end = _end_of_document(config)
-        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return family.from_hf_config(config, partial(transformers_defaults, family))
     except KeyError as error:
         why = f"config.json lacks {error}"
         raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
-    except SafetensorError as error:
-        raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
-    return Trained(arch, from_hf(tensors, arch), tokenizer, end)
 
 
-def _end_of_document(config: Mapping[str, Any]) -> int:
-    """Its id, of several the first; KeyError if there is none."""
-    match config.get("eos_token_id"):
-        case int(end) | [int(end), *_]:
-            return end
-        case _:
-            raise KeyError("eos_token_id")
+def transformers_defaults(family: Family) -> dict[str, Any]:
+    """Return the configuration of transformers' class for the family, with nothing set.
+
+    A key that dtt does not know yet is harmless at this value.
+    """
+    from transformers import AutoConfig
+
+    defaults: dict[str, Any] = AutoConfig.for_model(family.hf_model_type).to_dict()
+    return defaults
+
+
+def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """Return its id, of several the first; None if neither config.json nor generation_config.json
+    names one, as in a Qwen3 that transformers made."""
+    generation = folder / "generation_config.json"
+    for said in (config, _read_config(generation) if generation.is_file() else {}):
+        match said.get("eos_token_id"):
+            case int(end) | [int(end), *_]:
+                return end
+    return None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

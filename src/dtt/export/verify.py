@@ -1,4 +1,4 @@
-"""Proof that `transformers` reads an export as the model that was trained.
+"""Proof that `transformers` computes from a folder what dtt does: of an export, and of an import.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import transformers
 from torch import Tensor
 
 from dtt.data.tokenizer import open_tokenizer
-from dtt.errors import DamagedError, Diverged
-from dtt.export.read import Trained
+from dtt.errors import DamagedError, Diverged, InputError
+from dtt.export.read import Trained, transformers_defaults
+from dtt.export.weights import NOT_WEIGHTS
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
@@ -38,13 +40,43 @@ def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokeniz
     ids and of that text must agree: DamagedError names the first that does not. Returns the
     largest absolute difference of a logit. Works on the CPU, in memory for two fp32 models.
     """
-    theirs = _load(folder, arch)
-    text_ids = _token_ids(folder, tokenizer)[: arch.max_seq_len]
-    ours = _decoder(state, arch)
-    return max(
-        _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what, folder)
-        for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
-    )
+    try:
+        theirs = _load(folder, arch)
+        text_ids = _token_ids(folder, tokenizer)[: arch.max_seq_len]
+        ours = _decoder(state, arch)
+        return max(
+            _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what)
+            for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
+        )
+    except _Mismatch as found:
+        raise _refused(folder, str(found)) from None
+
+
+@torch.inference_mode()
+def check_import(folder: Path, trained: Trained) -> float:
+    """Compare the model that was read from a Hugging Face folder with that of transformers.
+
+    Class, configuration, tensor names, tying and fp32 logits of random ids must agree: InputError
+    names the first that does not. DamagedError says that logits are no finite numbers. Returns the
+    largest absolute difference of a logit. Works on the CPU, in memory for one fp32 model at a
+    time.
+    """
+    ids_1T = _random_ids(trained.arch)[None]
+    try:
+        ours = _decoder(trained.state, trained.arch)(ids_1T)
+        if not ours.isfinite().all():
+            raise DamagedError(
+                f"the weights in {folder} give logits that are no finite numbers",
+                next="fetch the folder again, or use another model",
+            )
+        return _difference(ours, _load(folder, trained.arch)(ids_1T).logits, "random ids")
+    except _Mismatch as found:
+        raise InputError(
+            f"dtt does not compute what transformers does from {folder}",
+            why=str(found),
+            next="this is a fault of dtt, of this version of transformers "
+            f"({transformers.__version__}) or of the folder: please report it",
+        ) from None
 
 
 @torch.inference_mode()
@@ -53,7 +85,14 @@ def check_folded(folded: Trained, trained: Trained) -> None:
     if folded.arch != trained.arch:
         ids_1T = _random_ids(trained.arch)[None]
         before, after = (_decoder(one.state, one.arch)(ids_1T) for one in (trained, folded))
-        _difference(before, after, "the folded weights", None)
+        try:
+            _difference(before, after, "the folded weights")
+        except _Mismatch as found:
+            raise _refused(None, str(found)) from None
+
+
+class _Mismatch(Exception):
+    """Two readings of one model differ, in words."""
 
 
 def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
@@ -69,8 +108,8 @@ def _random_ids(arch: Architecture) -> Tensor:
     return torch.randint(arch.vocab_size, (min(128, arch.max_seq_len),), generator=generator)
 
 
-def _difference(expected: Tensor, got: Tensor, what: str, where: Path | None) -> float:
-    """The largest of a logit; DamagedError when it is more than rounding, Diverged when there is
+def _difference(expected: Tensor, got: Tensor, what: str) -> float:
+    """The largest of a logit; _Mismatch when it is more than rounding, Diverged when there is
     nothing to compare."""
     if not expected.isfinite().all():
         raise Diverged(
@@ -80,7 +119,7 @@ def _difference(expected: Tensor, got: Tensor, what: str, where: Path | None) ->
         )
     difference = (expected - got).abs().max().item()
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
-        raise _refused(where, f"logits of {what} differ by up to {difference:.3g}")
+        raise _Mismatch(f"logits of {what} differ by up to {difference:.3g}")
     return difference
 
 
@@ -89,21 +128,28 @@ def _load(folder: Path, arch: Architecture) -> Any:
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    model, report = load(folder, dtype=torch.float32, output_loading_info=True)
-    wrong = {kind: names for kind, names in report.items() if names}
+    try:
+        # The folder may ask for a kernel that this machine does not have.
+        model, report = load(
+            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # noqa: BLE001  (of many kinds, also from huggingface_hub)
+        raise _Mismatch(f"transformers cannot load it: {error}") from None
+    # Buffers that older versions saved are no weights.
+    unread = [n for n in report.pop("unexpected_keys", ()) if not n.endswith(NOT_WEIGHTS)]
+    wrong = {kind: names for kind, names in (report | {"unexpected_keys": unread}).items() if names}
     if wrong:
-        raise _refused(folder, f"transformers reports {wrong}")
+        raise _Mismatch(f"transformers reports {wrong}")
     family = families.get(arch.family)
     if type(model).__name__ != family.hf_class:
-        raise _refused(
-            folder, f"transformers builds a {type(model).__name__}, not a {family.hf_class}"
-        )
+        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {family.hf_class}")
     # 128 tokens would not show a window of 4096, nor how far the rotary embedding reaches.
-    if replace(family.from_hf_config(model.config.to_dict()), dropout=arch.dropout) != arch:
-        raise _refused(folder, "transformers reads another architecture in config.json")
+    theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
+    if replace(theirs, dropout=arch.dropout) != arch:
+        raise _Mismatch("transformers reads another architecture in config.json")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied != arch.tie_embeddings:
-        raise _refused(folder, f"the head is {'tied' if tied else 'not tied'} to the embedding")
+        raise _Mismatch(f"the head is {'tied' if tied else 'not tied'} to the embedding")
     return model.eval()
 
 
@@ -114,7 +160,7 @@ def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
     loaded.model_max_length = len(expected)  # a shorter context would be warned of
     got = loaded(TEXT)["input_ids"]
     if got != expected:
-        raise _refused(folder, f"AutoTokenizer gives other ids: {got[:8]}…, not {expected[:8]}…")
+        raise _Mismatch(f"AutoTokenizer gives other ids: {got[:8]}…, not {expected[:8]}…")
     return expected
 
 

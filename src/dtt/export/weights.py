@@ -38,6 +38,9 @@ def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tens
     if not any(name.startswith(base) for name in tensors):
         tensors = {n if n == HEAD else f"{base}{n}": t for n, t in tensors.items()}
     tied = {HEAD} if arch.tie_embeddings else set()
+    embed = tensors.get(rules[0].theirs)
+    if tied & tensors.keys() and embed is not None and not torch.equal(tensors[HEAD], embed):
+        raise _unlike("the Hugging Face folder", f"the head is tied, but {HEAD} is another matrix")
     given = [name for name in tensors if not name.endswith(NOT_WEIGHTS) and name not in tied]
     with torch.device("meta"):
         expected = to_hf(Decoder(arch).state_dict(), arch)

@@ -13,6 +13,7 @@ from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
 from dtt.checkpoint import store
 from dtt.config import parallel
 from dtt.config.data import GivenTokenizerConfig, TextDataConfig
+from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
@@ -59,8 +60,10 @@ def caught(check: Callable[[], object]) -> Iterator[DttError]:
 
 def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     train = cfg.train
-    if cfg.init.source is not None and job.newest_checkpoint_name() is None:
-        yield from caught(lambda: store.locate(str(cfg.init.source)))
+    begun = cfg.init.source or HF
+    # The config.json of an hf: source was read when the configuration was resolved.
+    if not begun.startswith(HF) and job.newest_checkpoint_name() is None:
+        yield from caught(lambda: store.locate(begun))
     if isinstance(cfg.data, TextDataConfig):
         yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
         return

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from dtt.artifacts import Manifest, Record, fingerprint
 from dtt.config import explain, load
-from dtt.config.load import Mistakes, Resolved, changes_on_resume, load_job
+from dtt.config.load import Mistakes, ModelOf, Resolved, changes_on_resume, load_job
 from dtt.config.source import SUFFIXES, Leaf
 from dtt.config.sweep import SweepConfig, SweepFile, combinations, read
 from dtt.errors import ConfigError, InputError
@@ -137,8 +137,8 @@ def _known(root: Path) -> SweepManifest | None:
     return SweepManifest.read(root) if SweepManifest.exists(root) else None
 
 
-def plan(path: Path) -> Plan:
-    """Turn a sweep file into trials; writes nothing.
+def plan(path: Path, model_of: ModelOf | None = None) -> Plan:
+    """Turn a sweep file into trials; writes nothing. `model_of` is that of `resolve`.
 
     A combination that a filter excludes, that cannot be configured or that equals another is
     dropped and says why. ConfigError if none is left, if there are more than `max_trials`, or if
@@ -164,7 +164,7 @@ def plan(path: Path) -> Plan:
             dropped.append(Dropped(values, f"excluded by {excluded}"))
             continue
         try:
-            resolved = file.resolve(values, f"{file.sweep.name}/trial")
+            resolved = file.resolve(values, f"{file.sweep.name}/trial", model_of)
         except Mistakes as error:
             dropped.append(Dropped(values, "; ".join(_in_words(error))))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from dtt.config.model import ModelConfig
@@ -16,6 +17,19 @@ def model_section(arch: Architecture) -> dict[str, Any]:
 
     Multipliers that are not the family's own have no key here: `scaling` sets them.
     """
+    section, named = _section(arch)
+    dumped = section.model_dump(mode="json", exclude_none=True)
+    return {name: value for name, value in dumped.items() if name in named}
+
+
+def section_problems(arch: Architecture) -> Iterator[str]:
+    """Yield the sizes of `arch` that do not fit together, by the rules of the `model` section."""
+    for _, why in _section(arch)[0].problems():
+        yield why
+
+
+def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
+    """Return the configuration that makes `arch`, and which of its keys `arch` decides."""
     same = ModelConfig.model_fields.keys() & vars(arch).keys()
     values = {name: getattr(arch, name) for name in same - FREE}
     if arch.position == "learned":
@@ -28,5 +42,4 @@ def model_section(arch: Architecture) -> dict[str, Any]:
     if arch.family == "gemma3":
         values["window_pattern"] = (*arch.windows, None).index(None) + 1
         values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
-    dumped = ModelConfig(**values).model_dump(mode="json", exclude_none=True)
-    return {name: value for name, value in dumped.items() if name in values}
+    return ModelConfig(**values), set(values)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtt.config.model import ModelConfig
-from dtt.errors import InputError
 from dtt.model.architecture import Architecture
+from dtt.model.families.hf_config import Values, check_values, unsupported
+from dtt.model.section import section_problems
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,29 @@ class Family:
     tokenizer or the sequences do not fit."""
     hf_facts: Callable[[Architecture], dict[str, Any]]
     """What config.json says of this family, besides what it says of all."""
-    from_hf_config: Callable[[Mapping[str, Any]], Architecture]
-    """From a config.json; InputError when it asks for what `Decoder` does not do."""
+    hf_values: Mapping[str, Values]
+    """Keys of config.json that the family has, beside those of all families, and what each may
+    say; a key that is not among them is refused."""
+    read_hf_config: Callable[[Mapping[str, Any]], Architecture]
+    """From a config.json whose keys were checked; InputError when they contradict each other."""
     weights: tuple[WeightRule, ...]
 
-    def to_hf_config(self, arch: Architecture, end_of_document: int) -> dict[str, Any]:
+    def from_hf_config(
+        self, config: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]] = dict
+    ) -> Architecture:
+        """Return the architecture that a config.json describes.
+
+        InputError names what `Decoder` does not compute, and keys that dtt does not know unless
+        they have the value in `defaults()` (of transformers' class for the family).
+        """
+        check_values(config, self.hf_values, defaults)
+        arch = self.read_hf_config(config)
+        problems = list(section_problems(arch))
+        if problems:
+            raise unsupported(config, "; ".join(problems))
+        return arch
+
+    def to_hf_config(self, arch: Architecture, end_of_document: int | None) -> dict[str, Any]:
         """What goes into config.json, dtype excepted; documents end with the token of that id."""
         return {
             "model_type": self.hf_model_type,
@@ -77,14 +96,3 @@ class Family:
 def same_name(theirs: str, ours: str, *suffixes: str) -> tuple[WeightRule, ...]:
     """Rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
     return tuple(WeightRule(f"{theirs}.{s}", (f"{ours}.{s}",)) for s in suffixes)
-
-
-def refuse_unless(config: Mapping[str, Any], key: str, *allowed: object) -> None:
-    """InputError if `config` has `key` with a value that `Decoder` does not compute."""
-    if key in config and config[key] not in allowed:
-        raise InputError(
-            f"this {config.get('model_type')} model is not supported",
-            why=f"config.json has {key}: {config[key]!r}; supported: "
-            + " or ".join(repr(value) for value in allowed),
-            next="use a model without it",
-        )

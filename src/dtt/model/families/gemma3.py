@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture
-from dtt.model.families import llama
-from dtt.model.families.base import Family, refuse_unless, same_name
+from dtt.model.families import llama, rope
+from dtt.model.families.base import Family, same_name
+from dtt.model.families.hf_config import (
+    KINDS,
+    NUMBER,
+    SIZE,
+    Values,
+    only,
+    optional,
+    unsupported,
+    without_effect,
+)
 from dtt.model.families.llama import LAYER
 
 WINDOW = 512
@@ -64,33 +74,74 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+HF_VALUES: Mapping[str, Values] = {
+    **{key: values for key, values in llama.HF_VALUES.items() if key != "hidden_act"},
+    "hidden_activation": only("gelu_pytorch_tanh"),
+    "head_dim": SIZE,
+    "num_key_value_heads": SIZE,
+    "rope_local_base_freq": NUMBER,
+    "sliding_window": optional(SIZE),
+    "sliding_window_pattern": SIZE,
+    "layer_types": optional(KINDS),
+    "query_pre_attn_scalar": SIZE,
+    "final_logit_softcapping": optional(NUMBER),
+    "attn_logit_softcapping": only(None),
+    "use_bidirectional_attention": only(False, None),
+    **without_effect("_sliding_window_pattern"),  # written, but never read
+}
+
+
+def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     """From the config.json of a Gemma3ForCausalLM; what it leaves out is as in transformers."""
-    refuse_unless(config, "hidden_activation", "gelu_pytorch_tanh")
-    refuse_unless(config, "attn_logit_softcapping", None)
-    refuse_unless(config, "use_bidirectional_attention", False, None)
     ropes = config.get("rope_parameters") or {}
-    local = ropes.get(LOCAL) or {}
-    refuse_unless({"model_type": "gemma3_text", **local}, "rope_type", "default")
-    rest = {"head_dim": 256, "num_key_value_heads": 4, "rope_theta": 1e6, **config}
-    arch = llama.from_hf_config(rest | {"hidden_act": "silu", "rope_parameters": ropes.get(GLOBAL)})
-    pattern = config.get("sliding_window_pattern", 6)
-    kinds = config.get("layer_types") or [
-        LOCAL if layer % pattern else GLOBAL for layer in range(1, arch.n_layers + 1)
-    ]
-    for kind in kinds:
-        refuse_unless({**config, "layer_types": kind}, "layer_types", LOCAL, GLOBAL)
+    if not ropes.keys() <= {LOCAL, GLOBAL} or not all(isinstance(r, dict) for r in ropes.values()):
+        raise unsupported(
+            config,
+            f"config.json has rope_parameters: {ropes}; "
+            f"supported: an object for {LOCAL}, one for {GLOBAL}, or both",
+        )
+    inner = {"rope_parameters": ropes.get(LOCAL), "rope_theta": config.get("rope_local_base_freq")}
+    local_theta, local_scaling = rope.from_hf({**config, "rope_scaling": None, **inner}, 1e4)
+    if local_scaling != NoRopeScaling():
+        raise unsupported(
+            config,
+            f"config.json has {ropes[LOCAL]} in rope_parameters.{LOCAL}; "
+            "supported: rope_type 'default'",
+        )
+    rest = {"head_dim": 256, "num_key_value_heads": 4, **config}
+    arch = llama.read_hf_config(rest | {"rope_parameters": ropes.get(GLOBAL)}, theta=1e6)
     window = config.get("sliding_window", 4096)
     return replace(
         arch,
         **AXES,
-        windows=tuple(window if kind == LOCAL else None for kind in kinds),
-        rope_local_theta=local.get("rope_theta") or config.get("rope_local_base_freq", 1e4),
+        windows=tuple(window if kind == LOCAL else None for kind in _kinds(config, arch.n_layers)),
+        rope_local_theta=local_theta,
         tie_embeddings=config.get("tie_word_embeddings", True),
         embed_scale=arch.dim**0.5,
         attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
         logit_softcap=config.get("final_logit_softcapping"),
     )
+
+
+def _kinds(config: Mapping[str, Any], n_layers: int) -> list[str]:
+    """Return the kind of each layer; InputError unless each has one that dtt computes."""
+    pattern = config.get("sliding_window_pattern", 6)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [LOCAL if layer % pattern else GLOBAL for layer in range(1, n_layers + 1)]
+    if len(kinds) != n_layers or not set(kinds) <= {LOCAL, GLOBAL}:
+        raise unsupported(
+            config,
+            f"config.json has layer_types: {kinds}; "
+            f"supported: {LOCAL} or {GLOBAL} for each of the {n_layers} layers",
+        )
+    if LOCAL in kinds and config.get("sliding_window", 4096) is None:
+        raise unsupported(
+            config,
+            f"config.json has sliding_window: None, and layers of the kind {LOCAL}; "
+            "supported: a positive integer",
+        )
+    return list(kinds)
 
 
 GEMMA3 = Family(
@@ -99,7 +150,8 @@ GEMMA3 = Family(
     hf_class="Gemma3ForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    from_hf_config=from_hf_config,
+    hf_values=HF_VALUES,
+    read_hf_config=read_hf_config,
     weights=(
         *llama.WEIGHTS,
         *llama.QK_NORM,

@@ -7,7 +7,8 @@ from typing import Any
 
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
-from dtt.model.families.base import Family, WeightRule, refuse_unless, same_name
+from dtt.model.families.base import Family, WeightRule, same_name
+from dtt.model.families.hf_config import NUMBER, SHARE, SIZE, Values, only, optional, without_effect
 
 AXES: Mapping[str, Any] = {
     "family": "gpt2",
@@ -64,12 +65,28 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+HF_VALUES: Mapping[str, Values] = {
+    "n_positions": SIZE,
+    "n_embd": SIZE,
+    "n_layer": SIZE,
+    "n_head": SIZE,
+    "n_inner": optional(SIZE),
+    "activation_function": only("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": NUMBER,
+    "resid_pdrop": SHARE,
+    "embd_pdrop": SHARE,
+    "attn_pdrop": SHARE,
+    "scale_attn_weights": only(True),
+    "scale_attn_by_inverse_layer_idx": only(False),
+    **without_effect(
+        "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation "
+        "summary_proj_to_labels summary_first_dropout"
+    ),
+}
+
+
+def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     """From the config.json of a GPT2LMHeadModel."""
-    refuse_unless(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    refuse_unless(config, "scale_attn_weights", True)
-    refuse_unless(config, "scale_attn_by_inverse_layer_idx", False)
-    refuse_unless(config, "add_cross_attention", False)
     dim, n_heads = config["n_embd"], config["n_head"]
     return Architecture(
         **AXES,
@@ -108,7 +125,8 @@ GPT2 = Family(
     hf_class="GPT2LMHeadModel",
     architecture=architecture,
     hf_facts=hf_facts,
-    from_hf_config=from_hf_config,
+    hf_values=HF_VALUES,
+    read_hf_config=read_hf_config,
     weights=(
         *same_name("transformer.wte", "embed", "weight"),
         *same_name("transformer.wpe", "pos_embed", "weight"),

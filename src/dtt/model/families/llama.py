@@ -11,7 +11,17 @@ from typing import Any
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary, round_up
 from dtt.model.families import rope
-from dtt.model.families.base import Family, refuse_unless, same_name
+from dtt.model.families.base import Family, same_name
+from dtt.model.families.hf_config import (
+    NUMBER,
+    OBJECT,
+    SHARE,
+    SIZE,
+    Values,
+    only,
+    optional,
+    without_effect,
+)
 
 AXES: Mapping[str, Any] = {
     "family": "llama",
@@ -72,13 +82,31 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a LlamaForCausalLM."""
-    refuse_unless(config, "hidden_act", "silu")
-    refuse_unless(config, "attention_bias", False)
-    refuse_unless(config, "mlp_bias", False)
-    refuse_unless(config, "partial_rotary_factor", 1.0, None)
-    turning = config.get("rope_parameters") or config.get("rope_scaling") or {}
+HF_VALUES: dict[str, Values] = {
+    "hidden_size": SIZE,
+    "num_hidden_layers": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": optional(SIZE),
+    "head_dim": optional(SIZE),
+    "intermediate_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "hidden_act": only("silu"),
+    "rms_norm_eps": NUMBER,
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
+    "rope_theta": NUMBER,
+    "rope_scaling": optional(OBJECT),
+    "rope_parameters": optional(OBJECT),
+    "rope_interleaved": only(False, None),
+    "partial_rotary_factor": only(1.0, None),
+    "attention_dropout": optional(SHARE),
+    **without_effect("pretraining_tp is_llama_config"),
+}
+
+
+def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Architecture:
+    """From the config.json of a LlamaForCausalLM; `theta` is the base of RoPE if it has none."""
+    rope_theta, rope_scaling = rope.from_hf(config, theta)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads
     return Architecture(
@@ -92,8 +120,8 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         ffn_dim=config["intermediate_size"],
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=turning.get("rope_theta") or config.get("rope_theta", 10_000.0),
-        rope_scaling=rope.from_hf(turning, config["model_type"]),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         windows=(None,) * config["num_hidden_layers"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         attn_scale=head_dim**-0.5,
@@ -128,6 +156,7 @@ LLAMA = Family(
     hf_class="LlamaForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    from_hf_config=from_hf_config,
+    hf_values=HF_VALUES,
+    read_hf_config=read_hf_config,
     weights=(*WEIGHTS, *MLP_NORM),
 )

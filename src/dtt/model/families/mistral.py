@@ -13,6 +13,7 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
 from dtt.model.families.base import Family
+from dtt.model.families.hf_config import SIZE, optional
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
@@ -26,9 +27,9 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     return llama.hf_facts(arch) | {"sliding_window": arch.windows[0]}
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     """From the config.json of a MistralForCausalLM; what it leaves out is as in transformers."""
-    arch = llama.from_hf_config({"num_key_value_heads": 8, **config})
+    arch = llama.read_hf_config({"num_key_value_heads": 8, **config})
     window = config.get("sliding_window", 4096)
     return replace(arch, family="mistral", windows=(window,) * arch.n_layers)
 
@@ -39,6 +40,8 @@ MISTRAL = Family(
     hf_class="MistralForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    from_hf_config=from_hf_config,
+    # Not layer_types: with it, transformers makes another architecture of it, Ministral.
+    hf_values=llama.HF_VALUES | {"sliding_window": optional(SIZE)},
+    read_hf_config=read_hf_config,
     weights=llama.LLAMA.weights,
 )

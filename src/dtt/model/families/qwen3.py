@@ -9,7 +9,8 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
-from dtt.model.families.base import Family, refuse_unless
+from dtt.model.families.base import Family
+from dtt.model.families.hf_config import KINDS, SIZE, only, optional, unsupported, without_effect
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
@@ -23,12 +24,16 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     return llama.hf_facts(arch) | {"use_sliding_window": False}
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     """From the config.json of a Qwen3ForCausalLM; what it leaves out is as in transformers."""
-    refuse_unless(config, "use_sliding_window", False)
-    for kind in config.get("layer_types") or ():
-        refuse_unless({**config, "layer_types": kind}, "layer_types", "full_attention")
-    arch = llama.from_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
+    arch = llama.read_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
+    kinds = config.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * arch.n_layers:
+        raise unsupported(
+            config,
+            f"config.json has layer_types: {kinds}; "
+            f"supported: 'full_attention' for each of the {arch.n_layers} layers",
+        )
     return replace(arch, family="qwen3", qk_norm=True)
 
 
@@ -38,6 +43,9 @@ QWEN3 = Family(
     hf_class="Qwen3ForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    from_hf_config=from_hf_config,
+    hf_values=llama.HF_VALUES
+    | {"head_dim": SIZE, "use_sliding_window": only(False), "layer_types": optional(KINDS)}
+    | without_effect("sliding_window max_window_layers"),
+    read_hf_config=read_hf_config,
     weights=(*llama.LLAMA.weights, *llama.QK_NORM),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, NoRopeScaling, RopeScaling
-from dtt.model.families.base import refuse_unless
+from dtt.model.families.hf_config import NUMBER, SIZE, Values, only, unsupported
 
 
 def to_hf(scaling: RopeScaling) -> dict[str, Any]:
@@ -26,19 +26,83 @@ def to_hf(scaling: RopeScaling) -> dict[str, Any]:
             }
 
 
-def from_hf(rope: Mapping[str, Any], model_type: str) -> RopeScaling:
-    """The other way; InputError for a kind that `Decoder` does not compute."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"  # `type` before 2024
-    asked = {"model_type": model_type, **rope, "rope_type": kind}
-    refuse_unless(asked, "rope_type", "default", "linear", "llama3")
-    refuse_unless(asked, "partial_rotary_factor", 1.0)
-    if kind == "default":
-        return NoRopeScaling()
-    if kind == "linear":
-        return LinearRopeScaling(factor=float(rope["factor"]))
-    return Llama3RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_seq_len=rope["original_max_position_embeddings"],
-    )
+SUPPORTED = ("default", "linear", "llama3")
+ENTRIES: Mapping[str, Mapping[str, Values]] = {
+    "default": {},
+    "linear": {"factor": NUMBER},
+    "llama3": {
+        "factor": NUMBER,
+        "low_freq_factor": NUMBER,
+        "high_freq_factor": NUMBER,
+        "original_max_position_embeddings": SIZE,
+    },
+}
+"""Entries of `rope_parameters` that each kind of scaling needs."""
+
+
+def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling]:
+    """Return base and scaling that a config.json describes; without one the base is `theta`.
+
+    It may be in `rope_parameters` (transformers 5), in `rope_scaling` with `rope_theta` beside it
+    (before), or in both. Versions of transformers differ in which they prefer, so InputError if
+    they contradict each other.
+    """
+    found = {}
+    for place in ("rope_parameters", "rope_scaling"):
+        entries = config.get(place) or {}
+        if not entries:
+            continue
+        beside, within = config.get("rope_theta"), entries.get("rope_theta")
+        if beside is not None and within is not None and beside != within:
+            raise unsupported(
+                config,
+                f"config.json has rope_theta: {beside!r} and {place}.rope_theta: {within!r}",
+                next="remove the one that is wrong",
+            )
+        found[place] = (within or beside or theta, _scaling(config, place, entries))
+    if len(set(found.values())) > 1:
+        raise unsupported(
+            config,
+            f"config.json has a rope_scaling ({config['rope_scaling']}) that contradicts its "
+            f"rope_parameters ({config['rope_parameters']})",
+            next="remove the one that is wrong",
+        )
+    base, scaling = next(iter(found.values()), (config.get("rope_theta") or theta, NoRopeScaling()))
+    return float(base), scaling
+
+
+def _scaling(config: Mapping[str, Any], place: str, entries: Mapping[str, Any]) -> RopeScaling:
+    """Return the scaling that `entries` describe; InputError for one that dtt does not compute."""
+    # `type` before 2024; transformers 4 writes both.
+    kinds = [entries[key] for key in ("rope_type", "type") if key in entries] or ["default"]
+    needed = ENTRIES.get(str(kinds[0]), {})
+    known = {
+        "rope_type": only(*SUPPORTED),
+        "type": only(kinds[0]),
+        "rope_theta": NUMBER,
+        "partial_rotary_factor": only(1.0),
+        **needed,
+    }
+    missing = {key: None for key in needed if key not in entries}
+    for key, value in {"rope_type": kinds[0], **entries, **missing}.items():
+        allowed = known.get(key, only(None))
+        if not allowed.accepts(value):
+            raise unsupported(
+                config,
+                f"config.json has {key}: {value!r} in {place}; supported: {allowed.words}",
+            )
+    match kinds[0]:
+        case "linear":
+            return LinearRopeScaling(factor=float(entries["factor"]))
+        case "llama3":
+            scaling = Llama3RopeScaling(
+                factor=float(entries["factor"]),
+                low_freq_factor=float(entries["low_freq_factor"]),
+                high_freq_factor=float(entries["high_freq_factor"]),
+                original_max_seq_len=entries["original_max_position_embeddings"],
+            )
+            for key, why in scaling.problems():
+                raise unsupported(config, f"config.json has {place}.{key}: it {why}")
+            return scaling
+        case _:
+            return NoRopeScaling()

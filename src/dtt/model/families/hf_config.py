@@ -1,0 +1,121 @@
+"""Check a config.json of Hugging Face key by key: what is not known is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtt.errors import InputError
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that a key may have."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def only(*allowed: object) -> Values:
+    """Return the values that equal one of `allowed`."""
+    return Values(" or ".join(map(repr, allowed)), lambda value: value in allowed)
+
+
+def optional(values: Values) -> Values:
+    """Return `values` and null."""
+    return Values(f"{values.words} or None", lambda v: v is None or values.accepts(v))
+
+
+# `type(…) is int`, because True is an int to isinstance.
+SIZE = Values("a positive integer", lambda v: type(v) is int and v > 0)
+NUMBER = Values("a positive number", lambda v: type(v) in (int, float) and 0 < v < math.inf)
+SPREAD = Values("a number, at least 0", lambda v: type(v) in (int, float) and 0 <= v < math.inf)
+SHARE = Values("a number from 0 to below 1", lambda v: type(v) in (int, float) and 0 <= v < 1)
+FLAG = Values("True or False", lambda v: type(v) is bool)
+OBJECT = Values("an object", lambda v: isinstance(v, dict))
+KINDS = Values("a list of strings", lambda v: isinstance(v, list) and all(map(_is_text, v)))
+ANYTHING = Values("anything", lambda v: True)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def without_effect(keys: str) -> dict[str, Values]:
+    """Return a table in which the keys, separated by spaces, may have any value."""
+    return dict.fromkeys(keys.split(), ANYTHING)
+
+
+COMMON: Mapping[str, Values] = {
+    "model_type": ANYTHING,
+    "vocab_size": SIZE,
+    "tie_word_embeddings": FLAG,
+    "initializer_range": SPREAD,
+    # Of every configuration of transformers; other values would change the logits.
+    "is_causal": only(True),  # null is false to transformers
+    "is_encoder_decoder": only(False, None),
+    "add_cross_attention": only(False, None),
+    "chunk_size_feed_forward": only(0, None),
+    "pruned_heads": only({}, None),
+    # Bookkeeping.
+    **without_effect(
+        "architectures transformers_version _name_or_path name_or_path dtype torch_dtype "
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix "
+        "tokenizer_class use_cache cache_implementation return_dict output_attentions "
+        "output_hidden_states torchscript use_bfloat16 tf_legacy_loss is_decoder "
+        "tie_encoder_decoder gradient_checkpointing _commit_hash _attn_implementation "
+        "attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+        "_experts_implementation transformers.js_config unsloth_fixed unsloth_version"
+    ),
+    # Of generation, in files from before generation_config.json.
+    **without_effect(
+        "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+        "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+        "begin_suppress_tokens"
+    ),
+}
+"""Keys of config.json that every family has."""
+
+
+def check_values(
+    config: Mapping[str, Any],
+    table: Mapping[str, Values],
+    defaults: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Raise InputError unless each key is known and has a value that dtt computes.
+
+    A key that is unknown may be null, or have its value in `defaults()`.
+    """
+    known = {**COMMON, **table}
+    unknown = {k: v for k, v in config.items() if k not in known and v is not None}
+    if unknown:
+        harmless = defaults()
+        unknown = {k: v for k, v in unknown.items() if k not in harmless or v != harmless[k]}
+    if unknown:
+        raise unsupported(
+            config,
+            f"config.json has {_listed(unknown)}, unknown to dtt",
+            next="remove from config.json what does not change the logits, or use another model",
+        )
+    for key, value in config.items():
+        if key in known and not known[key].accepts(value):
+            words = known[key].words
+            raise unsupported(config, f"config.json has {key}: {value!r}; supported: {words}")
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    shown = {key: repr(value) for key, value in values.items()}
+    return ", ".join(f"{k}: {v if len(v) < 80 else f'{v[:77]}...'}" for k, v in shown.items())
+
+
+def unsupported(
+    config: Mapping[str, Any], why: str, *, next: str = "use a model without it"
+) -> InputError:
+    """Return the error for a config.json that asks for what dtt does not compute."""
+    return InputError(f"this {config.get('model_type')} model is not supported", why=why, next=next)
