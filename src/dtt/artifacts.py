@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,6 +29,51 @@ def fingerprint(value: Any) -> str:
     """sha256 of a JSON-able value in canonical form: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def checked_name(name: str, where: Path) -> str:
+    """Return `name` if it is a relative path that stays in the folder of the manifest `where`.
+
+    A manifest may come from somebody else, and its names decide which files are read and written.
+    Raises DamagedError for an empty or absolute name, for one with `.` or `..` or an empty part,
+    and for one with a character that does not print, which could forge a line of a message.
+    """
+    parts = name.split("/")
+    if not name.isprintable():
+        why = f"{name!r} holds a character that does not print"
+    elif name.startswith("/"):
+        why = f"{name!r} is an absolute path"
+    elif not {"", ".", ".."}.isdisjoint(parts):
+        why = f"{name!r} is not a plain path below the folder"
+    else:
+        return name
+    raise _unsafe(where, why)
+
+
+def checked_file(name: str, where: Path) -> Path:
+    """Return the path of the file `name` beside the manifest `where`, once `name` is checked.
+
+    Raises DamagedError for a bad name (`checked_name`) and for a link that leads out of the folder.
+    The file need not exist.
+    """
+    folder = where.parent
+    path = folder / checked_name(name, where)
+    # One lstat for a name without a slash: a folder may hold ten thousand files on a file server.
+    through = [path, *path.parents][: name.count("/") + 1]
+    if any(map(os.path.islink, through)):
+        target = Path(os.path.realpath(path))  # unlike Path.resolve, says nothing of a loop
+        if not target.is_relative_to(os.path.realpath(folder)):
+            raise _unsafe(where, f"{name!r} is a link to {target}, outside the folder")
+    return path
+
+
+def _unsafe(where: Path, why: str) -> DamagedError:
+    return DamagedError(
+        "a manifest names a file outside its folder",
+        where=where,
+        why=why,
+        next="make or fetch the folder again; do not use one from a source you do not trust",
+    )
 
 
 class Record(BaseModel):
