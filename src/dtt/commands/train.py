@@ -215,13 +215,16 @@ def find_checkpoint(
 def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
     """The newest checkpoint that is whole, or that of `from_step`."""
     from dtt.checkpoint import retain, store
+    from dtt.train.state import check_position
 
     folder = this.job.checkpoints
     if folder.exists():
         retain.sweep_staging(folder)
     if from_step is None:
-        return store.newest(folder)
-    return store.at_step(folder, from_step)
+        return store.newest(folder, check_position)
+    found = store.at_step(folder, from_step)
+    check_position(found)
+    return found
 
 
 def set_aside(this: Attempt, from_step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtt.artifacts import DataManifest
+from dtt.artifacts import DataManifest, checked_name
 from dtt.checkpoint import store
 from dtt.config.run import RunConfig
 from dtt.data import fit
@@ -22,8 +21,11 @@ from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.scaling import scaled
 from dtt.optim.ema import averages
+from dtt.reading import read_json
 from dtt.runtime.jobdir import JobDir
 
+MOST = 2**28
+"""Bytes of a config.json or an index: a million tensors."""
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
@@ -100,20 +102,41 @@ def read_hf_folder(folder: Path) -> Trained:
             f"known: {', '.join(known)}",
             next="name a folder that `dtt export` made, or a model of one of those kinds",
         )
-    files, tokenizer = sorted(folder.glob("model*.safetensors")), folder / "tokenizer.json"
-    if not files or not tokenizer.is_file():
-        missing = tokenizer.name if files else "model.safetensors"
-        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
+    files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
+    missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
+    if missing is not None:
+        why = f"{missing.name} is missing"
+        raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN)
     try:
         arch = known[config["model_type"]].from_hf_config(config)
         end = _end_of_document(config)
-        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
     except KeyError as error:
         why = f"config.json lacks {error}"
         raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
-    except SafetensorError as error:
-        raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
     return Trained(arch, from_hf(tensors, arch), tokenizer, end)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights: those of the index, where there is one.
+
+    Their names may come from anybody: DamagedError for one that leads out of the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]
+    names = _read_config(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise DamagedError(f"{index} has no weight_map", next=AGAIN)
+    return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file; DamagedError for one that is malformed."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedError(f"{path} is damaged", why=str(error), next=AGAIN) from None
 
 
 def _end_of_document(config: Mapping[str, Any]) -> int:
@@ -127,9 +150,6 @@ def _end_of_document(config: Mapping[str, Any]) -> int:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        return read_json(path, MOST)
     except ValueError as error:
         raise DamagedError(f"{path} is not JSON", why=str(error), next=AGAIN) from None
-    if not isinstance(config, dict):
-        raise DamagedError(f"{path} does not hold a JSON object", next=AGAIN)
-    return config

@@ -42,6 +42,7 @@ from dtt.train.profiler import Profiler
 from dtt.train.state import (
     BadStep,
     Position,
+    check_position,
     load_optimizers,
     load_parameters,
     optimizer_tensors,
@@ -208,7 +209,9 @@ class Trainer:
         self._unread.clear()
         with self.watchdog.phase("save"):
             self.saver.wait()
-            newest = store.newest(self.job.checkpoints) if self.world.first else None
+            newest = (
+                store.newest(self.job.checkpoints, check_position) if self.world.first else None
+            )
             found = self.world.from_first(newest)
             assert found is not None, "one was saved before the first step"
             avoided = self.guard.avoid(bad, found.step, self.position)
