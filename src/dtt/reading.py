@@ -1,4 +1,4 @@
-"""Bounded reads of small files: whatever stands in place of one, no reader hangs or crashes.
+"""Bounded reads of small files, and retries of what a file system refuses for a while.
 
 A file that was damaged, or put there by somebody else, may be a FIFO, a directory, a sparse file of
 20 GB, or JSON of another shape. All of that is a ValueError here; an OSError is the disk's.
@@ -6,12 +6,16 @@ A file that was damaged, or put there by somebody else, may be a FIFO, a directo
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +23,12 @@ T = TypeVar("T")
 Kind = type | tuple[type, ...]
 """What a field may be: `int`, `float` (a finite number), `str`, `dict`, `list`, `type(None)`."""
 
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
+"""What a busy or just restarted file server answers, and a moment later no longer does."""
+PATIENCE = (0.5, 2.0, 8.0)
+"""Seconds to wait before each new try."""
+FULL = {errno.ENOSPC, errno.EDQUOT}
+SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SMALL = 2**24
 """Bytes that the small files of a job, and the lines of its records, may have."""
 LARGEST_INT = 2**63
@@ -36,6 +46,46 @@ STRICT = json.JSONDecoder(object_pairs_hook=_unique)
 """Refuses an object with a name that stands twice: readers differ in which of the two they take."""
 log = logging.getLogger("dtt")
 _reported: set[Path] = set()
+
+
+_give_up: ContextVar[Callable[[], bool] | None] = ContextVar("give_up", default=None)
+
+
+@contextmanager
+def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
+    """Let `retrying` wait on a full disk until `give_up()`; None: a full disk is an error.
+
+    Holds for this thread alone.
+    """
+    token = _give_up.set(give_up)
+    try:
+        yield
+    finally:
+        _give_up.reset(token)
+
+
+def retrying(action: Callable[[], T]) -> T:
+    """Return `action()`; call it again if the file system fails in a way that often passes.
+
+    `action` must begin from the start each time: after a failed fsync nothing it wrote is certain.
+    """
+    patience, waits = iter(PATIENCE), False
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            give_up = _give_up.get()
+            if error.errno in FULL and give_up is not None and not give_up():
+                if not waits:
+                    log.warning("%s; waiting for space", error)
+                waits = True
+                time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
+                continue
+            seconds = next(patience, None)
+            if error.errno not in TRANSIENT or seconds is None:
+                raise
+            log.warning("%s; trying again in %g s", error, seconds)
+            time.sleep(seconds)
 
 
 def open_regular(path: Path) -> int:
@@ -90,6 +140,8 @@ def is_kind(value: Any, kind: Kind) -> bool:
         return (int in kinds or float in kinds) and abs(value) < LARGEST_INT
     if isinstance(value, float):
         return float in kinds and math.isfinite(value)
+    if isinstance(value, str) and "\0" in value:  # neither a path nor an argument
+        return False
     return type(value) in kinds
 
 
@@ -131,7 +183,7 @@ def read_lines(path: Path, last: int | None = None) -> Iterator[tuple[int, bytes
     Of a file that is absent or cannot be used there are none. A line longer than `SMALL` is given
     in parts.
     """
-    fd = tolerant(path, open_regular)
+    fd = tolerant(path, lambda path: retrying(lambda: open_regular(path)))
     if fd is None:
         return
     with open(fd, "rb") as file:  # noqa: PTH123  a descriptor
@@ -141,3 +193,23 @@ def read_lines(path: Path, last: int | None = None) -> Iterator[tuple[int, bytes
         for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
             if line.endswith(b"\n"):  # else it was torn by a crash, or is no record
                 yield number, line
+
+
+def read_records(
+    path: Path, fields: Mapping[str, Kind], last: int | None = None, mark: bytes = b""
+) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file that have these fields; warn of the first that
+    has not. Lines without `mark` are passed over."""
+    for number, line in read_lines(path, last):
+        if mark not in line:
+            continue
+        try:
+            record = parse(line)
+        except ValueError:
+            record = None
+        if fits(record, fields):
+            yield record
+        elif path not in _reported:
+            _reported.add(path)
+            where = f"{path}:{number}" if last is None else f"a line of {path}"
+            log.warning("%s is no record and left out, as are others like it", where)

@@ -20,12 +20,12 @@ import pytest
 import torch
 
 import dtt
+from dtt import reading
 from dtt.artifacts import CheckpointManifest
 from dtt.checkpoint import retain, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
 from dtt.errors import DamagedError, InputError
-from dtt.runtime import files
 
 fork = multiprocessing.get_context("fork")
 
@@ -339,7 +339,7 @@ def test_a_file_that_the_disk_no_longer_gives_is_passed_over(
         return sha256_file(path)
 
     monkeypatch.setattr(store, "sha256_file", unreadable)
-    monkeypatch.setattr(files, "PATIENCE", (0.0,))
+    monkeypatch.setattr(reading, "PATIENCE", (0.0,))
     assert falls_back(folder, f"{FILES[1]} cannot be read", caplog)
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from dtt.artifacts import LARGEST, CheckpointManifest, FileRecord, checked_file
 from dtt.checkpoint import header
 from dtt.errors import DamagedError, DttError, InputError
-from dtt.reading import read_json, read_small
-from dtt.runtime.files import fsync_file, fsync_folder, retrying, sha256_file, write_atomically
+from dtt.reading import read_json, read_small, retrying
+from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -36,6 +36,7 @@ POSITION = "position.json"
 HASHED_AT_ONCE = 8
 """Files: a core hashes a gigabyte or two a second, which is less than a file server gives."""
 PREFIX, STAGING_PREFIX, SUPERSEDED_PREFIX = "step-", ".tmp-step-", "superseded-step-"
+REJECTED_SUFFIX = "-rejected"
 
 
 def rank_file(kind: str, rank: int) -> str:
@@ -96,13 +97,13 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
     When this returns the checkpoint survives a power failure; before, there is none of this step.
     """
     manifest = CheckpointManifest(files=tuple(sorted(files, key=lambda f: f.path)), **facts)
-    retrying(lambda: write_atomically(staging / manifest.filename, manifest.dump()))
+    write_atomically(staging / manifest.filename, manifest.dump())
     folder = staging.parent
     # Training reached this step from an older one, so those from here on were rejected. Set aside,
     # they neither take this one's place nor count as newer than it.
     for step in retrying(lambda: steps(folder)):
         if step >= manifest.step:
-            rejected = folder / f"{STAGING_PREFIX}{step:06d}-rejected"
+            rejected = folder / f"{STAGING_PREFIX}{step:06d}{REJECTED_SUFFIX}"
             retrying(partial(_rename, folder_of(folder, step), rejected))
     final = folder_of(folder, manifest.step)
     retrying(partial(_rename, staging, final))

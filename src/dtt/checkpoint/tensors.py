@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from dtt.artifacts import FileRecord
 from dtt.checkpoint import header
 from dtt.errors import DamagedError
+from dtt.runtime.files import named
 from dtt.runtime.sharding import Box, Held, held
 
 CHUNK = 2**24
@@ -108,7 +109,7 @@ def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
 def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write `chunks`; on return they are on the disk."""
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with named(path), path.open("wb", buffering=0) as file:
         for chunk in chunks:
             digest.update(chunk)
             view = memoryview(chunk)

@@ -21,8 +21,9 @@ from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, Preempted
+from dtt.reading import waiting_for_space
 from dtt.runtime import pages
-from dtt.runtime.files import write_atomically
+from dtt.runtime.files import append, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
@@ -76,8 +77,10 @@ def run(
     requests.watch(job)
     from dtt.runtime import dist
 
+    waits = resolved.config.checkpoint.on_full == "wait"
     try:
         with (
+            waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             attempt(job, ranks, requests, timed=resolved.config.train.timed) as this,
             dist.lost_peers_told(),
@@ -253,8 +256,7 @@ def keep_data(job: JobDir, dataset: Dataset) -> None:
 def write_provenance(job: JobDir) -> None:
     """Keep what this attempt was started with, and where."""
     job.write_environment()
-    with (job.root / "overrides.txt").open("a", encoding="utf-8") as file:
-        file.write(redacted(shlex.join(sys.argv[1:])) + "\n")
+    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")
 
 
 def build(
