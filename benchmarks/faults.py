@@ -42,9 +42,9 @@ from pathlib import Path
 import torch
 from keepers import OURS, THEIRS, Content, Dtt, Keeper, content
 
+from dtt import reading
 from dtt.checkpoint import store
 from dtt.errors import DamagedError, InputError
-from dtt.runtime import files
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -338,7 +338,7 @@ def main() -> None:
     options = parser.parse_args()
     log.setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # DCP's, of saving alone
-    files.PATIENCE = (0.0, 0.0, 0.0)  # a failing call is tried again, but at once
+    reading.PATIENCE = (0.0, 0.0, 0.0)  # a failing call is tried again, but at once
     keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(tuple(options.only))]
     faults = ["SIGKILL"] if options.quick else list(FAULTS)
     strikes = {k.name: {fault: strike(k, fault) for fault in faults} for k in keepers}

@@ -24,6 +24,10 @@ from pydantic import (
 )
 
 from dtt.errors import DamagedError, InputError
+from dtt.reading import parse, read_small
+
+LARGEST = 2**28
+"""Bytes that a manifest may have: a million files."""
 
 
 def fingerprint(value: Any) -> str:
@@ -102,23 +106,26 @@ class Manifest(Record):
         A file of that name that is whole JSON without our format is another program's.
         """
         try:
-            content = (folder / cls.filename).read_bytes()
+            content = read_small(folder / cls.filename, LARGEST)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except ValueError:
+            return True
         if f'"{cls.model_fields["format"].default}"'.encode() in content:
             return True
         try:
-            json.loads(content)
+            parse(content)
         except ValueError:
             return True
         return False
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of `folder`; InputError if absent, DamagedError if not as written."""
+        """Read the manifest of `folder`; InputError if absent, DamagedError if not as written, or
+        if it names a file outside of its folder."""
         path = folder / cls.filename
         try:
-            manifest = cls.model_validate_json(path.read_bytes())
+            manifest = cls.model_validate_json(read_small(path, LARGEST))
         except FileNotFoundError:
             raise InputError(
                 f"no {cls.holds} in {folder}",
@@ -135,12 +142,18 @@ class Manifest(Record):
                 why=f"{key}: {first['msg']}",
                 next=f"make it again with `{cls.made_by}`",
             ) from None
+        except ValueError as error:
+            raise DamagedError(
+                f"cannot read the manifest {path}",
+                why=str(error),
+                next=f"make it again with `{cls.made_by}`",
+            ) from None
         for name in manifest.names():
             checked_name(name, path)
         return manifest
 
     def names(self) -> Iterable[str]:
-        """Return the names of files that must lie below the folder: `read` checks them."""
+        """Return the names of files and folders that must lie in the manifest's own folder."""
         return ()
 
     def dump(self) -> str:
@@ -361,6 +374,10 @@ class CheckpointManifest(Manifest):
     files: tuple[FileRecord, ...]
     """All that belongs to the checkpoint: a file that is not named here is never read."""
 
+    def names(self) -> Iterable[str]:
+        """Return the names of the files."""
+        return (file.path for file in self.files)
+
     def dump(self) -> str:
         """The text of the file, with a seal: damage to the manifest itself shows, too."""
         content = self.model_dump(mode="json")
@@ -395,3 +412,7 @@ class ExportManifest(Manifest):
     max_logit_difference: float
     """Largest absolute difference of fp32 logits to the trained model, seen by `transformers`."""
     files: tuple[FileRecord, ...]
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the files."""
+        return (file.path for file in self.files)

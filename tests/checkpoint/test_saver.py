@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from dtt import reading
 from dtt.checkpoint import saver as module
 from dtt.checkpoint import store, tensors
 from dtt.checkpoint.saver import Saver
@@ -195,7 +196,7 @@ def test_an_error_that_passes_is_tried_again_from_the_start_of_the_file(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", flaky)
-    monkeypatch.setattr(files, "PATIENCE", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(reading, "PATIENCE", (0.0, 0.0, 0.0))
     saver = make(tmp_path, alone)
     saver.begin(1, state(1.0), own(0), {})
     saver.wait()

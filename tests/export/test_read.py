@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from running import Dtt
 from safetensors.torch import load_file, save_file
 
 from dtt.config.model import LinearRopeScaling
-from dtt.errors import DamagedError, InputError
+from dtt.errors import DamagedError, DttError, InputError
 from dtt.export import hf
 from dtt.export.read import Trained, read_hf_folder
 from dtt.export.verify import check_import
@@ -205,3 +208,106 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(InputError, match="safetensors is missing"):
         read_hf_folder(tmp_path)
+
+
+@pytest.fixture
+def folder(llama: Trained, tmp_path: Path) -> Path:
+    """An export in several files."""
+    out = tmp_path / "run"
+    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card="")
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    return out
+
+
+def some_weights(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+def edit_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = some_weights(folder)
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+    return apply
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(e for n, e in header.items() if n != "__metadata__")
+    return entry
+
+
+def fifo(folder: Path) -> None:
+    path = some_weights(folder)
+    path.unlink()
+    os.mkfifo(path)
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+def lead_out(content: dict[str, Any]) -> None:
+    name = next(iter(content["weight_map"]))
+    content["weight_map"][name] = "../victim.safetensors"
+
+
+MALFORMED: dict[str, Callable[[Path], object]] = {
+    "a header of 2^60 bytes": lambda f: some_weights(f).write_bytes((2**60).to_bytes(8, "little")),
+    "no bytes": lambda f: some_weights(f).write_bytes(b""),
+    "a pickle": lambda f: torch.save({"w": torch.ones(3)}, some_weights(f)),
+    "an unknown dtype": edit_header(lambda h: first(h).update(dtype="F1024")),
+    "integers": edit_header(lambda h: first(h).update(dtype="I32")),
+    "overlapping offsets": edit_header(lambda h: first(h).update(data_offsets=[4, 8])),
+    "a FIFO": fifo,
+    "a name that leads out": index(lead_out),
+    "a name that is a number": index(lambda c: c["weight_map"].update(x=1)),
+    "an index without names": index(lambda c: c.pop("weight_map")),
+    "a missing file": lambda f: some_weights(f).unlink(),
+    "an index nested deeply": lambda f: (f / "model.safetensors.index.json").write_bytes(
+        b"[" * 100_000
+    ),
+    "a config nested deeply": lambda f: (f / "config.json").write_bytes(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_folder_is_one_message(folder: Path, change: Callable[[Path], object]) -> None:
+    (folder.parent / "victim.safetensors").write_bytes(some_weights(folder).read_bytes())
+    read_hf_folder(folder)
+    change(folder)
+    with pytest.raises((DamagedError, InputError), match=r"(why|next):"):
+        read_hf_folder(folder)
+
+
+def test_a_leftover_file_that_the_index_does_not_name_is_not_read(folder: Path) -> None:
+    before = read_hf_folder(folder).state
+    (folder / "model.safetensors").write_bytes(b"of another export")
+    after = read_hf_folder(folder).state
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_no_mutation_of_a_weight_file_ends_in_anything_but_one_message(folder: Path) -> None:
+    path = some_weights(folder)
+    whole, refused = path.read_bytes(), 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 6)):
+            content[rng.randrange(400)] = rng.randrange(256)
+        path.write_bytes(content[: rng.randrange(len(content))] if seed % 5 == 0 else content)
+        try:
+            read_hf_folder(folder)
+        except DttError:
+            refused += 1
+    assert refused > 100

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
-from dtt.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
 from dtt.launch import results, sweep
 from dtt.launch.sweep import Sweep, SweepManifest
 from dtt.launch.trials import shares, visible_gpus
@@ -311,3 +311,23 @@ def test_without_matplotlib_a_plot_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EnvironmentUnfit, match=r"pip install 'dtt\[plot\]'"):
         plot.figure([], "x", "y", log_x=False, log_y=False)
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/victim", "a/../../victim"])
+def test_a_manifest_whose_trials_lie_elsewhere_is_refused(name: str) -> None:
+    made = planned({"optim.lr": [1e-3, 1e-2]}).write()
+    path = made.root / SweepManifest.filename
+    content = json.loads(path.read_text())
+    one, _ = content["trials"]
+    for trials in ({one: {"values": {}, "folder": name}}, {name: content["trials"][one]}):
+        path.write_text(json.dumps(content | {"trials": trials}))
+        with pytest.raises(DamagedError, match="a manifest names a file outside its folder"):
+            sweep.find("s")
+        with pytest.raises(DamagedError, match="a manifest names a file outside its folder"):
+            planned({"optim.lr": [1e-3, 1e-2]})
+
+
+@pytest.mark.parametrize("name", ["../victim", "a/../../b", "/victim", ".."])
+def test_a_sweep_file_cannot_name_a_folder_outside_of_jobs(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        planned({"optim.lr": [1e-3]}, name=name)

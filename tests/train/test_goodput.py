@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,34 @@ def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
     kept = json.loads(job.clock(1).read_text())
     assert (kept["first"], kept["step"], kept["steps"]) == (0, 1, 1)
     assert {"start", "data", "save", "other"} <= kept["parts"].keys()
+
+
+@pytest.mark.parametrize("hours", [-1.0, 1.0])
+def test_a_clock_that_is_set_while_a_run_starts_changes_no_measurement(
+    tmp_path: Path, hours: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, age = time.time, Clock(attempts(tmp_path / "before", {}), 1).ran()
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    job = attempts(tmp_path, {})
+    clock, laps = Clock(job, 1), Laps()
+    laps.lap("imports")
+    clock.close()
+    assert 0 <= clock.ran() - age < 60
+    assert 0 <= laps.seconds["imports"] - age < 60
+    kept = json.loads(job.clock(1).read_text())
+    assert 0 <= kept["seconds"] - age < 60
+
+
+def test_a_time_below_zero_that_an_earlier_version_kept_is_never_shown(tmp_path: Path) -> None:
+    job = attempts(
+        tmp_path,
+        trained(0, 10, -3600.0, start=-3610.0, forward_backward=9.0),
+        trained(10, 20, 12.0, start=2.0, forward_backward=10.0),
+    )
+    spent = goodput(job)
+    assert spent is not None
+    assert "-" not in spent.describe()
+    assert 0 <= spent.share <= 1
+    assert all(seconds >= 0 for seconds in spent.lost.values())
+    only = attempts(tmp_path / "only", trained(0, 10, -3600.0, start=-3610.0))
+    assert goodput(only) is None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
+from functools import partial
 from pathlib import Path
 
 from dtt.checkpoint import store
 from dtt.config.train import CheckpointConfig
+from dtt.reading import fits, read_json, retrying, tolerant
+from dtt.runtime.files import remove
 
 
 def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int]:
@@ -32,12 +33,10 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
 
 def eval_loss(path: Path) -> float:
     """Validation loss of a checkpoint; infinite without an evaluation at its very step."""
-    try:
-        position = json.loads((path / store.POSITION).read_bytes())
-        evaluated = position["evaluated"] == position["step"]
-        return float(position["eval_loss"]) if evaluated else math.inf
-    except (OSError, ValueError, TypeError, KeyError):  # damaged
-        return math.inf
+    position = tolerant(path / store.POSITION, read_json) or {}
+    measured = fits(position, {"evaluated": int, "step": int, "eval_loss": float})
+    evaluated = measured and position["evaluated"] == position["step"]
+    return float(position["eval_loss"]) if evaluated else math.inf
 
 
 def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:
@@ -52,10 +51,16 @@ def delete(path: Path) -> None:
     """Delete a checkpoint; renamed first, so that a half-deleted one is never taken for whole."""
     doomed = path.with_name(f"{store.STAGING_PREFIX}{path.name}-pruned")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    remove(doomed)
+
+
+def remove_rejected(folder: Path) -> None:
+    """Delete the checkpoints that a newer one has replaced; call once that one is verified."""
+    for path in folder.glob(f"{store.STAGING_PREFIX}*{store.REJECTED_SUFFIX}"):
+        remove(path)
 
 
 def sweep_staging(folder: Path) -> None:
     """Delete what interrupted saves and prunings left; call when nobody else writes here."""
     for path in folder.glob(f"{store.STAGING_PREFIX}*"):
-        shutil.rmtree(path)
+        retrying(partial(remove, path))

@@ -26,15 +26,15 @@ from dtt.checkpoint import retain, store, tensors
 from dtt.checkpoint.tensors import Piece
 from dtt.config.train import CheckpointConfig
 from dtt.errors import DiskFull, DttError, StorageError
+from dtt.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
 from dtt.runtime.dist import World
-from dtt.runtime.files import check_space, forget_cached, retrying
+from dtt.runtime.files import check_space, forget_cached
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.process import in_words
 
 T = TypeVar("T")
 
-SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SECONDS_TO_SETTLE = 120.0
 NICENESS = 10
 """Of the writing thread: where cores are scarce, training comes first."""
@@ -175,14 +175,16 @@ class Saver:
         try:
             if self._config.asynchronous and sys.platform == "linux":  # there, of this thread alone
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            full = self._write(save)
+            with waiting_for_space(None):  # here all ranks wait together, for all files anew
+                full = self._write(save)
             if full is not None and self._world.first:
                 log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)
             while full is not None:
                 time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
                 if any(self._world.exchange(self._stop_wanted())):
                     raise full
-                full = self._write(save)
+                with waiting_for_space(None):
+                    full = self._write(save)
             save.ended = time.perf_counter()
             self._done.append(save)
         except Exception as error:  # noqa: BLE001  raised again by `wait`
@@ -256,6 +258,7 @@ class Saver:
     def _prune(self) -> None:
         try:
             retain.prune(self._job.checkpoints, self._config, self._diverged)
+            retain.remove_rejected(self._job.checkpoints)
         except OSError as error:  # there is one too many: no reason to stop
             log.warning("an old checkpoint could not be deleted: %s", error)
 

@@ -8,19 +8,20 @@ Tensors lie in safetensors files, everything else in JSON: nothing that is loade
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.artifacts import CheckpointManifest, FileRecord
+from dtt.artifacts import LARGEST, CheckpointManifest, FileRecord, checked_file
+from dtt.checkpoint import header
 from dtt.errors import DamagedError, DttError, InputError
-from dtt.runtime.files import fsync_file, fsync_folder, retrying, sha256_file, write_atomically
+from dtt.reading import read_json, read_small, retrying
+from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -35,6 +36,7 @@ POSITION = "position.json"
 HASHED_AT_ONCE = 8
 """Files: a core hashes a gigabyte or two a second, which is less than a file server gives."""
 PREFIX, STAGING_PREFIX, SUPERSEDED_PREFIX = "step-", ".tmp-step-", "superseded-step-"
+REJECTED_SUFFIX = "-rejected"
 
 
 def rank_file(kind: str, rank: int) -> str:
@@ -62,13 +64,21 @@ class Checkpoint:
         """The same, but of each only what is asked of it is read, and only then."""
         from dtt.checkpoint import tensors
 
+        return tensors.read(self.files(kind))
+
+    def files(self, kind: str) -> list[Path]:
+        """The files that hold the tensors of a kind."""
         names = [f.path for f in self.manifest.files if f.path.startswith(f"{kind}-")]
-        return tensors.read(self.path / name for name in names)
+        return [self.path / name for name in names]
 
     def position(self) -> dict[str, Any]:
         """What is not a tensor: where in the run it was taken."""
-        position: dict[str, Any] = json.loads((self.path / POSITION).read_bytes())
-        return position
+        path = self.path / POSITION
+        try:
+            return read_json(path)
+        except ValueError as error:
+            why = f"{POSITION}: {error}"
+            raise DamagedError(f"checkpoint {self.path} is damaged", why=why) from None
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -87,13 +97,13 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
     When this returns the checkpoint survives a power failure; before, there is none of this step.
     """
     manifest = CheckpointManifest(files=tuple(sorted(files, key=lambda f: f.path)), **facts)
-    retrying(lambda: write_atomically(staging / manifest.filename, manifest.dump()))
+    write_atomically(staging / manifest.filename, manifest.dump())
     folder = staging.parent
     # Training reached this step from an older one, so those from here on were rejected. Set aside,
     # they neither take this one's place nor count as newer than it.
     for step in retrying(lambda: steps(folder)):
         if step >= manifest.step:
-            rejected = folder / f"{STAGING_PREFIX}{step:06d}-rejected"
+            rejected = folder / f"{STAGING_PREFIX}{step:06d}{REJECTED_SUFFIX}"
             retrying(partial(_rename, folder_of(folder, step), rejected))
     final = folder_of(folder, manifest.step)
     retrying(partial(_rename, staging, final))
@@ -148,7 +158,7 @@ def verify(path: Path) -> Checkpoint:
     """
     try:
         manifest = retrying(lambda: CheckpointManifest.read(path))
-        text = retrying((path / manifest.filename).read_bytes)
+        text = retrying(lambda: read_small(path / manifest.filename, LARGEST))
     except OSError as error:
         why = f"{CheckpointManifest.filename} cannot be read: {error}"
         raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
@@ -158,9 +168,17 @@ def verify(path: Path) -> Checkpoint:
     if path.name != f"{PREFIX}{manifest.step:06d}":
         why = f"{manifest.filename} says that it holds step {manifest.step}"
         raise DamagedError(f"checkpoint {path} is not what it is called", why=why)
+    names = [file.path for file in manifest.files]
+    if POSITION not in names or len(set(names)) < len(names) or any("/" in n for n in names):
+        why = f"{manifest.filename} does not list the files of a checkpoint"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why)
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         list(pool.map(partial(verify_file, path), manifest.files))
-    return Checkpoint(path, manifest)
+    checkpoint = Checkpoint(path, manifest)
+    for kind in (MODEL, STATE):
+        header.check(checkpoint.files(kind))
+    checkpoint.position()
+    return checkpoint
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
@@ -173,7 +191,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
 
 
 def _compare(path: Path, record: FileRecord) -> None:
-    file = path / record.path
+    file = checked_file(record.path, path / CheckpointManifest.filename)
     if not file.is_file():
         raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
     size = file.stat().st_size
@@ -187,17 +205,22 @@ def _compare(path: Path, record: FileRecord) -> None:
 
 def steps(folder: Path) -> list[int]:
     """Steps that have a committed folder, oldest first, verified or not."""
-    names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    names = {path.name for path in folder.glob(f"{PREFIX}*")}
+    numbers = (name.removeprefix(PREFIX) for name in names)
+    found = sorted(int(number) for number in numbers if number.isdecimal())
+    return [step for step in found if folder_of(folder, step).name in names]
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def newest(
+    folder: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> Checkpoint | None:
     """The newest checkpoint that verifies, each rejection named; None if there never was one.
 
-    DamagedError when there are checkpoints but none verifies: starting over is for a person to say.
+    `check` may raise DamagedError to reject one, too. DamagedError when there are checkpoints but
+    none verifies: starting over is for a person to say.
     """
     rejected = 0
-    for checkpoint in _newest_first(folder):
+    for checkpoint in _newest_first(folder, check):
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         rejected += 1
@@ -211,11 +234,15 @@ def newest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def _newest_first(folder: Path) -> Iterator[Checkpoint | DttError]:
+def _newest_first(
+    folder: Path, check: Callable[[Checkpoint], None]
+) -> Iterator[Checkpoint | DttError]:
     for step in reversed(steps(folder)):
         path = folder_of(folder, step)
         try:
-            yield verify(path)
+            checkpoint = verify(path)
+            check(checkpoint)
+            yield checkpoint
         except (DamagedError, InputError) as error:
             if path.exists():  # else pruned meanwhile, by the job that is running
                 yield error

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtt.artifacts import FileRecord
+from dtt.checkpoint import header
 from dtt.errors import DamagedError
+from dtt.runtime.files import named
 from dtt.runtime.sharding import Box, Held, held
 
 CHUNK = 2**24
@@ -107,7 +109,7 @@ def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
 def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write `chunks`; on return they are on the disk."""
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with named(path), path.open("wb", buffering=0) as file:
         for chunk in chunks:
             digest.update(chunk)
             view = memoryview(chunk)
@@ -121,17 +123,17 @@ def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     """The bytes of a file: length of the header, header, tensors."""
     parts = {p.name: {"offset": p.offset, "shape": p.shape} for p in pieces if not p.whole}
-    header: dict[str, object] = {"__metadata__": {"pieces": json.dumps(parts)}}
+    described: dict[str, object] = {"__metadata__": {"pieces": json.dumps(parts)}}
     position = 0
     for piece in pieces:
         end = position + piece.tensor.nbytes
-        header[piece.name] = {
+        described[piece.name] = {
             "dtype": DTYPES[piece.tensor.dtype],
             "shape": list(piece.tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header).encode()
+    text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight, as the format asks
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
@@ -177,17 +179,18 @@ def _shifted(ranges: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[
 
 
 def read(paths: Iterable[Path]) -> dict[str, Stored]:
-    """The tensors in some files, by name; only the files' headers are read."""
+    """The tensors in some files, by name; only the files' headers are read, and checked."""
     found: dict[str, Stored] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for path in paths:
-        file: Any = safetensors.safe_open(path, "pt")  # it has no types
-        parts = json.loads((file.metadata() or {}).get("pieces", "{}"))
-        for name in file.keys():  # noqa: SIM118  not a dict
-            piece = file.get_slice(name)
-            extent = tuple(piece.get_shape())
-            part = parts.get(name, {"offset": [0] * len(extent), "shape": extent})
-            stored = Stored(name, tuple(part["shape"]), dtypes[piece.get_dtype()])
-            box = Box(tuple(part["offset"]), extent)
-            found.setdefault(name, stored).pieces.append((file, box))
+        parts = header.read(path)
+        try:
+            file: Any = safetensors.safe_open(path, "pt")  # it has no types
+        except safetensors.SafetensorError as error:
+            why = f"{path.name}: {error}"
+            raise DamagedError(f"checkpoint {path.parent} is damaged", why=why) from None
+        for part in parts:
+            stored = Stored(part.name, part.shape, dtypes[part.dtype])
+            box = Box(part.offset, part.extent)
+            found.setdefault(part.name, stored).pieces.append((file, box))
     return found

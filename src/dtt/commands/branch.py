@@ -20,7 +20,8 @@ from dtt.config.schedule import WsdConfig
 from dtt.data import stages
 from dtt.errors import ConfigError
 from dtt.optim import schedule
-from dtt.optim.schedule import Decay, Schedule
+from dtt.optim.schedule import DECAY, Decay, Schedule
+from dtt.reading import fits, read_json, tolerant
 from dtt.runtime.files import sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 
@@ -74,7 +75,7 @@ def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
     parent, position = job.parent_record(), resume.position()
     if position.get("speed") is None or (parent is not None and parent["step"] == resume.step):
         return None
-    decay: dict[str, Any] | None = position["decay"]
+    decay: dict[str, Any] | None = position.get("decay")
     return decay
 
 
@@ -198,10 +199,11 @@ def _schedule(cfg: RunConfig) -> Schedule:
 def _trunk(branch: Branch, parent: RunConfig) -> Schedule:
     """That of the parent, as its checkpoint tells: its data, or a clock, may have had a say."""
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
-    told = json.loads(path.read_bytes()) if path.exists() else {}  # pruned meanwhile, or damaged
+    told = tolerant(path, read_json) or {}  # pruned meanwhile, or damaged
     planned = _schedule(parent)
-    decay = Decay(**told["decay"]) if told.get("decay") else planned.decay
-    return replace(planned, warmup=told.get("warmup", planned.warmup), decay=decay)
+    decay = Decay(**told["decay"]) if fits(told.get("decay"), DECAY) else planned.decay
+    warmup = told["warmup"] if fits(told, {"warmup": int}) else planned.warmup
+    return replace(planned, warmup=warmup, decay=decay)
 
 
 def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:

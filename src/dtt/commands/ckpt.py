@@ -43,7 +43,7 @@ def _facts(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": path.name,
         "saved": path.stat().st_mtime,
-        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+        "bytes": sum(file.lstat().st_size for file in path.glob("*")),
         "world_size": None,
         "attempt": None,
         "eval_loss": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from dtt.data.inspect.step import Sample, Step
 from dtt.data.order import EMPTY_LEDGER
 from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import ConfigError, DamagedError
+from dtt.reading import read_json
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
@@ -33,6 +35,8 @@ SHOWN_LINES = 6
 """Of a sample of what was inspected."""
 SHORT = 200
 """Characters of a text that are shown, unless all are asked for."""
+
+LEDGER = re.compile(r"(?:[0-9a-f]{2})+")
 
 
 def inspect(
@@ -110,16 +114,17 @@ def _restore(dataset: Dataset, job: JobDir, step: int) -> None:
     before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
     # A checkpoint holds where the sources were one step earlier. Without one they begin at the
     # start, which takes longer; that it is the right one, the ledger shows.
-    with suppress(IndexError, OSError, ValueError, KeyError):
+    with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
         path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
-        dataset.restore(json.loads(path.read_bytes())["sources"])
+        dataset.restore(read_json(path)["sources"])
 
 
 def _check_ledger(seen: Step, dataset: Dataset, job: JobDir, step: int) -> bool | None:
     """True if the step saw just these samples, None if it has not been trained yet."""
     wanted = (step - 1, step)
     records = (r for r in jsonl.read(job.metrics, "train") if r["step"] in wanted)
-    ledgers = {0: EMPTY_LEDGER} | {r["step"]: bytes.fromhex(r["ledger"]) for r in records}
+    sound = (r for r in records if LEDGER.fullmatch(str(r.get("ledger"))))
+    ledgers = {0: EMPTY_LEDGER} | {r["step"]: bytes.fromhex(r["ledger"]) for r in sound}
     if not all(one in ledgers for one in wanted):
         return None
     if seen.follows(ledgers[step - 1], ledgers[step]):

@@ -19,14 +19,17 @@ from dtt.launch import ledger, squeue, submissions
 from dtt.launch.evidence import newest_log, requester
 from dtt.launch.ledger import State, Status
 from dtt.launch.sweep import SweepManifest
-from dtt.runtime.files import write_atomically
-from dtt.runtime.jobdir import JobDir
+from dtt.reading import fits, read_record
+from dtt.runtime.files import remove, write_atomically
+from dtt.runtime.jobdir import ANSWER, JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
 from dtt.train.clock import in_words
 from dtt.train.goodput import goodput
 
 POLL_SECONDS = 0.1
+BAD_STEP = {"why": str, "action": str}
+"""Fields of a record of the guard that are shown."""
 THEN = {
     "stop": "it saves and stops",
     "save": "it saves and goes on",
@@ -82,7 +85,7 @@ def _short(detail: str, most: int = 100) -> str:
 def status(path: Path, *, as_json: bool) -> None:
     """Print all that is known of a job."""
     (found,) = ledger.examine([ledger.open_job(path)])
-    bad = list(jsonl.read(found.job.metrics, "guard"))
+    bad = [r for r in jsonl.read(found.job.metrics, "guard") if fits(r, BAD_STEP)]
     if as_json:
         print(json.dumps(_facts(found) | {"bad_steps": bad}))
         return
@@ -127,7 +130,7 @@ def _report(status: Status) -> Iterator[str]:
         yield f"step        {_step(status)}{_speed(status)}"
     if own.heartbeat is not None and own.beats:
         beat = own.heartbeat
-        age = f"{own.now - beat['time']:.0f} s ago"
+        age = f"{max(0.0, own.now - beat['time']):.0f} s ago"
         yield f"heartbeat   {age}, {beat['world_size']} processes, the first on {beat['node']}"
     if own.attempt:
         yield f"attempt     {own.attempt}, began {in_words(own.now - own.began)} ago"
@@ -252,11 +255,7 @@ def _ask(
 
 
 def _answer(job: JobDir) -> dict[str, Any] | None:
-    try:
-        answer: dict[str, Any] = json.loads(job.acknowledged.read_bytes())
-    except FileNotFoundError:
-        return None
-    return answer
+    return read_record(job.acknowledged, ANSWER)
 
 
 def _if_nobody_answers(found: Status) -> str:
@@ -277,9 +276,8 @@ def resume(path: Path) -> None:
         print(f"submitted  {submissions.submit_again(job)}")
         return
     # A request that nobody was left to hear is not meant for the next attempt.
-    job.stop.unlink(missing_ok=True)
-    job.save.unlink(missing_ok=True)
-    job.profile.unlink(missing_ok=True)
+    for trigger in (job.stop, job.save, job.profile):
+        remove(trigger)
     argv = submissions.argv(job)
     folder = submissions.directory(job)
     elsewhere = folder.is_dir() and folder != Path.cwd()  # it is gone if the project was moved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import textwrap
@@ -113,9 +112,8 @@ def report_stop(stage: str, code: int, job: JobDir, *, began: bool) -> int:
     one began, has the truth.
     """
     reason = ""
-    path = job.root / "attempts" / str(job.attempt()) / "exit.json"
-    if began and code == ExitCode.BUG and path.exists():
-        record = json.loads(path.read_text())
+    record = job.exit_record(job.attempt())
+    if began and code == ExitCode.BUG and record is not None:
         code, reason = record["code"], f"\n{record['reason']}"
     print(f"\nthe pipeline stopped in {stage}, exit code {code}{reason}", file=sys.stderr)
     print("what is finished is kept; the same command goes on from there", file=sys.stderr)

@@ -22,8 +22,9 @@ from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
 from dtt.data import fit
 from dtt.errors import ConfigError, DttError, Preempted
+from dtt.reading import waiting_for_space
 from dtt.runtime import pages
-from dtt.runtime.files import write_atomically
+from dtt.runtime.files import append, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
@@ -78,8 +79,10 @@ def run(
     requests.watch(job)
     from dtt.runtime import dist
 
+    waits = resolved.config.checkpoint.on_full == "wait"
     try:
         with (
+            waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             attempt(job, ranks, requests, timed=resolved.config.train.timed) as this,
             dist.lost_peers_told(),
@@ -240,13 +243,16 @@ def find_checkpoint(
 def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
     """The newest checkpoint that is whole, or that of `from_step`."""
     from dtt.checkpoint import retain, store
+    from dtt.train.state import check_position
 
     folder = this.job.checkpoints
     if folder.exists():
         retain.sweep_staging(folder)
     if from_step is None:
-        return store.newest(folder)
-    return store.at_step(folder, from_step)
+        return store.newest(folder, check_position)
+    found = store.at_step(folder, from_step)
+    check_position(found)
+    return found
 
 
 def set_aside(this: Attempt, from_step: int) -> None:
@@ -275,8 +281,7 @@ def keep_data(job: JobDir, dataset: Dataset) -> None:
 def write_provenance(job: JobDir) -> None:
     """Keep what this attempt was started with, and where."""
     job.write_environment()
-    with (job.root / "overrides.txt").open("a", encoding="utf-8") as file:
-        file.write(redacted(shlex.join(sys.argv[1:])) + "\n")
+    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")
 
 
 def build(

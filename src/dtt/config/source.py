@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from dtt.errors import ConfigError, InputError
+from dtt.reading import read_small
 
 Key = tuple[str, ...]
 
@@ -66,8 +67,8 @@ def parse_scalar(text: str) -> Any:
 def read_file(path: Path) -> tuple[list[str], Layer]:
     """Read a config file; returns its `extends` list and its values with their lines."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small(path).decode()
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read the config {path}", why=str(error)) from None
     layer: Layer = {}
     try:
@@ -88,6 +89,10 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
             where=f"{path}:{line}",
             why=str(error.problem),
             next="mend that line or the one above: indent with spaces, close quotes and brackets",
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path} is nested too deeply", next="name a file with `key: value` lines"
         ) from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(

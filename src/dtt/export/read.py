@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtt.artifacts import DataManifest
+from dtt.artifacts import DataManifest, checked_name
 from dtt.checkpoint import store
 from dtt.config.run import RunConfig
 from dtt.data import fit
@@ -23,11 +22,14 @@ from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.scaling import scaled
 from dtt.optim.ema import averages
+from dtt.reading import read_json
 from dtt.runtime.jobdir import JobDir
 
 if TYPE_CHECKING:
     from dtt.model.families.base import Family
 
+MOST = 2**28
+"""Bytes of a config.json or an index: a million tensors."""
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
@@ -96,18 +98,14 @@ def read_hf_folder(folder: Path) -> Trained:
     The weights keep the folder's dtype.
     """
     config = _read_config(folder / "config.json")
-    single, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
-    # As transformers does; other files beside them are not of this model.
-    files = [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
     family = _family(config, folder)
-    if not files or not tokenizer.is_file():
-        missing = tokenizer.name if files else "model.safetensors"
-        raise InputError(f"{folder} is not a whole model", why=f"{missing} is missing", next=AGAIN)
+    files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
+    missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
+    if missing is not None:
+        why = f"{missing.name} is missing"
+        raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN)
     arch = _architecture(family, config, folder)
-    try:
-        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except SafetensorError as error:
-        raise DamagedError(f"{folder} is damaged", why=str(error), next=AGAIN) from None
+    tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
     return Trained(arch, from_hf(tensors, arch), tokenizer, _end_of_document(folder, config))
 
 
@@ -139,6 +137,29 @@ def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Ar
         raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights, as transformers finds them: one, or those of the index.
+
+    Files beside them do not belong to the model. The names in an index may come from anybody:
+    DamagedError for one that leads out of the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists() or not index.exists():
+        return [single]
+    names = _read_config(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise DamagedError(f"{index} has no weight_map", next=AGAIN)
+    return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file; DamagedError for one that is malformed."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedError(f"{path} is damaged", why=str(error), next=AGAIN) from None
+
+
 def transformers_defaults(family: Family) -> dict[str, Any]:
     """Return the configuration of transformers' class for the family, with nothing set.
 
@@ -163,9 +184,6 @@ def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        return read_json(path, MOST)
     except ValueError as error:
         raise DamagedError(f"{path} is not JSON", why=str(error), next=AGAIN) from None
-    if not isinstance(config, dict):
-        raise DamagedError(f"{path} does not hold a JSON object", next=AGAIN)
-    return config

@@ -51,6 +51,8 @@ def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tens
                 "the Hugging Face folder",
                 f"{name} is {list(tensors[name].shape)}, not {list(tensor.shape)}",
             )
+        if not tensors[name].is_floating_point():
+            raise _unlike("the Hugging Face folder", f"{name} is {tensors[name].dtype}")
     state: dict[str, Tensor] = {}
     for rule in rules:
         stacked = tensors[rule.theirs]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import psutil
 
 from dtt.errors import ExitCode
-from dtt.runtime.jobdir import JobDir
+from dtt.reading import Kind, fits, read_record, read_records, read_small, read_text
+from dtt.runtime.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
 
 SILENT_SECONDS = 60
 """A heartbeat is rewritten every few seconds; one so old says that nobody is there."""
 SUBMISSIONS = 3
 """So many of a job's newest submissions may matter: a chain has one running and one queued."""
-TAIL = 2**16
-"""Bytes at the end of metrics.jsonl that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,10 @@ class Evidence:
         folder = job.attempt_dir(number)
         began = _began(job)
         ending = job.exit_record(number) if number else None
-        beat, answered = _read(job.heartbeat), _read(job.acknowledged)
+        beat = read_record(job.heartbeat, HEARTBEAT)
+        answered = read_record(job.acknowledged, ANSWER)
         own_beat = beat if beat is not None and beat["attempt"] == number else None
-        submissions = list(tail(job.submissions))
+        submissions = list(tail(job.submissions, {"time": float}))
         return cls(
             job=job,
             ran_as=_ran_as(job),
@@ -104,14 +103,15 @@ class Evidence:
     @property
     def tokens_per_second(self) -> float | None:
         """The newest measurement."""
-        rates = [r["tokens_per_second"] for r in tail(self.job.metrics) if r["kind"] == "perf"]
-        return rates[-1] if rates else None
+        fields: dict[str, Kind] = {"kind": str, "tokens_per_second": float}
+        rates = (r for r in tail(self.job.metrics, {"kind": str}) if fits(r, fields))
+        return next(iter(deque((r["tokens_per_second"] for r in rates), maxlen=1)), None)
 
     def stalled(self) -> int:
         """How many attempts in a row began with the checkpoint that is still the newest."""
         try:
-            began_with, count = map(int, (self.job.root / "stalled").read_text().split())
-        except (OSError, ValueError):  # never submitted
+            began_with, count = map(int, (read_text(self.job.root / "stalled") or "").split())
+        except ValueError:  # never submitted
             return 0
         newest = self.job.newest_checkpoint_name() or "step--1"
         return count if int(newest.removeprefix("step-")) == began_with else 0
@@ -128,10 +128,10 @@ def newest_log(job: JobDir, node: str | None = None) -> Path | None:
     None if there is none. Without Slurm the newest file counts.
     """
     latest = job.logs / (f"latest-{node}.log" if node else "latest.log")
-    if latest.exists():
+    if latest.is_file():
         return latest
     others = job.logs.glob("*.log" if node in (None, "slurm") else f"*-{node}.log")
-    return max((path for path in others if path.exists()), key=_modified, default=None)
+    return max((path for path in others if path.is_file()), key=_modified, default=None)
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
@@ -148,15 +148,16 @@ def first_line(text: str) -> str:
 def requester(trigger: Path) -> str:
     """The first line of a trigger file: who asks, and why."""
     try:
-        said = first_line(trigger.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        said = first_line(read_small(trigger).decode(errors="replace"))
+    except (OSError, ValueError):
         said = ""
     return said or f"control/{trigger.name}"
 
 
 def slurm_ids(job: JobDir) -> list[str]:
     """What Slurm called the last submissions of a job, the newest last."""
-    ids = [str(record["job_id"]) for record in tail(job.submissions)][-SUBMISSIONS:]
+    known = tail(job.submissions, {"job_id": (str, int)})
+    ids = [str(record["job_id"]) for record in known][-SUBMISSIONS:]
     ran_as = _ran_as(job)
     # One that was handed over by plain sbatch is known from its attempt only.
     return ids if ran_as is None or ran_as in ids else [*ids, ran_as]
@@ -165,11 +166,11 @@ def slurm_ids(job: JobDir) -> list[str]:
 def _ran_as(job: JobDir) -> str | None:
     """Slurm's id of the newest attempt, which writes env.json when it starts."""
     path, began = job.root / "env.json", _began(job)
-    record = _read(path)
+    record = read_record(path, {"environment": dict})
     if record is None or not began or _modified(path) < began:
         return None
-    env: dict[str, str] = record["environment"]
-    if "SLURM_ARRAY_JOB_ID" in env:
+    env = {name: value for name, value in record["environment"].items() if isinstance(value, str)}
+    if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID")
 
@@ -188,26 +189,9 @@ def _is_fresh(beat: dict[str, Any], now: float) -> bool:
     return beat["node"] != socket.gethostname() or psutil.pid_exists(beat["pid"])
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A small JSON file; None if it is not there."""
-    try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return record
-
-
-def tail(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines at the end of a JSON-lines file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        if path.stat().st_size > TAIL:
-            file.seek(-TAIL, 2)
-            file.readline()  # the rest of a line that began before
-        for line in file:
-            if line.startswith(b"{") and line.endswith(b"}\n"):
-                yield json.loads(line)
+def tail(path: Path, fields: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+    """The records with these fields at the end of a JSON-lines file."""
+    return read_records(path, fields, last=TAIL)
 
 
 def _modified(path: Path) -> float:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from dtt.config.load import load_job
-from dtt.errors import ConfigError, ExitCode, InputError
+from dtt.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.launch import squeue, submissions
 from dtt.launch.evidence import SILENT_SECONDS, Evidence, requester, slurm_ids
 from dtt.launch.squeue import Answer, SlurmJob
@@ -290,4 +290,9 @@ class _Case:
     def given_up(self) -> bool:
         """Whether the job script has started it in vain as often as it may."""
         stalled = self.own.stalled()
-        return stalled > 0 and stalled >= load_job(self.own.job.root).launch.max_stalled_attempts
+        if stalled == 0:
+            return False
+        try:
+            return stalled >= load_job(self.own.job.root).launch.max_stalled_attempts
+        except DttError:  # its configuration is damaged: whoever starts it is shown how
+            return False

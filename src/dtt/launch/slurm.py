@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.reading import read_text
 from dtt.runtime.jobdir import JobDir
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ def lead(job: JobDir, launch: LaunchConfig) -> int:
     """
     if launch.lead_seconds is not None:
         return min(launch.lead_seconds, LONGEST_LEAD)
-    seconds = int(job.lead.read_text()) if job.lead.exists() else DEFAULT_LEAD
+    told = (read_text(job.lead) or "").strip()
+    seconds = int(told) if re.fullmatch(r"[0-9]{1,9}", told) else DEFAULT_LEAD
     if launch.time_limit is not None:
         seconds = min(seconds, max(1, launch.time_limit // 2))
     return min(seconds, LONGEST_LEAD)

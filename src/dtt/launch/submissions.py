@@ -14,7 +14,8 @@ from dtt.errors import DttError
 from dtt.launch import slurm
 from dtt.launch.evidence import tail
 from dtt.launch.slurm import Script
-from dtt.runtime.files import write_atomically
+from dtt.reading import read_small, tolerant
+from dtt.runtime.files import remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.secrets import redacted
 
@@ -55,10 +56,10 @@ def directory(job: JobDir) -> Path:
 
 def _last(job: JobDir) -> tuple[list[str], Path | None]:
     """Arguments and working directory of the newest submission that tells them."""
-    told = [record for record in tail(job.submissions) if "argv" in record]
+    told = list(tail(job.submissions, {"argv": list, "directory": str}))
     if not told:  # trained by hand so far
         return ["train", str(job.root)], None
-    return told[-1]["argv"], Path(told[-1]["directory"])
+    return [str(argument) for argument in told[-1]["argv"]], Path(told[-1]["directory"])
 
 
 def _record(job: JobDir, id: str, argv: Sequence[str], directory: Path | None) -> None:
@@ -77,9 +78,9 @@ def _record(job: JobDir, id: str, argv: Sequence[str], directory: Path | None) -
 def _requests_taken_back(jobs: Sequence[JobDir]) -> Iterator[None]:
     """Remove requests that nobody was left to hear; put them back if Slurm refuses the jobs."""
     paths = [path for job in jobs for path in (job.stop, job.save) if path.exists()]
-    said = {path: path.read_bytes() for path in paths}
+    said = {path: tolerant(path, read_small) or b"" for path in paths}
     for path in said:
-        path.unlink(missing_ok=True)
+        remove(path)
     try:
         yield
     except DttError:

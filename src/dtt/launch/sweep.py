@@ -6,7 +6,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -47,6 +47,10 @@ class SweepManifest(Manifest):
     goal: Literal["min", "max"]
     concurrency: int | None
     trials: dict[str, TrialRecord]
+
+    def names(self) -> Iterable[str]:
+        """Return the trials' ids and folders."""
+        return (name for id, trial in self.trials.items() for name in (id, trial.folder))
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,8 @@ def plan(path: Path, model_of: ModelOf | None = None) -> Plan:
 def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
     """A function from values to a trial's id: the one it has, or the next number and a hash."""
     known = {fingerprint(t.values): id for id, t in before.trials.items()} if before else {}
-    taken = [int(id.partition("-")[0]) for id in known.values()]
+    numbers = (id.partition("-")[0] for id in known.values())
+    taken = [int(number) for number in numbers if number.isdecimal()]
     free = count(max(taken, default=0) + 1)  # not by how many there are: some were never made
 
     def number(values: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ class Ema:
             _copy(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
-        if found.keys() != set(self._names):
-            odd = sorted(found.keys() ^ set(self._names))[0]
+        if found.keys() != set(self._names) or UPDATES not in state:
+            odd = sorted((found.keys() ^ set(self._names)) | ({UPDATES} - state.keys()))[0]
             raise DamagedError(
                 "the checkpoint's average of the weights does not fit this run",
                 why=f"{odd} is on one side only",

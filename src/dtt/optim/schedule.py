@@ -24,6 +24,8 @@ TokensBefore = Callable[[int], int]
 Curve = Callable[[float], float]
 """From 1 at progress 0 down to 0 at progress 1."""
 CONSTANT = "constant"
+DECAY = {"begin": int, "end": int, "since": int, "done": float}
+"""Fields of a `Decay` as a checkpoint keeps it."""
 
 
 @dataclass(frozen=True)

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from dtt.errors import DiskFull, EnvironmentUnfit
-from dtt.runtime.log import log
-
-T = TypeVar("T")
-
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
-"""What a busy or just restarted file server answers, and a moment later no longer does."""
-PATIENCE = (0.5, 2.0, 8.0)
-"""Seconds to wait before each new try."""
-
-
-def retrying(action: Callable[[], T]) -> T:
-    """`action()`, again a few times if the file system fails in a way that often passes.
-
-    `action` must begin from the start each time: after a failed fsync nothing it wrote is certain.
-    """
-    for seconds in PATIENCE:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in TRANSIENT:
-                raise
-            log.warning("%s; trying again in %g s", error, seconds)
-            time.sleep(seconds)
-    return action()
+from dtt.reading import retrying
 
 
 def sha256_file(path: Path) -> str:
@@ -70,11 +44,16 @@ def fsync_folder(path: Path) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` so that `path` holds, after any crash, either the old or the new whole."""
+    with named(path):
+        retrying(lambda: _write_aside(path, content))
+
+
+def _write_aside(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the pid: on a shared file system two nodes may have the same.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with aside.open("wb") as file:
+        with named(path), aside.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -90,22 +69,56 @@ def write_once(path: Path, content: str) -> None:
     The file server decides who that is, not a look that it may answer from memory.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with named(path):
+        try:
+            write_atomically(aside, content)
+            with suppress(FileExistsError):
+                retrying(lambda: os.link(aside, path))
+        finally:
+            aside.unlink(missing_ok=True)
+        fsync_folder(path.parent)
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line to a file that people read."""
+
+    def write() -> None:
+        with named(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    retrying(write)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let an OSError name `path`: the system says nothing of it after the file is open, and else
+    the name that the file has until it is complete."""
     try:
-        write_atomically(aside, content)
-        os.link(aside, path)
-    except FileExistsError:
-        pass
-    finally:
-        aside.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
+def remove(path: Path) -> None:
+    """Delete what stands there, a file or a folder; nothing is fine, too."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def free_space(path: Path) -> int:
+    """Return the bytes that are free on the file system of `path`, which need not exist."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
     """DiskFull if the file system of `folder` has less than `needed` bytes free for `what`."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = free_space(folder)
     if free < needed:
         raise DiskFull(
             f"not enough disk space for {what}",
@@ -123,10 +136,10 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
     """
     import filelock  # slow, and most ranks lock nothing
 
-    folder.mkdir(parents=True, exist_ok=True)
+    retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
     lock = filelock.FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=patience)
+        retrying(lambda: lock.acquire(timeout=patience))
     except filelock.Timeout:
         raise EnvironmentUnfit(
             f"{folder} is in use",

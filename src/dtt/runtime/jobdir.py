@@ -6,22 +6,42 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dtt.errors import ExitCode
-from dtt.runtime.files import write_atomically, write_once
+from dtt.reading import Kind, read_record, read_records, read_text, retrying
+from dtt.runtime.files import remove, write_atomically, write_once
 from dtt.secrets import holds_secret, named_secret, redacted
 
 # Environment variables worth keeping with a job; never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
 SHORTEST_LEAD = 60
+NONE = type(None)
+ENDING: dict[str, Kind] = {
+    "code": int, "reason": str, "step": (int, NONE), "rank": int, "node": str,
+}  # fmt: skip
+"""Fields of exit.json."""
+HEARTBEAT: dict[str, Kind] = {
+    "time": float, "attempt": int, "phase": str, "step": int, "steps": int,
+    "seconds_per_step": (float, NONE), "world_size": int, "node": str, "pid": int,
+}  # fmt: skip
+"""Fields of heartbeat.json."""
+ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float}
+"""Fields of control/acknowledged.json."""
+TAIL = 2**16
+"""Bytes at the end of metrics.jsonl that are looked at."""
+LITTER_SECONDS = 60
+"""Age at which a temporary file that another command may be writing belongs to nobody."""
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
@@ -122,10 +142,7 @@ class JobDir:
 
     def parent_record(self) -> dict[str, Any] | None:
         """Where a branch begins; None for a job of its own."""
-        record: dict[str, Any] | None = (
-            json.loads(self.parent.read_bytes()) if self.parent.exists() else None
-        )
-        return record
+        return read_record(self.parent, {"job": str, "step": int})
 
     def clock(self, number: int) -> Path:
         """How long an attempt has run so far."""
@@ -133,20 +150,19 @@ class JobDir:
 
     def exit_record(self, number: int) -> dict[str, Any] | None:
         """How an attempt ended; None while it runs, or when nobody was left to write it."""
-        path = self.attempt_dir(number) / "exit.json"
-        record: dict[str, Any] | None = json.loads(path.read_bytes()) if path.exists() else None
-        return record
+        return read_record(self.attempt_dir(number) / "exit.json", ENDING)
 
     def attempt(self) -> int:
         """Number of the newest attempt, from 1; 0 before the first."""
-        taken = [int(p.name) for p in (self.root / "attempts").glob("*") if p.name.isdigit()]
+        names = (path.name for path in (self.root / "attempts").glob("*"))
+        taken = [int(name) for name in names if name.isdecimal()]
         return max(taken, default=0)
 
     def begin_attempt(self) -> int:
         """Make the folder of a new attempt; returns its number."""
-        self.stop.parent.mkdir(parents=True, exist_ok=True)
+        retrying(lambda: self.stop.parent.mkdir(parents=True, exist_ok=True))
         number = self.attempt() + 1
-        self.attempt_dir(number).mkdir(parents=True)
+        retrying(lambda: self.attempt_dir(number).mkdir(parents=True, exist_ok=True))
         return number
 
     def end_attempt(
@@ -180,18 +196,13 @@ class JobDir:
     def newest_checkpoint_name(self) -> str | None:
         """Name of the newest checkpoint folder, for people; loading scans and verifies."""
         steps = [p.name.removeprefix("step-") for p in self.checkpoints.glob("step-*")]
-        newest = max((step for step in steps if step.isdigit()), key=int, default=None)
+        newest = max((step for step in steps if step.isdecimal()), key=int, default=None)
         return newest and f"step-{newest}"
 
     def last_step(self) -> int | None:
         """The newest step in metrics.jsonl."""
-        if not self.metrics.exists():
-            return None
-        with self.metrics.open("rb") as file:
-            file.seek(max(0, self.metrics.stat().st_size - 2**16))
-            lines = file.read().splitlines(keepends=True)
-        steps = (_step_of(line) for line in lines)
-        return max((step for step in steps if step is not None), default=None)
+        records = read_records(self.metrics, {"kind": str, "step": int}, last=TAIL)
+        return max((record["step"] for record in records), default=None)
 
     def run_id(self, known: str | None = None) -> str:
         """The job's identity for trackers: made once, the same for every attempt.
@@ -199,9 +210,24 @@ class JobDir:
         `known` is what a checkpoint says it is: that counts when the file is lost.
         """
         path = self.root / "run_id"
-        if not path.exists():
-            write_atomically(path, (known or secrets.token_hex(4)) + "\n")
-        return path.read_text().strip()
+        found = (read_text(path) or "").strip()
+        if not re.fullmatch(r"[\w.-]{1,64}", found):
+            found = known or secrets.token_hex(4)
+            write_atomically(path, found + "\n")
+        return found
+
+    def remove_litter(self) -> None:
+        """Delete temporary files of processes that were killed; only whoever holds the job may.
+
+        What another command may just be writing is left alone until it is a minute old.
+        """
+        old = time.time() - LITTER_SECONDS
+        for pattern in (".*.tmp", "attempts/*/.*.tmp", "attempts/*/*/.*.tmp", "control/.*.tmp"):
+            for path in self.root.glob(pattern):
+                others = path.parent == self.stop.parent or path.name.startswith(".slurm.sh.")
+                with suppress(OSError):
+                    if not others or path.lstat().st_mtime < old:
+                        remove(path)
 
     def write_lead(self, step: float, save: float) -> None:
         """Write `lead` for a job whose slowest step and save take so many seconds."""
@@ -210,7 +236,7 @@ class JobDir:
     def diverged_after(self) -> int | None:
         """The last step before the latest divergence, whose own is the last on record, or None."""
         records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
-        steps = [r["step"] for r in records if r and r["code"] == ExitCode.DIVERGED]
+        steps = [r["step"] for r in records if r is not None and r["code"] == ExitCode.DIVERGED]
         return max((step - 1 for step in steps if step is not None), default=None)
 
     def write_environment(self) -> None:
@@ -234,15 +260,6 @@ def lead_seconds(step: float, save: float) -> int:
     """How long before a time limit to ask for a stop: twice a step and a save, and half a minute in
     which Slurm may be early or late."""
     return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a whole record; None for a line that is torn at either end."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record["step"] if isinstance(record, dict) and "step" in record else None
 
 
 def _git_state(folder: Path) -> dict[str, str] | None:

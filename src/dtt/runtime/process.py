@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from dtt.errors import DiskFull, DttError, ExitCode, InputError, StorageError
+from dtt.reading import FULL
 from dtt.runtime.comm import abort_peers
+from dtt.runtime.files import free_space
 from dtt.runtime.log import setup_logging
 from dtt.runtime.ranks import Ranks
 
@@ -113,5 +115,9 @@ def in_words(error: OSError) -> DttError:
     what, where = reason[:1].lower() + reason[1:], error.filename
     if isinstance(error, FileNotFoundError):
         return InputError(what, where=where)
-    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-    return kind(what, where=where, next=REMEDIES.get(error.errno or 0))
+    remedy = REMEDIES.get(error.errno or 0)
+    if error.errno not in FULL:
+        return StorageError(what, where=where, next=remedy)
+    free = free_space(Path(os.fsdecode(where))) if where is not None else None
+    why = None if free is None else f"{free / 1e9:.3f} GB are free on that file system"
+    return DiskFull(what, where=where, why=why, next=remedy)

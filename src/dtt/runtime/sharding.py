@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtt.errors import DamagedError
+
 
 class Box(NamedTuple):
     """A part of a tensor."""
@@ -96,8 +98,15 @@ def _peers(mesh: DeviceMesh, place: tuple[int | None, ...]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def fill(tensor: Tensor, whole: Whole) -> None:
-    """Copy this process's part of `whole` into `tensor`, which has its shape."""
+    """Copy this process's part of `whole` into `tensor`; DamagedError if it is none of its kind."""
     part = held(tensor)
+    alike = whole.dtype.is_floating_point == tensor.dtype.is_floating_point
+    if tuple(whole.shape) != part.shape or not alike:
+        raise DamagedError(
+            "a tensor of the checkpoint cannot be used here",
+            why=f"it is {list(whole.shape)} of {whole.dtype}, not {list(part.shape)} of "
+            f"{tensor.dtype}",
+        )
     part.local.copy_(whole[part.box.slices])
 
 

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Literal, Self
 
 from dtt.errors import DttError, ExitCode
+from dtt.reading import Kind, read_record
 from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
@@ -60,6 +61,13 @@ class Report:
     """Innermost line of dtt that its main thread was in."""
     waiting: bool
     """Whether that line waits for other ranks."""
+
+
+REPORT: dict[str, Kind] = {
+    "rank": int, "node": str, "step": int, "phase": str, "seconds": float, "where": str,
+    "waiting": bool,
+}  # fmt: skip
+"""Fields of a `Report`, in their order."""
 
 
 class Watchdog:
@@ -109,8 +117,10 @@ class Watchdog:
     def __enter__(self) -> Self:
         """Begin to watch."""
         place = {"rank": self._ranks.rank, "node": socket.gethostname(), "pid": os.getpid()}
-        self._places.mkdir(parents=True, exist_ok=True)
-        self._place(self._ranks.rank).write_text(json.dumps(place) + "\n")
+        try:
+            write_atomically(self._place(self._ranks.rank), json.dumps(place) + "\n")
+        except OSError as error:  # it only names the node of a rank that hangs
+            log.warning("the watchdog cannot write: %s", error)
         self._thread.start()
         return self
 
@@ -266,9 +276,8 @@ class Watchdog:
         """End this process; the first rank to come here says why, the others let it."""
         record = self._job.attempt_dir(self._attempt) / "exit.json"
         if _create(self._judge, self._ranks.rank):
-            reports = [
-                Report(**json.loads(path.read_bytes())) for path in self._stacks.glob("*.json")
-            ]
+            told = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
+            reports = [Report(*(one[name] for name in REPORT)) for one in told if one is not None]
             culprit, why = judge(reports, self._ranks.size, self._node)
             seconds = max((report.seconds for report in reports), default=self._idle)
             reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
@@ -284,10 +293,8 @@ class Watchdog:
         os._exit(ExitCode.BUG)
 
     def _node(self, rank: int) -> str:
-        try:
-            return str(json.loads(self._place(rank).read_bytes())["node"])
-        except (OSError, ValueError):
-            return "unknown"
+        place = read_record(self._place(rank), {"node": str})
+        return str(place["node"]) if place is not None else "unknown"
 
     def _place(self, rank: int) -> Path:
         return self._places / f"{rank:05d}.json"

@@ -6,13 +6,17 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtt.runtime.files import write_atomically
+from dtt.reading import fits, is_kind, read_records, retrying
+from dtt.runtime.files import named, write_atomically
 from dtt.runtime.log import log
 from dtt.track.base import Record
+
+GAP = "gap"
+"""Kind of the record that says which steps have none."""
 
 
 class JsonlTracker:
@@ -39,8 +43,13 @@ class JsonlTracker:
                 again = record["step"] == resume_step and record["kind"] in ("eval", "sample")
                 if record["step"] <= resume_step and (evaluated or not again):
                     kept.append(record)
+        if resume_step is not None and (gaps := _gaps(kept, resume_step)):
+            told = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
+            more = ", …" if len(gaps) > 3 else ""
+            log.warning("%s lacks the records of steps %s%s: they are lost", self._path, told, more)
+            kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # it is said once
         write_atomically(self._path, "".join(_line(record) for record in kept))
-        self._file = self._path.open("ab", buffering=0)
+        self._file = retrying(lambda: self._path.open("ab", buffering=0))
 
     def log(self, record: Record) -> None:
         """Append one line."""
@@ -57,7 +66,8 @@ class JsonlTracker:
         """Return when every record so far is on the disk."""
         with self._lock:
             self._write()
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`; call when no checkpoint is on its way."""
@@ -66,12 +76,13 @@ class JsonlTracker:
 
     def close(self) -> None:
         """Flush and close."""
-        self.flush()
+        retrying(self.flush)
         self._file.close()
 
     def _write(self) -> None:
-        while self._pending:
-            self._pending = self._pending[self._file.write(self._pending) :]
+        with named(self._path):
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
 
 
 def _line(record: Record) -> str:
@@ -90,21 +101,24 @@ def plain(value: Any) -> Any:
 def read(path: Path, kind: str | None = None) -> Iterator[Record]:
     """The records of a file, or those of one kind; none if it is absent.
 
-    A torn last line (a crash) is left out; so is, with a warning, what is no record.
+    A torn last line (a crash) is left out; so is, with one warning, what is no record.
     """
-    if not path.exists():
-        return
     mark = b"" if kind is None else json.dumps(kind).encode()  # spares parsing most lines
-    with path.open("rb") as file:  # bytes: a line may be torn within a character
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            if mark not in line:
-                continue
-            try:
-                record: Record = json.loads(line)
-            except ValueError:
-                log.warning("%s:%d is no record and left out", path, number)
-                continue
-            if kind is None or record["kind"] == kind:
-                yield record
+    for record in read_records(path, {"kind": str, "step": int}, mark=mark):
+        if kind is None or record["kind"] == kind:
+            yield record
+
+
+def _gaps(records: Sequence[Record], step: int) -> list[list[int]]:
+    """Return the first and last step of each gap: steps up to `step` that have no record."""
+    known = [[r["step"], r["step"]] for r in records if r["kind"] == "train"]
+    for record in records:
+        if record["kind"] == GAP and fits(record, {"steps": list}):
+            pairs = (p for p in record["steps"] if isinstance(p, list) and len(p) == 2)
+            known += [pair for pair in pairs if all(is_kind(n, int) for n in pair)]
+    gaps, following = [], 1
+    for first, last in sorted(known):
+        if first > following:
+            gaps.append([following, first - 1])
+        following = max(following, last + 1)
+    return [*gaps, [following, step]] if following <= step else gaps

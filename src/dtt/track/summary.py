@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from dtt.reading import Kind, fits
 from dtt.track import jsonl
 from dtt.track.base import Record
+
+NEEDED: dict[str, dict[str, Kind]] = {
+    "train": {"tokens": int},
+    "eval": {"loss": (float, type(None))},
+    "sample": {"text": str},
+    "perf": {"tokens_per_second": float},
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,8 @@ def summarize(metrics: Path) -> Summary:
     """Read a job's metrics."""
     by_kind: dict[str, list[Record]] = defaultdict(list)
     for record in jsonl.read(metrics):
-        by_kind[record["kind"]].append(record)
+        if fits(record, NEEDED.get(record["kind"], {})):
+            by_kind[record["kind"]].append(record)
     train, evals, samples = by_kind["train"], by_kind["eval"], by_kind["sample"]
     rates = [record["tokens_per_second"] for record in by_kind["perf"]]
     return Summary(

@@ -12,6 +12,7 @@ from dtt.runtime.files import exclusive
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
+from dtt.runtime.process import in_words
 from dtt.runtime.ranks import Ranks
 from dtt.secrets import redacted
 from dtt.train.clock import Clock
@@ -64,6 +65,8 @@ def attempt(
     job: JobDir, ranks: Ranks, requests: Requests, *, timed: bool = False
 ) -> Iterator[Attempt]:
     """Begin an attempt; however it ends, `exit.json` says how. `timed`: the clock ends the run."""
+    if ranks.first:
+        job.remove_litter()
     this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
     this.clock = Clock(job, this.number, timed=timed) if ranks.first else None
     code, reason = ExitCode.BUG, ""
@@ -74,7 +77,8 @@ def attempt(
         code, reason = error.exit_code, str(error)
         raise
     except OSError as error:
-        code, reason = ExitCode.IO, str(error)
+        told = in_words(error)
+        code, reason = told.exit_code, str(told)
         raise
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
@@ -91,7 +95,7 @@ def attempt(
             try:
                 job.end_attempt(code, reason, ranks.rank, attempt=this.number)
             except OSError as error:
-                log.warning("exit.json could not be written: %s", error)
+                log.warning("exit.json could not be written: %s", in_words(error))
         if this.clock is not None:
             this.clock.close()
             if together and (spent := goodput(job)) is not None and spent.useful:

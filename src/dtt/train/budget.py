@@ -90,7 +90,7 @@ class Budget:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with the speed of an earlier attempt."""
-        self.speed = Speed(**state)
+        self.speed = Speed(**{part: state[part] for part in asdict(Speed()) if part in state})
 
     def took(self, **seconds: float) -> None:
         """Something else than a step took so long."""

@@ -14,13 +14,22 @@ import psutil
 from dtt.config import budget
 from dtt.config.train import TrainConfig
 from dtt.errors import ConfigError
+from dtt.reading import Kind, read_record
 from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
+from dtt.runtime.laps import process_age
 
 INTERVAL = 5.0
 """Seconds that an attempt which is killed may have run longer than it is counted for …"""
 TIMED_INTERVAL = 0.5
 """… where the clock ends the run."""
+
+
+KEPT: dict[str, Kind] = {"began": float, "seconds": float}
+"""Fields that every clock.json has."""
+
+
+MOST = 1e12
+"""Seconds that are shown: what is longer was never measured."""
 
 
 class Clock:
@@ -36,7 +45,7 @@ class Clock:
         self._facts: dict[str, Any] = {}
         self._began = psutil.Process().create_time()
         # What was measured must not change when somebody sets the clock on the wall.
-        self._start = time.monotonic() - (time.time() - self._began)
+        self._start = time.monotonic() - process_age()
         earlier = list(records(job, range(1, attempt)))
         self._before: float = sum(record["seconds"] for record in earlier)
         self._first_began = min([self._began, *(record["began"] for record in earlier)])
@@ -94,15 +103,15 @@ class Clock:
 
 def in_words(seconds: float) -> str:
     """As `1 h 20 min` or `3 min 5 s`."""
-    hours, rest = divmod(round(seconds), 3600)
+    hours, rest = divmod(
+        round(min(max(0.0, seconds), MOST)), 3600
+    )  # below 0: the clock was set back
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 def records(job: JobDir, attempts: Iterable[int]) -> Iterator[dict[str, Any]]:
     """What was kept of these attempts, as far as there is anything."""
     for path in map(job.clock, attempts):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                yield json.loads(path.read_bytes())
-            except ValueError:  # cut off by a power failure
-                log.warning("%s cannot be read: its attempt counts as no time", path)
+        record = read_record(path, KEPT)  # None, and no time, if a power failure cut it off
+        if record is not None:
+            yield record | {"seconds": max(0.0, record["seconds"])}

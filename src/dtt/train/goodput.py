@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dtt.reading import Kind, fits, is_kind
 from dtt.runtime.jobdir import JobDir
 from dtt.train.clock import in_words, records
 
 USEFUL = ("forward_backward", "optimizer")
 TOLD = 0.005
 """Shares below this are not worth a word."""
+LOGGED: dict[str, Kind] = {"steps": int, "step": int, "first": int, "parts": dict}
+"""Fields of the clock.json of an attempt that came to a log line."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """Useful seconds of all."""
-        return self.useful / self.seconds
+        return min(1.0, self.useful / self.seconds)
 
     def describe(self) -> str:
         """A line."""
@@ -58,12 +61,12 @@ def goodput(job: JobDir) -> Goodput | None:
     going_on = float("inf")  # the step from which a later attempt went on
     for attempt in reversed(attempts):
         steps = attempt.get("steps")
-        if not steps:  # it ended before its first log line
+        if not steps or not fits(attempt, LOGGED):  # it ended before its first log line
             lost["start"] += attempt["seconds"]
             continue
         kept = max(0.0, min(attempt["step"], going_on) - attempt["first"]) / steps
         going_on = min(going_on, attempt["first"])
-        spent = dict(attempt["parts"])
+        spent = {part: max(0.0, s) for part, s in attempt["parts"].items() if is_kind(s, float)}
         working = sum(spent.pop(part, 0.0) for part in USEFUL)
         useful += kept * working
         lost["redone"] += (1 - kept) * working

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,13 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.data.order import EMPTY_LEDGER
-from dtt.errors import ConfigError
+from dtt.errors import ConfigError, DamagedError
 from dtt.optim import ema
+from dtt.optim.schedule import DECAY
+from dtt.reading import Kind, fits, is_kind
 from dtt.runtime.sharding import Whole, fill, zeros_beside
 
 RNG, GUARD = "rng", "guard"
 """What the state holds besides that of optimizers."""
+NONE = type(None)
+FIELDS: dict[str, Kind] = {
+    "step": int, "samples": int, "tokens": int, "ledger": str, "previous_ledger": str,
+    "evaluated": (int, NONE), "run_id": str, "sources": dict,
+}  # fmt: skip
+"""Fields that position.json must have for a run to resume."""
+OPTIONAL: dict[str, Kind] = {
+    "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
+    "speed": (dict, NONE),
+}  # fmt: skip
+BAD_STEP = {"step": int, "why": str, "what": str, "ledger": str}
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,33 @@ class Position:
         )
 
 
+def check_position(checkpoint: Checkpoint) -> None:
+    """Raise DamagedError unless a run can resume from the checkpoint's position.json."""
+    record = checkpoint.position()
+    given = {name: kind for name, kind in OPTIONAL.items() if name in record}
+    wrong = [n for n, kind in {**FIELDS, **given}.items() if not fits(record, {n: kind})]
+    if not wrong:
+        avoided, decay = record.get("avoided", {}), record.get("decay")
+        sound = {
+            "step": record["step"] == checkpoint.step,
+            "ledger": is_hex(record["ledger"]) and is_hex(record["previous_ledger"]),
+            "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
+            "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
+            "avoided": all(s.isdecimal() and fits(bad, BAD_STEP) for s, bad in avoided.items()),
+            "decay": decay is None or (fits(decay, DECAY) and decay["since"] < decay["end"]),
+            "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
+        }
+        wrong = [name for name, is_sound in sound.items() if not is_sound]
+    if wrong:
+        why = f"{POSITION}: {', '.join(wrong)} missing, or not what it should be"
+        raise DamagedError(f"checkpoint {checkpoint.path} is damaged", why=why)
+
+
+def is_hex(text: str) -> bool:
+    """Return True for the hexadecimal digits of a ledger."""
+    return re.fullmatch(rf"[0-9a-f]{{{2 * len(EMPTY_LEDGER)}}}", text) is not None
+
+
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """All optimizer state, by `optimizer/parameter/key`."""
     return {
@@ -118,8 +160,11 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
     """
     by_parameter: dict[tuple[str, str], dict[str, Whole]] = {}
     for path, whole in saved.items():
-        owner, name, key = path.split("/")
+        owner, *rest = path.split("/")
         if owner not in (RNG, GUARD, ema.OWNER):
+            if len(rest) != 2:
+                raise _odd(f"{path!r} is no state of an optimizer")
+            name, key = rest
             by_parameter.setdefault((owner, name), {})[key] = whole
     if not by_parameter:  # saved before the first step: optimizers make their state in it
         for optimizer in optimizers.values():
@@ -134,6 +179,9 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
             next="leave optim as it was, or begin a new job with these weights: init.from=JOB",
         )
     for optimizer_name, optimizer in optimizers.items():
+        named = [by_parameter[optimizer_name, name] for name, _ in _named(optimizer)]
+        if any(one.keys() != named[0].keys() for one in named):
+            raise _odd(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):
             optimizer.state[parameter] = {
                 key: _beside(parameter, whole)
@@ -144,12 +192,26 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
 def _beside(parameter: nn.Parameter, saved: Whole) -> Tensor:
     """A state of that parameter, which lies as it does, in its precision; counts of steps lie on
     every process."""
-    if saved.shape == ():
+    shape = tuple(saved.shape)
+    if shape and not (
+        len(shape) == parameter.ndim
+        and all(n in (1, full) for n, full in zip(shape, parameter.shape, strict=True))
+    ):
+        raise _odd(f"a state of shape {list(shape)} belongs to a weight {list(parameter.shape)}")
+    if shape == ():
         state = torch.zeros((), dtype=saved.dtype, device=parameter.device)
     else:
         state = zeros_beside(parameter, saved.shape, dtype=parameter.dtype)
     fill(state, saved)
     return state
+
+
+def _odd(why: str) -> DamagedError:
+    return DamagedError(
+        "the checkpoint holds a state that no optimizer wrote",
+        why=why,
+        next="resume from the checkpoint before: --from-step N; `dtt ckpt ls` lists them",
+    )
 
 
 def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -174,7 +236,10 @@ def restore_rng(saved: Mapping[str, Whole], rank: int, seed: int, device: torch.
     if f"{mine}cpu" not in saved:
         seed_rank(seed, rank)
         return
-    torch.set_rng_state(saved[f"{mine}cpu"][()])
+    state = saved[f"{mine}cpu"][()]
+    if (state.dtype, state.shape) != (torch.uint8, torch.get_rng_state().shape):
+        raise _odd(f"{mine}cpu is no state of a random number generator")
+    torch.set_rng_state(state)
     if device.type == "cuda" and f"{mine}cuda" in saved:
         torch.cuda.set_rng_state(saved[f"{mine}cuda"][()], device)
 

@@ -6,10 +6,12 @@ import json
 import signal
 import time
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dtt.runtime.files import write_atomically
+from dtt.reading import read_small, retrying
+from dtt.runtime.files import remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
@@ -112,16 +114,23 @@ class Requests:
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
         if request == Request.SAVE:
-            self._job.save.unlink(missing_ok=True)
+            _take_back(self._job.save)
         if request == Request.PROFILE:
-            self._job.profile.unlink(missing_ok=True)
+            _take_back(self._job.profile)
 
     def forget(self, world: World) -> None:
         """Remove the trigger files, now that all is saved: they were not meant for the next run."""
         if world.first and self._job is not None:
-            self._job.stop.unlink(missing_ok=True)
-            self._job.save.unlink(missing_ok=True)
-            self._job.profile.unlink(missing_ok=True)
+            for trigger in (self._job.stop, self._job.save, self._job.profile):
+                _take_back(trigger)
+
+
+def _take_back(trigger: Path) -> None:
+    """Remove a trigger file, or a folder that somebody made in its place."""
+    try:
+        retrying(lambda: remove(trigger))
+    except OSError as error:
+        log.warning("a request could not be taken back: %s", error)
 
 
 def _lines(job: JobDir | None, name: str) -> list[str]:
@@ -129,8 +138,8 @@ def _lines(job: JobDir | None, name: str) -> list[str]:
     if job is None:
         return [f"control/{name}"]
     try:
-        text = (job.root / "control" / name).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_small(job.root / "control" / name).decode(errors="replace")
+    except (OSError, ValueError):
         text = ""
     first, *others = text.splitlines() or [""]
     return [first if first.strip() else f"control/{name}", *others]

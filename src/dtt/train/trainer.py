@@ -24,10 +24,12 @@ from dtt.optim.groups import set_learning_rate
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, clip_gradients, gradient_sync
 from dtt.parallel.mesh import Layout
+from dtt.reading import waiting_for_space
 from dtt.runtime.dist import World
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
+from dtt.runtime.process import in_words
 from dtt.runtime.watchdog import Watchdog
 from dtt.track.base import Record, Tracker
 from dtt.train import garbage
@@ -42,6 +44,7 @@ from dtt.train.profiler import Profiler
 from dtt.train.state import (
     BadStep,
     Position,
+    check_position,
     load_optimizers,
     load_parameters,
     optimizer_tensors,
@@ -208,7 +211,9 @@ class Trainer:
         self._unread.clear()
         with self.watchdog.phase("save"):
             self.saver.wait()
-            newest = store.newest(self.job.checkpoints) if self.world.first else None
+            newest = (
+                store.newest(self.job.checkpoints, check_position) if self.world.first else None
+            )
             found = self.world.from_first(newest)
             assert found is not None, "one was saved before the first step"
             avoided = self.guard.avoid(bad, found.step, self.position)
@@ -394,4 +399,15 @@ class Trainer:
         if saves and self.world.first:
             if self.budget is not None:
                 self.budget.took(whole_save=max(self._save_seconds))
-            self.job.write_lead(max(self._step_seconds, default=0.0), max(self._save_seconds))
+            self.write_lead()
+
+    def write_lead(self) -> None:
+        """Keep how long a step and a save take; on a full disk again after the next save.
+
+        Nothing waits for it: it is for the checkpoints to wait for space, or to end the run.
+        """
+        try:
+            with waiting_for_space(None):
+                self.job.write_lead(max(self._step_seconds, default=0.0), max(self._save_seconds))
+        except OSError as error:
+            log.warning("lead is not up to date: %s", in_words(error))

@@ -38,6 +38,8 @@ from dtt.data.sources.held_out import HeldOutText
 from dtt.data.sources.row import Documents, Row, documents_of
 from dtt.data.sources.stream import Cursor, Part, TextStream
 from dtt.data.tokenizer import find_tokenizer
+from dtt.errors import DamagedError
+from dtt.reading import fits
 from dtt.runtime.files import sha256_file
 
 NAME = "text"
@@ -168,6 +170,9 @@ class TextSource:
 
     def restore(self, state: Any) -> None:
         """Go on where `state` was taken; what lies before it in its part is encoded once more."""
+        sound = fits(state, dict.fromkeys(asdict(Cursor()), int)) and min(state.values()) >= 0
+        if not sound or len(state) > len(asdict(Cursor())):
+            raise DamagedError(f"{state} is no place in the order of a source")
         with self._lock:
             self._parts = self._stream.parts(Cursor(**state))
             self._ahead: Future[tuple[Part, Row]] | None = None

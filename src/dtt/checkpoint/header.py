@@ -1,0 +1,160 @@
+"""Headers of safetensors files, checked before anything is allocated or read by them.
+
+A manifest with a matching seal proves that a file is as it was written, not that dtt wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtt.errors import DamagedError
+from dtt.reading import STRICT, fits, is_kind, open_regular, parse
+
+LARGEST = 100_000_000
+"""Bytes of a header, as in the safetensors library."""
+ITEM_SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element, by the names of the dtypes that a checkpoint may have."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, as a header describes it."""
+
+    name: str
+    dtype: str
+    extent: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Start of the box in the full tensor, in each dimension."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+
+
+def read(path: Path) -> list[Part]:
+    """Return the parts of tensors in a file; DamagedError unless the header describes it exactly.
+
+    The data of the tensors must fill the rest of the file without gap or overlap.
+    """
+    try:
+        return _parts(*_header(path))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def check(paths: Iterable[Path]) -> None:
+    """Raise DamagedError unless the parts in some files make up complete tensors, each once."""
+    parts: dict[str, list[tuple[Path, Part]]] = defaultdict(list)
+    for path in paths:
+        for part in read(path):
+            parts[part.name].append((path, part))
+    for name, found in parts.items():
+        path, first = found[0]
+        if any((part.dtype, part.shape) != (first.dtype, first.shape) for _, part in found):
+            raise _damaged(path, f"{name} has another dtype or shape in another file")
+        elements = sum(math.prod(part.extent) for _, part in found)
+        missing = math.prod(first.shape) - elements
+        if missing > 0:
+            raise _damaged(path, f"{missing} elements of {name} are in none of the files")
+        if missing < 0 or _overlap([part for _, part in found]):
+            raise _damaged(path, f"elements of {name} are in more than one place")
+
+
+def _header(path: Path) -> tuple[Any, int]:
+    """Return the parsed header and the number of bytes after it."""
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(LARGEST, size - 8):
+            raise ValueError(f"its header would have {length:,} bytes, the file has {size:,}")
+        return parse(file.read(length), STRICT), size - 8 - length
+
+
+def _parts(header: Any, data: int) -> list[Part]:
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    described = metadata.get("pieces", "{}") if isinstance(metadata, dict) else None
+    pieces = parse(described.encode(), STRICT) if isinstance(described, str) else None
+    if not isinstance(pieces, dict) or not pieces.keys() <= header.keys():
+        raise ValueError("its `pieces` do not describe the tensors in it")
+    parts, ends = [], []
+    for name, entry in header.items():
+        extent = _extent(name, entry)
+        begin, end = entry["data_offsets"]
+        if end - begin != math.prod(extent) * ITEM_SIZES[entry["dtype"]]:
+            raise ValueError(f"the data of {name!r} has another size than its shape")
+        offset, shape = _place(name, pieces.get(name), extent)
+        parts.append(Part(name, entry["dtype"], extent, offset, shape))
+        ends.append((begin, end))
+    position = 0
+    for begin, end in sorted(ends):
+        if begin != position:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {position:,}")
+        position = end
+    if position != data:
+        raise ValueError(f"its tensors have {position:,} bytes, the file has {data:,} for them")
+    return parts
+
+
+def _extent(name: str, entry: Any) -> tuple[int, ...]:
+    """Return the shape of an entry of a header, once all of the entry is checked."""
+    if not fits(entry, {"dtype": str, "shape": list, "data_offsets": list}):
+        raise ValueError(f"its header does not describe {name!r}")
+    if entry["dtype"] not in ITEM_SIZES:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
+    if not _sizes(entry["shape"]) or not _sizes(entry["data_offsets"], 2):
+        raise ValueError(f"{name!r} has an impossible shape or place")
+    return tuple(entry["shape"])
+
+
+def _place(
+    name: str, piece: Any, extent: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset in the full tensor and its shape."""
+    if piece is None:
+        return (0,) * len(extent), extent
+    if (
+        not fits(piece, {"offset": list, "shape": list})
+        or not _sizes(piece["offset"], len(extent))
+        or not _sizes(piece["shape"], len(extent))
+        or any(o + n > s for o, n, s in zip(piece["offset"], extent, piece["shape"], strict=True))
+    ):
+        raise ValueError(f"`pieces` places {name!r} outside of its tensor")
+    return tuple(piece["offset"]), tuple(piece["shape"])
+
+
+def _sizes(values: Any, count: int | None = None) -> bool:
+    """Return True for a list (of `count`) of numbers of elements or bytes."""
+    return all(is_kind(n, int) and n >= 0 for n in values) and count in (None, len(values))
+
+
+def _overlap(parts: Sequence[Part]) -> bool:
+    """Return True if two boxes share an element; boxes are cut along the first dimension mostly."""
+    boxes = sorted((p for p in parts if math.prod(p.extent)), key=lambda p: p.offset)
+    reaching: list[Part] = []
+    for box in boxes:
+        if not box.offset:
+            return len(boxes) > 1
+        reaching = [
+            other for other in reaching if other.offset[0] + other.extent[0] > box.offset[0]
+        ]
+        if any(_meet(box, other) for other in reaching):
+            return True
+        reaching.append(box)
+    return False
+
+
+def _meet(one: Part, other: Part) -> bool:
+    sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def _damaged(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"checkpoint {path.parent} is damaged", why=f"{path.name}: {why}")

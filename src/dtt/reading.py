@@ -1,0 +1,215 @@
+"""Bounded reads of small files, and retries of what a file system refuses for a while.
+
+A file that was damaged, or put there by somebody else, may be a FIFO, a directory, a sparse file of
+20 GB, or JSON of another shape. All of that is a ValueError here; an OSError is the disk's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Kind = type | tuple[type, ...]
+"""What a field may be: `int`, `float` (a finite number), `str`, `dict`, `list`, `type(None)`."""
+
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
+"""What a busy or just restarted file server answers, and a moment later no longer does."""
+PATIENCE = (0.5, 2.0, 8.0)
+"""Seconds to wait before each new try."""
+FULL = {errno.ENOSPC, errno.EDQUOT}
+SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
+SMALL = 2**24
+"""Bytes that the small files of a job, and the lines of its records, may have."""
+LARGEST_INT = 2**63
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return record
+
+
+PLAIN = json.JSONDecoder()
+STRICT = json.JSONDecoder(object_pairs_hook=_unique)
+"""Refuses an object with a name that stands twice: readers differ in which of the two they take."""
+log = logging.getLogger("dtt")
+_reported: set[Path] = set()
+
+
+_give_up: ContextVar[Callable[[], bool] | None] = ContextVar("give_up", default=None)
+
+
+@contextmanager
+def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
+    """Let `retrying` wait on a full disk until `give_up()`; None: a full disk is an error.
+
+    Holds for this thread alone.
+    """
+    token = _give_up.set(give_up)
+    try:
+        yield
+    finally:
+        _give_up.reset(token)
+
+
+def retrying(action: Callable[[], T]) -> T:
+    """Return `action()`; call it again if the file system fails in a way that often passes.
+
+    `action` must begin from the start each time: after a failed fsync nothing it wrote is certain.
+    """
+    patience, waits = iter(PATIENCE), False
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            give_up = _give_up.get()
+            if error.errno in FULL and give_up is not None and not give_up():
+                if not waits:
+                    log.warning("%s; waiting for space", error)
+                waits = True
+                time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
+                continue
+            seconds = next(patience, None)
+            if error.errno not in TRANSIENT or seconds is None:
+                raise
+            log.warning("%s; trying again in %g s", error, seconds)
+            time.sleep(seconds)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; ValueError for anything else, a FIFO without waiting."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+    return fd
+
+
+def read_small(path: Path, most: int = SMALL) -> bytes:
+    """Return the content of a regular file of at most `most` bytes; ValueError for any other."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def parse(content: bytes, decoder: json.JSONDecoder | None = None) -> Any:
+    """Return a JSON value; ValueError for anything else, as for what UTF-8 cannot say."""
+    try:
+        value = (decoder or PLAIN).decode(content.decode())
+        if b"\\u" in content:  # half a surrogate pair could never be printed
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def read_json(path: Path, most: int = SMALL) -> dict[str, Any]:
+    """Return the JSON object in a file; ValueError if it holds anything else."""
+    value = parse(read_small(path, most))
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
+
+
+def fits(record: Any, fields: Mapping[str, Kind]) -> bool:
+    """Return True if `record` is an object that has all these fields, each of its kind."""
+    return isinstance(record, dict) and all(
+        name in record and is_kind(record[name], kind) for name, kind in fields.items()
+    )
+
+
+def is_kind(value: Any, kind: Kind) -> bool:
+    """Return True if a JSON value is of a kind; true and false are no numbers."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (int in kinds or float in kinds) and abs(value) < LARGEST_INT
+    if isinstance(value, float):
+        return float in kinds and math.isfinite(value)
+    if isinstance(value, str) and "\0" in value:  # neither a path nor an argument
+        return False
+    return type(value) in kinds
+
+
+def tolerant(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Return `read(path)`; None, with one warning in this process, if the file cannot be used."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if path not in _reported:
+            _reported.add(path)
+            why = error.strerror if isinstance(error, OSError) else error
+            log.warning("%s cannot be read and is ignored: %s", path, why)
+        return None
+
+
+def read_record(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any] | None:
+    """Return the JSON object in a small file; None if there is none that has these fields."""
+
+    def read(path: Path) -> dict[str, Any]:
+        record = read_json(path)
+        if not fits(record, fields):
+            wrong = [n for n, kind in fields.items() if not fits(record, {n: kind})]
+            raise ValueError(f"{', '.join(wrong)} missing, or not what it should be")
+        return record
+
+    return tolerant(path, read)
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a small file; None if there is none, or it is not UTF-8."""
+    return tolerant(path, lambda path: read_small(path).decode())
+
+
+def read_lines(path: Path, last: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the complete lines of a file with their numbers: all, or those in its `last` bytes.
+
+    Of a file that is absent or cannot be used there are none. A line longer than `SMALL` is given
+    in parts.
+    """
+    fd = tolerant(path, lambda path: retrying(lambda: open_regular(path)))
+    if fd is None:
+        return
+    with open(fd, "rb") as file:  # noqa: PTH123  a descriptor
+        if last is not None and os.fstat(fd).st_size > last:
+            file.seek(-last, os.SEEK_END)
+            file.readline(SMALL)  # the rest of a line that began before
+        for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
+            if line.endswith(b"\n"):  # else it was torn by a crash, or is no record
+                yield number, line
+
+
+def read_records(
+    path: Path, fields: Mapping[str, Kind], last: int | None = None, mark: bytes = b""
+) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file that have these fields; warn of the first that
+    has not. Lines without `mark` are passed over."""
+    for number, line in read_lines(path, last):
+        if mark not in line:
+            continue
+        try:
+            record = parse(line)
+        except ValueError:
+            record = None
+        if fits(record, fields):
+            yield record
+        elif path not in _reported:
+            _reported.add(path)
+            where = f"{path}:{number}" if last is None else f"a line of {path}"
+            log.warning("%s is no record and left out, as are others like it", where)

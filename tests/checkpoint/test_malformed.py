@@ -1,0 +1,446 @@
+"""Checkpoints whose seal matches and whose content dtt never wrote: refused in one message, and the
+checkpoint before is taken. Nothing is executed, nothing outside is touched, nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Dtt, in_this_process
+
+from dtt.artifacts import CheckpointManifest, FileRecord, fingerprint
+from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+from dtt.data.dataset import Dataset, open_dataset
+from dtt.errors import ConfigError, DamagedError, ExitCode, InputError
+from dtt.optim.ema import Ema
+from dtt.runtime.dist import World, start
+from dtt.runtime.files import sha256_file
+from dtt.runtime.ranks import Ranks
+from dtt.train.assemble import assemble, make_optimizers
+from dtt.train.guard import Guard
+from dtt.train.plan import Plan, make_plan
+from dtt.train.state import (
+    Position,
+    check_position,
+    load_optimizers,
+    load_parameters,
+    restore_rng,
+)
+
+MODEL, STATE = store.rank_file(store.MODEL, 0), store.rank_file(store.STATE, 0)
+MANIFEST = CheckpointManifest.filename
+SETTINGS = {
+    "train__ema_decay": 0.9, "guard__spike": "skip", "guard__spike_window": 8,
+    "checkpoint__keep_last": 9, "train__steps": 8,
+}  # fmt: skip
+MUTATIONS = 400
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Path:
+    """A folder with a real job: checkpoints of steps 4 and 8, with all kinds of state."""
+    folder = tmp_path_factory.mktemp("trained")
+    Dtt(folder)("train", *tiny(**SETTINGS))
+    return folder
+
+
+@pytest.fixture
+def job(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that job."""
+    shutil.copytree(trained / "jobs", tmp_path / "jobs")
+    return tmp_path / "jobs/t"
+
+
+def newest(job: Path) -> Path:
+    return job / "checkpoints/step-000008"
+
+
+def seal(folder: Path, **changes: Any) -> None:
+    """Write a manifest that vouches for the files as they are now; `changes` of its fields."""
+    content = json.loads((folder / MANIFEST).read_text())
+    content.pop("seal")
+    for record in content["files"]:
+        path = folder / record["path"]
+        record |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    content |= changes
+    write_manifest(folder, content)
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n")
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def write_header(path: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def edit_header(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        header, data = header_of(folder / name)
+        change(header)
+        write_header(folder / name, header, data)
+
+    return apply
+
+
+def edit_position(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        position = json.loads((folder / store.POSITION).read_text())
+        change(position)
+        (folder / store.POSITION).write_text(json.dumps(position))
+
+    return apply
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, ("went-off",)
+
+
+def a_pickle(folder: Path) -> None:
+    torch.save({"w": Bomb()}, folder / MODEL)
+
+
+def a_bare_pickle(folder: Path) -> None:
+    (folder / STATE).write_bytes(pickle.dumps(Bomb()))
+
+
+def a_header_of_2_to_the_60(folder: Path) -> None:
+    content = (folder / MODEL).read_bytes()
+    (folder / MODEL).write_bytes((2**60).to_bytes(8, "little") + content[8:])
+
+
+def overlapping(header: dict[str, Any]) -> None:
+    one, two = [e for n, e in header.items() if n != "__metadata__"][:2]
+    shift = two["data_offsets"][0] - one["data_offsets"][0]
+    two["data_offsets"] = [n - shift for n in two["data_offsets"]]
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(e for n, e in header.items() if n != "__metadata__")
+    return entry
+
+
+def pieces(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.update(__metadata__={"pieces": value})
+
+
+def outside(header: dict[str, Any]) -> None:
+    name = next(n for n in header if n != "__metadata__")
+    shape = header[name]["shape"]
+    part = {"offset": [2**61] * len(shape), "shape": [2**62] * len(shape)}
+    header["__metadata__"] = {"pieces": json.dumps({name: part})}
+
+
+def huge(header: dict[str, Any]) -> None:
+    name = next(n for n in header if n != "__metadata__")
+    shape = header[name]["shape"]
+    part = {"offset": [0] * len(shape), "shape": [2**40] * len(shape)}
+    header["__metadata__"] = {"pieces": json.dumps({name: part})}
+
+
+def twice(folder: Path) -> None:
+    header, data = header_of(folder / MODEL)
+    name = next(n for n in header if n != "__metadata__")
+    text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+    write_header(folder / MODEL, text.encode(), data)
+
+
+def deep(folder: Path) -> None:
+    (folder / store.POSITION).write_bytes(b"[" * 100_000 + b"]" * 100_000)
+
+
+CONTENT: dict[str, Callable[[Path], None]] = {
+    "a zip with a pickle as weights": a_pickle,
+    "a pickle as optimizer state": a_bare_pickle,
+    "a header of 2^60 bytes": a_header_of_2_to_the_60,
+    "no bytes": lambda folder: (folder / MODEL).write_bytes(b""),
+    "overlapping offsets": edit_header(MODEL, overlapping),
+    "negative offsets": edit_header(MODEL, lambda h: first(h).update(data_offsets=[-8, 8])),
+    "an offset of 2^70": edit_header(MODEL, lambda h: first(h).update(data_offsets=[0, 2**70])),
+    "an unknown dtype": edit_header(MODEL, lambda h: first(h).update(dtype="F1024")),
+    "a dtype that no checkpoint has": edit_header(STATE, lambda h: first(h).update(dtype="C64")),
+    "a shape of words": edit_header(MODEL, lambda h: first(h).update(shape=["a"])),
+    "a negative shape": edit_header(MODEL, lambda h: first(h).update(shape=[-1, -256])),
+    "pieces that are no JSON": edit_header(MODEL, pieces("{")),
+    "pieces that are a list": edit_header(MODEL, pieces("[1]")),
+    "pieces that are a number": edit_header(MODEL, pieces(7)),
+    "pieces nested deeply": edit_header(MODEL, pieces("[" * 100_000)),
+    "pieces of other tensors": edit_header(MODEL, pieces('{"x": {"offset": [0], "shape": [1]}}')),
+    "a piece outside of its tensor": edit_header(MODEL, outside),
+    "a piece of a tensor of 2^80 elements": edit_header(MODEL, huge),
+    "a name twice in a header": twice,
+    "a header that is a list": lambda folder: write_header(folder / MODEL, [1], b""),
+    "a position nested deeply": deep,
+    "a position without its step": edit_position(lambda p: p.pop("step")),
+    "a position of another step": edit_position(lambda p: p.update(step=7)),
+    "a ledger that is no number": edit_position(lambda p: p.update(ledger="zz")),
+    "sources that are a list": edit_position(lambda p: p.update(sources=[1])),
+    "a run id of None": edit_position(lambda p: p.update(run_id=None)),
+    "half a surrogate pair": edit_position(lambda p: p.update(run_id="\ud800")),
+}
+
+
+@pytest.mark.parametrize("change", CONTENT.values(), ids=CONTENT)
+def test_a_sealed_checkpoint_that_dtt_never_wrote_is_passed_over(
+    job: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    change(newest(job))
+    seal(newest(job))
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    found = store.newest(job / "checkpoints", check_position)
+    assert found is not None
+    assert found.step == 4
+    assert "step-000008 is damaged" in caplog.text
+    assert time.monotonic() - started < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+    assert not Path("went-off").exists()
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(20 * 10**9)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [fifo, sparse, directory], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", [MANIFEST, store.POSITION, MODEL])
+def test_what_stands_in_place_of_a_file_neither_hangs_nor_fills_the_memory(
+    job: Path, name: str, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    put(newest(job) / name)
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    found = store.newest(job / "checkpoints", check_position)
+    assert found is not None
+    assert found.step == 4
+    assert name in caplog.text
+    assert time.monotonic() - started < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["a zip with a pickle as weights", "a header of 2^60 bytes", "a ledger that is no number"],
+)
+def test_training_resumes_from_the_checkpoint_before_a_malformed_one(
+    job: Path, case: str, tokens: Path
+) -> None:
+    CONTENT[case](newest(job))
+    seal(newest(job))
+    done = Dtt(job.parents[1])("train", "jobs/t")
+    assert (
+        "rejected a checkpoint: checkpoint jobs/t/checkpoints/step-000008 is damaged" in done.stderr
+    )
+    assert "resumed from jobs/t/checkpoints/step-000004" in done.stderr
+    assert store.verify(newest(job)).step == 8
+
+
+def test_where_all_are_malformed_training_ends_with_65_and_one_message(job: Path) -> None:
+    for step in (4, 8):
+        folder = job / f"checkpoints/step-{step:06d}"
+        a_header_of_2_to_the_60(folder)
+        seal(folder)
+    done = Dtt(job.parents[1])("train", "jobs/t", expect=ExitCode.DAMAGED)
+    assert done.stderr.count("none of the 2 checkpoints") == 1
+
+
+def test_a_file_name_that_leads_out_of_the_job_is_never_followed(job: Path) -> None:
+    """The manifest names a file in another folder, with its true size and sha256."""
+    victim = job.parents[1] / "victim"
+    victim.write_bytes((newest(job) / MODEL).read_bytes())
+    content = json.loads((newest(job) / MANIFEST).read_text())
+    content.pop("seal")
+    good = content["files"]
+    for name in ("../../../../victim", str(victim), "a/../../victim", "./" + MODEL, "", "a\nb"):
+        wrong = dict(good[0], path=name)
+        write_manifest(newest(job), content | {"files": [*good[1:], wrong]})
+        with pytest.raises(DamagedError, match="outside its folder"):
+            store.verify(newest(job))
+    write_manifest(newest(job), content | {"files": good})
+    assert store.verify(newest(job)).step == 8
+    (newest(job) / MODEL).unlink()
+    (newest(job) / MODEL).symlink_to(victim)
+    with pytest.raises(DamagedError, match="a link to"):
+        store.verify(newest(job))
+
+
+def test_branching_off_a_manifest_with_such_a_name_overwrites_nothing(job: Path) -> None:
+    root = job.parents[1]
+    shutil.copytree(job, root / "elsewhere/mallory")
+    source = root / "elsewhere/mallory/checkpoints/step-000004"
+    content = json.loads((source / MANIFEST).read_text())
+    content.pop("seal")
+    # From `jobs/child/checkpoints/.tmp-…/` the same name leads to the file beside the child.
+    victim, planted = root / "jobs/victim", root / "elsewhere/victim"
+    victim.write_text("mine")
+    planted.write_text("theirs")
+    record = FileRecord(path="../../../victim", bytes=6, sha256=sha256_file(planted))
+    content["files"].append(record.model_dump())
+    write_manifest(source, content)
+    done = Dtt(root)(
+        "train", "--branch", "elsewhere/mallory@4", "name=child", "schedule.type=wsd",
+        "schedule.decay=50%", "train.steps=8", "--allow-change", "schedule.type",
+        expect=ExitCode.DAMAGED,
+    )  # fmt: skip
+    assert "a manifest names a file outside its folder" in done.stderr
+    assert victim.read_text() == "mine"
+
+
+# ---- anything else -------------------------------------------------------------------------------
+
+
+class Run:
+    """What a resume puts a checkpoint into."""
+
+    def __init__(self, job: Path) -> None:
+        self.cfg: RunConfig = load_job(job)
+        self.world: World = start(Ranks(), "cpu")
+        self.dataset: Dataset = open_dataset(self.cfg)
+        self.plan: Plan = make_plan(self.cfg, self.dataset, self.world)
+        self.made = assemble(self.cfg, self.plan, self.world)
+        self.optimizers = make_optimizers(self.cfg, self.plan, self.made, None)
+        self.ema = Ema(self.made.parameters, 0.9)
+        self.guard = Guard(self.cfg.guard, self.world, job)
+
+    def restore(self, found: Checkpoint) -> None:
+        load_parameters(self.made.parameters, found.stored(store.MODEL))
+        state = found.stored(store.STATE)
+        load_optimizers(self.optimizers, state)
+        self.ema.restore(state)
+        self.guard.load(state)
+        restore_rng(state, 0, 0, self.world.device)
+        Position.from_json(found.position())
+        self.dataset.restore(found.position()["sources"])
+
+
+VALUES = [
+    None, True, -1, 0, 1, 2**31, 2**63, 2**70, 1.5, 1e308, "", "x", "../x", "\ud800", "0" * 64, [],
+    [0], [1, 2], [[]], {}, {"a": 1}, {"offset": [0], "shape": [1]}, [-1], "F8_E4M3", "I64", "U8",
+]  # fmt: skip
+
+
+def mutate_json(value: Any, rng: random.Random) -> Any:
+    """`value` with one thing changed, somewhere in it."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        match rng.randrange(6):
+            case 0:
+                return {k: v for k, v in value.items() if k != key}
+            case 1:
+                return {**value, rng.choice(["", "x", "a/b/c", "__metadata__"]): value[key]}
+            case 2:
+                return {(f"{k}x" if k == key else k): v for k, v in value.items()}
+            case _:
+                return value | {key: mutate_json(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        return [*value[:place], mutate_json(value[place], rng), *value[place + 1 :]]
+    if isinstance(value, int) and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 4, 8, -8, 1000])
+    return rng.choice(VALUES)
+
+
+def mutate(folder: Path, rng: random.Random) -> None:
+    """Change something in a checkpoint, and seal it."""
+    which = rng.choice([MODEL, STATE, STATE, store.POSITION, store.POSITION, MANIFEST])
+    path = folder / which
+    if which == MANIFEST:
+        content = json.loads(path.read_text())
+        content.pop("seal")
+        for _ in range(rng.randint(1, 2)):
+            content = mutate_json(content, rng)
+        if isinstance(content, dict):
+            write_manifest_as_is(folder, content)
+        else:
+            path.write_text(json.dumps(content))
+        return
+    kind = rng.randrange(4)
+    if kind == 0:
+        content = bytearray(path.read_bytes())
+        for _ in range(rng.randint(1, 8)):
+            content[rng.randrange(min(len(content), 4000))] = rng.randrange(256)
+        path.write_bytes(content)
+    elif kind == 1:
+        content = path.read_bytes()
+        path.write_bytes(content[: rng.randrange(len(content))] + rng.randbytes(rng.randrange(9)))
+    elif which == store.POSITION:
+        path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
+    else:
+        header, data = header_of(path)
+        for _ in range(rng.randint(1, 3)):
+            header = mutate_json(header, rng)
+        write_header(path, header, data)
+    seal(folder)
+
+
+def write_manifest_as_is(folder: Path, content: dict[str, Any]) -> None:
+    """Seal what cannot be text, too: a file with half a surrogate pair in it."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    try:
+        text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
+        (folder / MANIFEST).write_text(text + "\n")
+    except UnicodeEncodeError:
+        (folder / MANIFEST).write_text(text + "\n")
+
+
+def outcomes(job: Path, seeds: range) -> Iterator[tuple[int, str]]:
+    """What becomes of each mutation; anything but a DttError is raised."""
+    run = Run(job)
+    whole = newest(job).with_name("whole")
+    shutil.copytree(newest(job), whole)
+    for seed in seeds:
+        shutil.rmtree(newest(job))
+        shutil.copytree(whole, newest(job))
+        mutate(newest(job), random.Random(seed))
+        try:
+            found = store.newest(job / "checkpoints", check_position)
+            assert found is not None
+            if found.step == 8:
+                run.restore(found)
+            yield seed, f"step {found.step}"
+        except (DamagedError, ConfigError, InputError) as error:
+            yield seed, type(error).__name__
+
+
+def test_no_sealed_mutation_of_a_checkpoint_ends_in_anything_but_one_message(
+    job: Path, tokens: Path
+) -> None:
+    with in_this_process(job.parents[1]):
+        found = dict(outcomes(Path("jobs/t"), range(MUTATIONS)))
+    counts = {outcome: list(found.values()).count(outcome) for outcome in set(found.values())}
+    assert counts["step 4"] > MUTATIONS / 2, counts
+    assert counts.get("InputError", 0) == 0, counts
+    assert counts["step 8"] < MUTATIONS / 4, counts  # other numbers: those cannot be told
