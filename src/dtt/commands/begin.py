@@ -67,6 +67,16 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
         warn_of_other_text(tokenizer, theirs)
 
 
+def check_source(source: str) -> None:
+    """InputError unless `init.from` names a job with checkpoints, or a model that can be found."""
+    from dtt.checkpoint import store
+
+    if source.startswith(HF):
+        find_model(source.removeprefix(HF))
+    else:
+        store.locate(source)
+
+
 def find_model(name: str) -> Path:
     """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`)."""
     folder = Path(name).expanduser()

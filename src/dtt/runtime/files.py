@@ -7,9 +7,10 @@ import hashlib
 import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,16 +125,36 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
     import filelock  # slow, and most ranks lock nothing
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / ".lock")
+    path = folder / ".lock"
+    lock = filelock.FileLock(path)
+    holder = _holder(path)  # before the attempt: some versions of filelock truncate the file
     try:
         lock.acquire(timeout=patience)
     except filelock.Timeout:
         raise EnvironmentUnfit(
             f"{folder} is in use",
+            where=_holder(path) or holder or "another process, which did not say who it is",
             why=f"another process is running {what} there",
             next="wait for it to end, or name another folder",
         ) from None
     try:
+        if not isinstance(lock, filelock.SoftFileLock):  # that one writes into the file itself
+            with suppress(OSError):  # a full disk: the lock holds all the same
+                path.write_text(_me() + "\n")
         yield
     finally:
         lock.release()
+
+
+def _me() -> str:
+    """Return how another process may name this one: its id, its node, its Slurm job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" * bool(job))
+
+
+def _holder(path: Path) -> str:
+    """Return what the holder of a lock wrote into its file; empty if nothing."""
+    try:
+        return ", ".join(path.read_text(errors="replace").splitlines())
+    except OSError:
+        return ""
