@@ -117,7 +117,6 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
             next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main …; "
             "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
         )
-    _check_agent_store()
     on_gpu = chosen.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
@@ -164,26 +163,6 @@ def _gpus_of_job(asked: int) -> str:
     if indices := os.environ.get("SLURM_JOB_GPUS"):
         return f"SLURM_JOB_GPUS={indices}"
     return f"launch.gpus_per_node={asked}" if asked else ""
-
-
-def _check_agent_store() -> None:
-    """PeerLost if the store of torchrun's agent is gone: torch would try for half an hour.
-
-    The agent listens before it starts any rank, so a refused connection means that it has ended.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        socket.create_connection(address, timeout=60).close()
-    except ConnectionRefusedError:
-        raise PeerLost(
-            "torchrun has ended, and with it this rank",
-            where=f"no store at {address[0]}:{address[1]}",
-            next="run the same command again",
-        ) from None
-    except OSError:  # torch itself reports what the network refuses
-        pass
 
 
 def _gpu(ranks: Ranks) -> int:

@@ -117,21 +117,40 @@ def end(error: DttError, *, silent: bool = False) -> None:
 def _watch(pid: int, ranks: Ranks) -> None:
     """Wait for the end of process `pid`, the launcher; then end this one."""
     parent = os.getppid()
-    try:
-        select.select([os.pidfd_open(pid)], [], [])
-    except ProcessLookupError:
-        pass
-    except (AttributeError, OSError):  # an older kernel, or a sandbox without the system call
-        while os.getppid() == parent and _exists(pid):
-            time.sleep(POLL_SECONDS)
-    name = NAMES[ranks.launcher]
+    if not _store_refuses():
+        try:
+            select.select([os.pidfd_open(pid)], [], [])
+        except ProcessLookupError:
+            pass
+        except (AttributeError, OSError):  # an older kernel, or a sandbox without the system call
+            while os.getppid() == parent and _exists(pid):
+                time.sleep(POLL_SECONDS)
     error = PeerLost(
-        f"{name} has ended, and with it this rank",
-        where=f"process {pid} on {socket.gethostname()}",
+        f"{NAMES[ranks.launcher]} has ended, and with it this rank",
+        where=f"rank {ranks.rank} on {socket.gethostname()}",
         why="it was killed, or ran out of memory",
         next="run the same command again",
     )
     end(error, silent=ranks.local_rank > 0)
+
+
+def _store_refuses() -> bool:
+    """Return True if the store of torchrun's agent is gone, and so the agent.
+
+    It listens before the agent starts a rank. Had the agent ended before this process looked for
+    its parent, it would have found whoever inherits orphans, and torch would then call the store
+    for half an hour.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=60).close()
+    except ConnectionRefusedError:
+        return True
+    except (KeyError, ValueError, OSError):  # torch itself reports what the network refuses
+        pass
+    return False
 
 
 def _exists(pid: int) -> bool:

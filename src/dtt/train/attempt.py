@@ -36,6 +36,8 @@ def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
     """
     try:
         yield
+    except PeerLost:  # that is seen by whoever sees it first
+        raise
     except DttError as error:
         until = time.monotonic() + SECONDS_FOR_THE_FIRST
         while not ranks.first and time.monotonic() < until:

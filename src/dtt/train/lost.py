@@ -20,7 +20,7 @@ from dtt.train.attempt import Attempt
 PATIENCE = 3.0
 """Seconds to find out who has ended. A connection breaks before its process is gone, and a file
 server may show a new exit.json late."""
-ADDRESS = re.compile(r"\[?([0-9a-fA-F.:]*[.:][0-9a-fA-F.:]*)\]?:\d+")
+ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:\d+")
 """Address and port in a message of Gloo, as `Connection closed by peer [10.0.0.7]:29500`."""
 EXIT_CODE = 49
 """Position of the exit status, as `wait` gives it, in `launcher.stat_fields`."""
