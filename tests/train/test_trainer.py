@@ -395,9 +395,11 @@ def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
     job = dtt.folder / "jobs/t"
     (dtt.folder / "other.jsonl").write_text('{"text": "other words"}\n' * 200)
     dtt("download", "-d", "other.jsonl")
-    dtt("tokenize", "-d", "other.jsonl", "tokenizer.vocab_size=260", "tokenize.out=other")
-    tensorboard = "raise ImportError"
-    (dtt.folder / "tensorboard.py").write_text(tensorboard)
+    dtt(
+        "tokenize", "-d", "other.jsonl", "tokenizer.vocab_size=260", "tokenize.out=other",
+        "tokenize.validation_fraction=0",
+    )  # fmt: skip
+    (dtt.folder / "tensorboard.py").write_text("raise ImportError")
     before = {path: path.read_bytes() for path in job.rglob("*") if path.is_file()}
     refused: list[tuple[int, list[str]]] = [
         (66, ["data.tokens=nowhere", "--allow-change", "data.tokens"]),
@@ -406,7 +408,6 @@ def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
         (2, ["train.global_batch_tokens=257", "--allow-change", "train.global_batch_tokens"]),
         (66, ["--from-step", "1"]),
         (78, ["track=[{type: tensorboard}]"]),
-        (78, ["train.device=cuda"]),
     ]
     for code, arguments in refused:
         env = {"PYTHONPATH": str(dtt.folder)} if code == 78 else {}
@@ -418,11 +419,8 @@ def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
     dtt("train", "jobs/t", expect=66)
     (job / "config.yaml").write_text(config)
     assert json.loads(dtt("job", "status", "jobs/t", "--json").stdout)["state"] == "done"
-    for code, arguments in refused:
-        if "--from-step" not in arguments and "data.tokens=other" not in arguments:
-            given = [a for a in arguments if "=" in a]
-            env = {"PYTHONPATH": str(dtt.folder)} if code == 78 else {}
-            dtt("train", *tiny(name="new"), *given, expect=code, **env)
+    dtt("train", *tiny(name="new"), "data.tokens=nowhere", expect=66)
+    dtt("train", *tiny(name="new"), "parallel.shard=3", expect=2)
     dtt("train", *tiny(name="new"), "init.from=jobs/nowhere", expect=66)
     assert not (dtt.folder / "jobs/new").exists()
 
@@ -453,10 +451,9 @@ def test_a_run_of_which_every_step_was_left_out_has_diverged(
     dtt: Dtt, tiny: Settings, action: str
 ) -> None:
     settings = tiny(
-        optim__lr=1e30, optim__type="adamw", train__clip_norm="null", train__precision="fp32",
-        init__std=1e30, train__steps=8, guard__non_finite=action,
-    )  # fmt: skip
-    run = dtt("train", *[s for s in settings if not s.startswith("init.std")], expect=76)
+        train__z_loss=3e38, train__precision="fp32", train__steps=8, guard__non_finite=action
+    )  # such gradients are infinite
+    run = dtt("train", *settings, expect=76)
     assert "none of its 8 steps changed the weights" in run.stderr
     assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
     assert store.steps(dtt.folder / "jobs/t/checkpoints")[-1] < 8

@@ -143,6 +143,9 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
                 path.write_text(_me() + "\n")
         yield
     finally:
+        if not isinstance(lock, filelock.SoftFileLock):
+            with suppress(OSError):
+                path.write_text("")  # else the next holder could pass for this one
         lock.release()
 
 

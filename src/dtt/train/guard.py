@@ -14,6 +14,7 @@ from torch import Tensor
 from dtt.config.guard import GuardConfig
 from dtt.errors import Diverged
 from dtt.runtime.dist import World
+from dtt.runtime.log import log
 from dtt.runtime.sharding import Whole, fill
 from dtt.track.base import Record
 from dtt.train.state import BadStep, Position
@@ -174,6 +175,8 @@ class Guard:
                 next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
                 "train.clip_norm=1",
             )
+        if 2 * position.trained < position.step and self._world.first:
+            log.warning("only %d of %d steps changed the weights", position.trained, position.step)
 
     def _diverged(self, bad: BadStep, why: str, instead: str) -> Diverged:
         return Diverged(
