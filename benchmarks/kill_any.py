@@ -41,8 +41,8 @@ LIMIT = 30.0
 PATIENCE = 600.0
 """Seconds for an undisturbed end."""
 KILLS_PER_JOB = 10
-MARK = "DTT_KILLS_RUN"
-"""Variable that all processes of one start inherit."""
+MARK = "KILL_ANY_START"
+"""Variable that all processes of one start inherit; dtt would take DTT_… for a key."""
 STARTS = count()
 
 

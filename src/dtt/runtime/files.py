@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dtt.errors import DiskFull, EnvironmentUnfit
 from dtt.runtime.log import log
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 T = TypeVar("T")
 
@@ -138,15 +141,20 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
             next="wait for it to end, or name another folder",
         ) from None
     try:
-        if not isinstance(lock, filelock.SoftFileLock):  # that one writes into the file itself
-            with suppress(OSError):  # a full disk: the lock holds all the same
-                path.write_text(_me() + "\n")
+        _note_holder(lock, path, _me() + "\n")
         yield
     finally:
-        if not isinstance(lock, filelock.SoftFileLock):
-            with suppress(OSError):
-                path.write_text("")  # else the next holder could pass for this one
+        _note_holder(lock, path, "")  # else the next holder could pass for this one
         lock.release()
+
+
+def _note_holder(lock: BaseFileLock, path: Path, text: str) -> None:
+    """Write who holds a lock into its file; where the disk is full the lock holds all the same."""
+    from filelock import SoftFileLock
+
+    if not isinstance(lock, SoftFileLock):  # that one writes into the file itself
+        with suppress(OSError):
+            path.write_text(text)
 
 
 def _me() -> str:

@@ -60,10 +60,19 @@ def find(variable: str) -> int:
     Between a launcher and its rank there may be shells and profilers, which have it, too.
     """
     pid = os.getppid()
-    with suppress(OSError, ValueError, IndexError):  # no /proc; a launcher of another user
-        while pid > 1 and f"{variable}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+    with suppress(OSError):
+        while pid > 1 and _has(pid, variable):
             pid = int(stat_fields(pid)[1])
     return pid
+
+
+def _has(pid: int, variable: str) -> bool:
+    """Return True if a process was started with `variable`; False where that cannot be seen."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # no /proc; a launcher of another user; a process that has ended
+        return False
+    return any(entry.startswith(f"{variable}=".encode()) for entry in environment.split(b"\0"))
 
 
 def stat_fields(pid: int) -> list[str]:
@@ -78,12 +87,13 @@ def sibling_ended(ranks: Ranks) -> bool:
     """
     if ranks.launcher != "torchrun" or ranks.local_size == 1:
         return False
-    parent, alive = os.getppid(), 0
+    children: list[str] = []
     try:
-        for thread in Path(f"/proc/{parent}/task").iterdir():
-            alive += len((thread / "children").read_text().split())
+        for thread in Path(f"/proc/{os.getppid()}/task").iterdir():
+            children += (thread / "children").read_text().split()
     except OSError:  # no /proc, or a kernel that does not list children
         return False
+    alive = sum(_has(int(child), VARIABLES["torchrun"]) for child in children)
     return alive < ranks.local_size
 
 

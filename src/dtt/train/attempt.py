@@ -39,6 +39,7 @@ def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
     except PeerLost:  # that is seen by whoever sees it first
         raise
     except DttError as error:
+        requests.refusal = error
         until = time.monotonic() + SECONDS_FOR_THE_FIRST
         while not ranks.first and time.monotonic() < until:
             if requests.reason:  # the launcher's SIGTERM: the first has said it

@@ -53,6 +53,8 @@ class Requests:
         """As the last one who asked for a profile wished; empty: as configured."""
         self._job: JobDir | None = None
         self._looked = 0.0
+        self.refusal: DttError | None = None
+        """Why this rank cannot start; the first one says so for all, and the launcher ends us."""
         self._wakeup: int | None = None
         """Write end of a pipe that gets the number of every signal, in start-up."""
         for number in STOP_SIGNALS:
@@ -90,7 +92,8 @@ class Requests:
             while number := pipe.read(1):
                 if number[0] in STOP_SIGNALS and self._wakeup is not None:
                     name = signal.Signals(number[0]).name
-                    launcher.end(_ended_early(name, ranks), silent=not ranks.first)
+                    error = self.refusal or _ended_early(name, ranks)
+                    launcher.end(error, silent=not ranks.first)
 
     def watch(self, job: JobDir) -> None:
         """Look at the trigger files of `job`, too: `control/stop`, `save` and `profile`."""
