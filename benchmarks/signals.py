@@ -6,8 +6,8 @@ Runs of two ranks with accumulation, evaluation, samples and asynchronous saves 
 or SIGUSR2 on a random rank, `control/stop` or `control/save`, each aimed at a phase. Fired: sent,
 and counted under what the rank was doing when it heard the signal, or the first rank when the file
 was made. Saved: the run ended with code 75 and a checkpoint that verifies at the step exit.json
-names; for `control/save`, acknowledged and such a checkpoint there while the run goes on. Every
-other run goes on from a stopped one.
+names (in start-up there is nothing to save: with code 75); for `control/save`, acknowledged and
+such a checkpoint there while the run goes on. Every other run goes on from a stopped one.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ def request(run: Run, job: JobDir, how: str, phase: str, rng: random.Random) -> 
         return doing
     os.kill(run.pids[rank], signal.Signals[how])
     wait_until(lambda: run.board.heard(rank) or rank not in run.running(), 30, pause=0.0002)
-    return run.board.heard(rank) or "never heard"
+    unheard = "start-up" if phase == "start-up" else "never heard"  # a thread acts there, at once
+    return run.board.heard(rank) or unheard
 
 
-def stopped(run: Run, job: JobDir) -> str:
+def stopped(run: Run, job: JobDir, doing: str) -> str:
     """`saved`, or what went wrong with the ending."""
     if not run.wait():
         return "did not end"
+    if doing == "start-up":  # nothing to save
+        return "saved" if set(run.codes.values()) == {75} else f"codes {run.codes}"
     record = job.exit_record(job.attempt())
     if record is None:
         return "no exit.json"
@@ -126,7 +129,7 @@ def main() -> None:
                 print(f"{how}: the run ended before {phase}", file=sys.stderr)
                 continue
             fired[doing, how] += 1
-            outcome = saved(run, job) if how == "control/save" else stopped(run, job)
+            outcome = saved(run, job) if how == "control/save" else stopped(run, job, doing)
             good[doing, how] += outcome == "saved"
             if outcome != "saved":
                 print(f"{how} in {doing}: {outcome}", file=sys.stderr)

@@ -63,7 +63,7 @@ class Dtt:
 @contextmanager
 def in_this_process(folder: Path) -> Iterator[None]:
     """Inside, commands may be called as functions: in `folder`, and deaf to signals afterwards."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         with chdir(folder):

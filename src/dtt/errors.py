@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
     IO = 74  # disk full, permission denied
     PREEMPTED = 75  # stopped on request, checkpoint saved: run the same command again
     DIVERGED = 76
-    UNFIT = 78  # this machine or environment cannot do it
+    UNFIT = 78  # this machine or environment cannot do it, or a process of the run was lost
     INTERRUPTED = 130
 
 
@@ -81,7 +81,17 @@ class Diverged(DttError):
 
 
 class PeerLost(DttError):
-    """Another process of the run has ended; what it said, and its exit code, is the cause."""
+    """Another process of the run has ended: a rank, or the launcher of this one.
+
+    The exit code is that of the other process where it told one, else `UNFIT`: a node or a process
+    was killed, which is no bug of dtt, and the same command may well succeed.
+    """
+
+    exit_code = ExitCode.UNFIT
+    rank: int | None = None
+    """The rank that was lost, where it is known."""
+    node: str | None = None
+    """The node that it ran on."""
 
 
 class Preempted(DttError):

@@ -107,7 +107,13 @@ def hidden_module(name: str) -> Prepare:
 
 def in_use(name: str) -> Prepare:
     """Another process works there."""
-    return lambda folder: filelock.FileLock(folder / name / ".lock", thread_local=False).acquire()
+
+    def hold(folder: Path) -> object:
+        lock = filelock.FileLock(folder / name / ".lock", thread_local=False).acquire()
+        (folder / name / ".lock").write_text("process 4242 on node7\n")
+        return lock
+
+    return hold
 
 
 def retokenized(folder: Path) -> None:
@@ -470,7 +476,8 @@ MEANINGS = {
     ExitCode.IO: "the file system refused: disk full, permission denied",
     ExitCode.PREEMPTED: "training was asked to stop and has saved: run the same command again",
     ExitCode.DIVERGED: "the loss or a gradient is no longer a finite number",
-    ExitCode.UNFIT: "this machine lacks what was asked for, or another process has it",
+    ExitCode.UNFIT: "this machine lacks what was asked for, another process has it, or a rank was "
+    "lost",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }
 

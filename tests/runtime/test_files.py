@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,15 +82,17 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
         "    sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"SLURM_JOB_ID": "812"},
+    ) as other:  # fmt: skip
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with (
-            pytest.raises(EnvironmentUnfit, match="is in use"),
-            exclusive(tmp_path, "dtt train"),
-        ):
+        with pytest.raises(EnvironmentUnfit) as caught, exclusive(tmp_path, "dtt train"):
             pass
+        assert str(caught.value).splitlines()[:2] == [
+            f"{tmp_path} is in use",
+            f"  where: process {other.pid} on {socket.gethostname()}, Slurm job 812",
+        ]
         other.kill()
     with exclusive(tmp_path, "dtt train"):
         pass

@@ -423,11 +423,11 @@ def test_skips_long_ago_do_not_count() -> None:
 
 def test_a_position_comes_back_from_json_and_from_an_older_checkpoint() -> None:
     bad = BadStep(9, "spike", "grad_norm is 99", "ab")
-    position = Position(step=12, skipped=[3, 7], avoided={8: bad, 9: bad})
+    position = Position(step=12, trained=8, skipped=[3, 7], avoided={8: bad, 9: bad})
     record = json.loads(json.dumps(position.to_json()))
     assert Position.from_json(record) == position
-    del record["skipped"], record["avoided"]
-    assert Position.from_json(record) == Position(step=12)
+    del record["skipped"], record["avoided"], record["trained"]
+    assert Position.from_json(record) == Position(step=12, trained=12)
 
 
 # ---- no waiting for the device -------------------------------------------------------------------

@@ -16,16 +16,18 @@ from ranks import on_ranks
 from dtt.checkpoint import store
 from dtt.commands import data
 from dtt.commands import train as command
+from dtt.commands.prepare import prepare
 from dtt.config.load import load_job
 from dtt.errors import DamagedError
 from dtt.runtime.dist import World
+from dtt.runtime.laps import Laps
 from dtt.track import jsonl
 from dtt.train.attempt import attempt
 from dtt.train.stop import Requests
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 Settings = Callable[..., list[str]]
 
 
@@ -103,9 +105,10 @@ def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
 def go_on(world: World, folder: str) -> None:
     os.chdir(folder)
     resolved, job = command.find_job(None, ["jobs/t", "train.micro_batch=1"], [])
+    start = prepare(resolved, job, world.ranks, 8, None, Laps())
     with attempt(job, world.ranks, Requests()) as this:
         this.number = world.from_first(this.number)
-        command.train(resolved, this, world, from_step=8)
+        command.train(start, this, world)
 
 
 def test_two_ranks_go_on_with_what_one_would_have_trained(whole: Path, tmp_path: Path) -> None:

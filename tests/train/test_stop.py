@@ -16,7 +16,7 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.ranks import Ranks
 from dtt.train.stop import Request, Requests
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -170,15 +171,38 @@ def test_asked_to_stop_it_saves_exits_75_and_goes_on_bit_for_bit(
     assert_same_run(undisturbed, job, 120)
 
 
-def test_a_signal_before_the_first_step_saves_too(dtt: Dtt, tiny: Settings) -> None:
+def test_a_signal_before_the_first_step_ends_the_attempt_at_once(dtt: Dtt, tiny: Settings) -> None:
     process = dtt.start("train", *tiny(train__steps=100_000))
     wait_until((dtt.folder / "jobs/t/attempts/1").exists)
-    wait_until(lambda: handles(process.pid, signal.SIGTERM))
     process.terminate()
-    assert Dtt.wait(process).returncode == 75
-    dtt("train", "jobs/t", "train.steps=2", "--allow-change", "train.steps")
+    stopped = Dtt.wait(process)
+    record = exit_record(dtt.folder / "jobs/t", 1)
+    assert (stopped.returncode, record["code"]) == (75, 75)
+    if record["checkpoint"] is None:  # else it had come as far as a step
+        assert "before the first step" in stopped.stderr
+    dtt("train", *tiny(train__steps=2), "--allow-change", "train.steps")
     evals = metrics(dtt.folder / "jobs/t", "eval")
     assert [record["step"] for record in evals] == [0, 2]
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_hangup_is_a_stop_request_but_not_under_nohup(
+    dtt: Dtt, tiny: Settings, nohup: bool
+) -> None:
+    job = dtt.folder / "jobs/t"
+    code = f"import signal, sys; {'signal.signal(signal.SIGHUP, signal.SIG_IGN); ' * nohup}"
+    code += "sys.argv[0] = 'dtt'; from dtt.main import main; main()"
+    process = dtt.start_python("-c", code, "train", *tiny(train__steps=100_000))
+    wait_until(lambda: reached(job) >= 1)
+    process.send_signal(signal.SIGHUP)
+    if nohup:
+        before = reached(job)
+        wait_until(lambda: reached(job) > before + 3)
+        process.terminate()
+    assert Dtt.wait(process).returncode == 75
+    record = exit_record(job, 1)
+    assert f"why:   {'SIGTERM' if nohup else 'SIGHUP'}" in record["reason"]
+    assert record["checkpoint"] == f"step-{record['step']:06d}"
 
 
 def caught_signals(pid: int) -> str:
@@ -368,9 +392,9 @@ def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
 def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings) -> None:
     """A job script learns from it that trying again is of no use."""
     job = dtt.folder / "jobs/t"
-    dtt("train", *tiny(train__steps=2))
+    dtt("train", *tiny(optim__lr=1e30, optim__type="adamw", train__steps=40), expect=76)
     text = (job / "config.yaml").read_text()
-    (job / "config.yaml").write_text(text.replace("steps: 2", "steps: many"))
+    (job / "config.yaml").write_text(text.replace("steps: 40", "steps: many"))
     # The first rank is the last to start: nobody else's failure may end it before it has written.
     (dtt.folder / "sitecustomize.py").write_text(
         "import os, time; time.sleep(3 * (os.environ.get('RANK') == '0'))"
@@ -382,6 +406,103 @@ def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings
     (job / "config.yaml").write_text(re.sub("(?m)^  tokens: .*", "  tokens: nowhere", text))
     dtt("train", "jobs/t", expect=66)
     assert exit_record(job, 3)["code"] == 66
+
+
+def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
+    dtt: Dtt, tiny: Settings, tokens: Path
+) -> None:
+    dtt("train", *tiny(train__steps=2))
+    job = dtt.folder / "jobs/t"
+    (dtt.folder / "other.jsonl").write_text('{"text": "other words"}\n' * 200)
+    dtt("download", "-d", "other.jsonl")
+    dtt(
+        "tokenize", "-d", "other.jsonl", "tokenizer.vocab_size=260", "tokenize.out=other",
+        "tokenize.validation_fraction=0",
+    )  # fmt: skip
+    (dtt.folder / "tensorboard.py").write_text("raise ImportError")
+    before = {path: path.read_bytes() for path in job.rglob("*") if path.is_file()}
+    refused: list[tuple[int, list[str]]] = [
+        (66, ["data.tokens=nowhere", "--allow-change", "data.tokens"]),
+        (2, ["data.tokens=other", "--allow-change", "data.tokens"]),
+        (2, ["parallel.shard=3"]),
+        (2, ["train.global_batch_tokens=257", "--allow-change", "train.global_batch_tokens"]),
+        (66, ["--from-step", "1"]),
+        (78, ["track=[{type: tensorboard}]"]),
+    ]
+    for code, arguments in refused:
+        env = {"PYTHONPATH": str(dtt.folder)} if code == 78 else {}
+        dtt("train", "jobs/t", *arguments, expect=code, **env)
+        after = {path: path.read_bytes() for path in job.rglob("*") if path.is_file()}
+        assert after == before, arguments
+    config = (job / "config.yaml").read_text()
+    (job / "config.yaml").write_text(re.sub("(?m)^  tokens: .*", "  tokens: nowhere", config))
+    dtt("train", "jobs/t", expect=66)
+    (job / "config.yaml").write_text(config)
+    assert json.loads(dtt("job", "status", "jobs/t", "--json").stdout)["state"] == "done"
+    dtt("train", *tiny(name="new"), "data.tokens=nowhere", expect=66)
+    dtt("train", *tiny(name="new"), "parallel.shard=3", expect=2)
+    dtt("train", *tiny(name="new"), "init.from=jobs/nowhere", expect=66)
+    assert not (dtt.folder / "jobs/new").exists()
+
+
+def test_gpus_that_a_slurm_job_asked_for_and_torch_does_not_see_end_it_with_78(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    settings = tiny(train__steps=2)
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    asked = dtt("train", *settings, "launch.gpus_per_node=2", expect=78, SLURM_JOB_ID="7")
+    assert "this Slurm job has GPUs (launch.gpus_per_node=2), but torch sees none" in asked.stderr
+    assert f"torch {torch.__version__} is built for the CPU" in asked.stderr
+    assert "train.device=cpu" in asked.stderr
+    given = dtt("train", *settings, expect=78, SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")
+    assert "SLURM_GPUS_ON_NODE=2" in given.stderr
+    doctor = dtt("doctor", expect=78, SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")
+    assert "SLURM_GPUS_ON_NODE=2" in doctor.stderr
+    assert not (dtt.folder / "jobs").exists()
+    cpu = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
+    dtt("train", *settings, "train.device=cpu", **cpu)
+    dtt("train", *settings, "name=outside", "launch.gpus_per_node=2")
+    dtt("train", *settings, "name=none", SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="0")
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_run_of_which_every_step_was_left_out_has_diverged(
+    dtt: Dtt, tiny: Settings, action: str
+) -> None:
+    settings = tiny(
+        train__z_loss=3e38, train__precision="fp32", train__steps=8, guard__non_finite=action
+    )  # such gradients are infinite
+    run = dtt("train", *settings, expect=76)
+    assert "none of its 8 steps changed the weights" in run.stderr
+    assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
+    assert store.steps(dtt.folder / "jobs/t/checkpoints")[-1] < 8
+    dtt("train", "jobs/t", expect=76)  # it does not pass for done afterwards
+
+
+def test_more_steps_after_a_decay_warn_of_the_leap_and_the_advice_avoids_it(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    wsd = {"schedule__type": "wsd", "schedule__decay": "50%", "checkpoint__keep_last": 9}
+    dtt("train", *tiny(**wsd))
+    before = (dtt.folder / "jobs/t").rename(dtt.folder / "jobs/before")
+    shutil.copytree(before, dtt.folder / "jobs/t")
+    more = ["jobs/t", "train.steps=24", "--allow-change", "train.steps"]
+    leapt = dtt("train", *more)
+    assert "the learning rate leaps from" in leapt.stderr
+    assert "to 100% of its peak after step 12" in leapt.stderr
+    assert "the decay from step 7 to 12 is over, and now there are 24 steps" in leapt.stderr
+    shutil.rmtree(dtt.folder / "jobs/t")
+    shutil.copytree(before, dtt.folder / "jobs/t")
+    advice = re.search(r"next:  dtt (train --branch .*), or dtt (train .*)", leapt.stderr)
+    assert advice is not None
+    for command in advice.groups():
+        followed = dtt(*command.split())
+        assert "leaps" not in followed.stderr
+    for name in ("t", "ANOTHER"):
+        rates = [r["lr"] for r in metrics(dtt.folder / "jobs" / name, "train")][2:]
+        assert rates == sorted(rates, reverse=True), name
+    assert "leaps" not in dtt("train", "jobs/t", "checkpoint.keep_last=8").stderr
 
 
 def test_before_its_first_checkpoint_a_job_may_become_another(dtt: Dtt, tiny: Settings) -> None:

@@ -274,21 +274,22 @@ def locate(reference: str) -> tuple[Path, int | None]:
             next="name a job directory, as jobs/base or jobs/base@500",
         )
     if step is not None:
-        _existing(folder, step)
+        existing(folder, step)
     return folder, step
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of one step; InputError lists the steps there are."""
     try:
-        return verify(_existing(folder, step))
+        return verify(existing(folder, step))
     except DamagedError as error:
         raise DamagedError(
             str(error), next="name no step to take the newest that is whole"
         ) from None
 
 
-def _existing(folder: Path, step: int) -> Path:
+def existing(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step; InputError lists the steps there are."""
     path = folder_of(folder, step)
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"

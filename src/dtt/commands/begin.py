@@ -106,6 +106,16 @@ def describe_adopted(resolved: Resolved) -> str | None:
     return f"{origin}: the model section is that of these weights: {', '.join(keys)}"
 
 
+def check_source(source: str) -> None:
+    """InputError unless `init.from` names a job with checkpoints, or a model that can be found."""
+    from dtt.checkpoint import store
+
+    if source.startswith(HF):
+        find_model(source.removeprefix(HF))
+    else:
+        store.locate(source)
+
+
 def find_model(name: str, files: Sequence[str] | None = None) -> Path:
     """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`).
 

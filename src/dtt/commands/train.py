@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,19 @@ from dtt.artifacts import fingerprint
 from dtt.commands import branch
 from dtt.commands.begin import begin_with, describe_adopted, model_of
 from dtt.commands.home import enter
+from dtt.commands.prepare import Start, prepare, recorded_refusal
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.config.source import Layer
 from dtt.data import fit
-from dtt.errors import ConfigError, DttError, Preempted
+from dtt.errors import ConfigError, Preempted
 from dtt.reading import waiting_for_space
 from dtt.runtime import pages
 from dtt.runtime.files import append, write_atomically
 from dtt.runtime.jobdir import JobDir
+from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 from dtt.runtime.watchdog import Watchdog
@@ -33,7 +36,11 @@ from dtt.secrets import redacted
 from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.attempt import Attempt, after_the_first, attempt, holding
+from dtt.train.lost import peers_named
 from dtt.train.stop import Requests
+
+LEAP = 1.1
+"""The factor above which a rise of the learning rate between two steps is no part of a schedule."""
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
@@ -59,42 +66,45 @@ def run(
     `branch_of` (JOB@STEP): or a child of that job.
     """
     requests = Requests()  # from here on signals are heard; what follows is slow to import
-    ranks = Ranks.detect()
-    here = Path.cwd()  # a job is entered, which changes the current folder
+    ranks, laps = Ranks.detect(), Laps()
+    requests.act_at_once(ranks)
     try:
-        begun = None
-        with after_the_first(ranks, requests):
+        with (
+            recorded_refusal(config, branch_of, arguments, ranks, requests),
+            after_the_first(ranks, requests),
+        ):
+            begun = None
             if branch_of is None:
                 resolved, job = find_job(config, arguments, allow_change)
             else:
                 resolved, job, begun = branch.find(
                     branch_of, config, arguments, allow_change, from_step
                 )
-    except DttError:
-        alone = config is None and branch_of is None and len(arguments) == 1
-        if alone and (named := JobDir(here / arguments[0])).exists:
-            with holding(named, ranks), attempt(named, ranks, requests):
-                raise  # a job script reads exit.json, not what we say
-        raise
-    requests.watch(job)
+            start = prepare(resolved, job, ranks, from_step, begun, laps)
+        requests.watch(job)
+        start_attempt(start, ranks, requests)
+    finally:
+        requests.defer()
+
+
+def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
+    """Lock the job, join the other ranks and train."""
     from dtt.runtime import dist
 
-    waits = resolved.config.checkpoint.on_full == "wait"
+    job, cfg = start.job, start.resolved.config
+    waits = cfg.checkpoint.on_full == "wait"
     try:
         with (
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
-            attempt(job, ranks, requests, timed=resolved.config.train.timed) as this,
-            dist.lost_peers_told(),
+            attempt(job, ranks, requests, timed=cfg.train.timed, start=start.laps) as this,
+            peers_named(this),
         ):
-            if ranks.first:
-                fit.check_files(resolved.config.token_paths)
-            this.start.lap("imports")
             with after_the_first(ranks, requests):
-                world = dist.start(ranks, resolved.config.train.device)
+                world = dist.start(ranks, cfg.train.device)
             this.number = world.from_first(this.number)
             this.start.lap("process group")
-            train(resolved, this, world, from_step, begun)
+            train(start, this, world)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
 
@@ -152,44 +162,34 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
-def train(
-    resolved: Resolved,
-    this: Attempt,
-    world: World,
-    from_step: int | None,
-    begun: branch.Branch | None = None,
-) -> None:
+def train(start: Start, this: Attempt, world: World) -> None:
     """Make every part, put them together, run; Preempted when asked to stop before the end."""
     from dtt.train.memory import exhaustion_told
-    from dtt.train.plan import make_plan
 
     this.start.lap("imports")
-    cfg, job = resolved.config, this.job
-    with after_the_first(world.ranks, this.requests):
-        dataset = open_data(resolved, job, world)
-        plan = make_plan(cfg, dataset, world)
-    if begun is not None:
-        begun.check(plan.schedule.decay, plan.steps)  # again: now it is known what the data allows
-        if world.first:
-            begun.begin(job)
+    cfg, job, dataset, plan = start.resolved.config, this.job, start.dataset, start.plan
+    if start.begun is not None and world.first:
+        start.begun.begin(job)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
         job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
     ) as watchdog:
-        resume = find_checkpoint(this, dataset, world, from_step)
+        resume = find_checkpoint(this, dataset, world, start.from_step)
         this.start.lap("data")
         if resume is not None and cfg.train.timed:
             plan = plan.going_on(branch.own_decay(job, resume))
             watchdog.steps = plan.steps
+        if resume is not None and world.first:
+            warn_of_jump(job, resume, plan)
         if world.first:
-            write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+            write_atomically(job.config, explain.show(cfg, start.resolved.layer))
             keep_data(job, dataset)
         if resume is not None and is_done(job, resume, plan.steps):
             log.info("%s is done: %s holds step %d", job.root, resume.path, resume.step)
             this.requests.forget(world)
             return
         if world.first:
-            if resume is None and (adopted := describe_adopted(resolved)):
+            if resume is None and (adopted := describe_adopted(start.resolved)):
                 log.info("%s", adopted)
             log.info("%s", plan.describe(world))
             if dataset.steps < cfg.train.steps:
@@ -206,8 +206,8 @@ def train(
                 stack.callback(tracker.close)
             stack.callback(trainer.saver.close)
             watchdog.before_end = trainer.saver.close
-            if world.first and from_step is not None:
-                set_aside(this, from_step)
+            if world.first and start.from_step is not None:
+                set_aside(this, start.from_step)
             finished = trainer.run(resume)
     if not finished:
         raise Preempted(
@@ -215,19 +215,6 @@ def train(
             why=this.requests.reason or "another rank was asked to stop",
             next=f"dtt train {job.root}",
         )
-
-
-def open_data(resolved: Resolved, job: JobDir, world: World) -> Dataset:
-    """Open the data, and warn of what is not as the configuration says."""
-    from dtt.data.dataset import open_dataset
-
-    dataset = open_dataset(resolved.config)
-    doubts = dataset.rounded_weights()
-    if job.newest_checkpoint_name() is None:
-        doubts += fit.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
-    for doubt in doubts if world.first else ():
-        log.warning("%s", doubt)
-    return dataset
 
 
 def find_checkpoint(
@@ -269,6 +256,40 @@ def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
         return False
     last = summary.summarize(job.metrics).last_eval
     return last is None or last["step"] >= steps
+
+
+def warn_of_jump(job: JobDir, resume: Checkpoint, plan: Plan) -> None:
+    """Warn if the learning rate rises again after the decay that the checkpoint was taken in.
+
+    A run that ended and is given more steps has another decay, later: the rate leaps from the
+    annealed one up to where the new schedule is. A branch from before the decay does not.
+    """
+    from dtt.checkpoint import store
+    from dtt.optim.schedule import Decay
+
+    decayed = resume.position().get("decay")
+    if decayed is None:
+        return
+    decay = Decay(**decayed)
+    earlier = replace(plan.schedule, decay=decay)
+    before, after = earlier.multiplier(resume.step - 1), plan.schedule.multiplier(resume.step)
+    if resume.step <= decay.begin or resume.step >= plan.steps or after <= LEAP * before:
+        return
+    steps = [step for step in store.steps(job.checkpoints) if step <= decay.begin]
+    advice = "no checkpoint from before the decay is left: the loss rises before it falls"
+    if steps:
+        advice = (
+            f"dtt train --branch {job.root}@{steps[-1]} train.steps={plan.steps} name=ANOTHER, or "
+            f"dtt train {job.root} --from-step {steps[-1]} train.steps={plan.steps} "
+            "--allow-change train.steps"
+        )
+    log.warning(
+        "the learning rate leaps from %.3g%% to %.3g%% of its peak after step %d\n"
+        "  why:   the decay from step %d to %d is over, and now there are %d steps\n"
+        "  next:  %s",
+        *(100 * before, 100 * after, resume.step),
+        *(decay.begin + 1, decay.end, plan.steps, advice),
+    )
 
 
 def keep_data(job: JobDir, dataset: Dataset) -> None:

@@ -138,7 +138,7 @@ def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Ar
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights, as transformers finds them: one, or those of the index.
+    """Return the files that hold the weights, as transformers does: one, or those of the index.
 
     Files beside them do not belong to the model. The names in an index may come from anybody:
     DamagedError for one that leads out of the folder.

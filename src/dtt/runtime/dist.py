@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,15 +103,8 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
     They find each other at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets.
     An exchange that takes longer than `timeout` fails.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnfit(
-            "train.device is cuda, but torch sees no GPU",
-            why=f"torch {torch.__version__}, CUDA build: {torch.version.cuda or 'none'}",
-            next="train.device=cpu, or install a GPU build of torch where there is a GPU",
-        )
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chosen = torch.device("cuda", _gpu(ranks)) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    chosen = choose_device(ranks, device)
+    if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if ranks.size == 1:
         return World(ranks, chosen, None)
@@ -123,6 +117,7 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
             next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main …; "
             "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
         )
+    on_gpu = chosen.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )
@@ -130,6 +125,44 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
     # A write to a slow disk may take long; a rank that has ended is noticed at once all the same.
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     return World(ranks, chosen, control, background)
+
+
+def choose_device(ranks: Ranks, device: str, *, gpus_asked: int = 0) -> torch.device:
+    """Return the device of this rank; EnvironmentUnfit if `device` says cuda and there is no GPU.
+
+    `auto` takes a GPU where there is one. In a Slurm job that has GPUs, or asked for `gpus_asked`
+    on each node, it takes nothing else: days on a CPU are not what was meant.
+    """
+    if torch.cuda.is_available() and device != "cpu":
+        return torch.device("cuda", _gpu(ranks))
+    if device == "cuda":
+        raise EnvironmentUnfit(
+            "train.device is cuda, but torch sees no GPU",
+            why=f"torch {torch.__version__}, CUDA build: {torch.version.cuda or 'none'}",
+            next="train.device=cpu, or install a GPU build of torch where there is a GPU",
+        )
+    if device == "auto" and (asked := _gpus_of_job(gpus_asked)):
+        cuda = torch.version.cuda
+        built = f"for CUDA {cuda}: its driver is missing or hidden" if cuda else "for the CPU"
+        raise EnvironmentUnfit(
+            f"this Slurm job has GPUs ({asked}), but torch sees none",
+            where=f"node {socket.gethostname()}",
+            why=f"torch {torch.__version__} is built {built}",
+            next="install a GPU build of torch; in a container, apptainer's --nv; "
+            "or train.device=cpu to train on the CPU all the same",
+        )
+    return torch.device("cpu")
+
+
+def _gpus_of_job(asked: int) -> str:
+    """Return what says that this Slurm job has GPUs; empty if nothing does, and outside Slurm."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return ""
+    if (count := os.environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+        return f"SLURM_GPUS_ON_NODE={count}"
+    if indices := os.environ.get("SLURM_JOB_GPUS"):
+        return f"SLURM_JOB_GPUS={indices}"
+    return f"launch.gpus_per_node={asked}" if asked else ""
 
 
 def _gpu(ranks: Ranks) -> int:
@@ -161,7 +194,7 @@ def lost_peers_told() -> Iterator[None]:
             raise PeerLost(
                 "another process of this run has ended",
                 why=str(error).splitlines()[0],
-                next="its own message stands above, and in attempts/<n>/exit.json",
+                next="its own message tells why; run the same command again if there is none",
             ) from None
         raise
 

@@ -6,12 +6,17 @@ import hashlib
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtt.errors import DiskFull, EnvironmentUnfit
 from dtt.reading import retrying
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 
 def sha256_file(path: Path) -> str:
@@ -137,16 +142,44 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
     import filelock  # slow, and most ranks lock nothing
 
     retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
-    lock = filelock.FileLock(folder / ".lock")
+    path = folder / ".lock"
+    lock = filelock.FileLock(path)
+    holder = _holder(path)  # before the attempt: some versions of filelock truncate the file
     try:
         retrying(lambda: lock.acquire(timeout=patience))
     except filelock.Timeout:
         raise EnvironmentUnfit(
             f"{folder} is in use",
+            where=_holder(path) or holder or "another process, which did not say who it is",
             why=f"another process is running {what} there",
             next="wait for it to end, or name another folder",
         ) from None
     try:
+        _note_holder(lock, path, _me() + "\n")
         yield
     finally:
+        _note_holder(lock, path, "")  # else the next holder could pass for this one
         lock.release()
+
+
+def _note_holder(lock: BaseFileLock, path: Path, text: str) -> None:
+    """Write who holds a lock into its file; where the disk is full the lock holds all the same."""
+    from filelock import SoftFileLock
+
+    if not isinstance(lock, SoftFileLock):  # that one writes into the file itself
+        with suppress(OSError):
+            path.write_text(text)
+
+
+def _me() -> str:
+    """Return how another process may name this one: its id, its node, its Slurm job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" * bool(job))
+
+
+def _holder(path: Path) -> str:
+    """Return what the holder of a lock wrote into its file; empty if nothing."""
+    try:
+        return ", ".join(path.read_text(errors="replace").splitlines())
+    except OSError:
+        return ""

@@ -160,7 +160,7 @@ class Files:
                 if state.get("left"):
                     del beats[rank], silent[rank]
                 elif silent[rank] > (SILENCE if state else START):
-                    self._end(ExitCode.BUG, _lost(rank, state))
+                    self._end(ExitCode.UNFIT, _lost(rank, state))
             missing = [rank for rank, beat in beats.items() if not beat]
             if missing and not waiting_told and silent[missing[0]] > SILENCE:
                 waiting_told = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from dtt.errors import DiskFull, DttError, ExitCode, InputError, StorageError
 from dtt.reading import FULL
+from dtt.runtime import launcher
 from dtt.runtime.comm import abort_peers
 from dtt.runtime.files import free_space
 from dtt.runtime.log import setup_logging
@@ -37,6 +39,11 @@ def command() -> Iterator[None]:
     this is one rank of several, the other ranks end too.
     """
     ranks = Ranks.detect()
+    launcher.watch(ranks)  # before the slow imports, in which a launcher may end, too
+    if ranks.launcher == "torchrun" and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        # A job script lets torchrun ignore SIGTERM, and its ranks inherit that. But with this very
+        # signal torchrun ends the others when one rank has failed.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     setup_logging(ranks)
     # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
     # twice as fast where other processes want the same cores. Read when torch is loaded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dtt.errors import EnvironmentUnfit
 from dtt.track.base import Record, scalars
@@ -12,8 +13,9 @@ from dtt.track.base import Record, scalars
 class TensorBoardTracker:
     """Writes numbers as scalars `kind/name`, samples as text."""
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        """Events after `resume_step` of an earlier attempt are hidden, as they will come again."""
+    @staticmethod
+    def writer() -> Any:
+        """Return torch's class of writers; EnvironmentUnfit if TensorBoard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -21,7 +23,11 @@ class TensorBoardTracker:
                 "track asks for tensorboard, which is not installed",
                 next="pip install 'dtt[tensorboard]'",
             ) from None
-        self._open = partial(SummaryWriter, str(folder))
+        return SummaryWriter
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        """Events after `resume_step` of an earlier attempt are hidden, as they will come again."""
+        self._open = partial(self.writer(), str(folder))
         self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, record: Record) -> None:

@@ -14,6 +14,18 @@ from dtt.track.tensorboard import TensorBoardTracker
 from dtt.track.wandb import WandbTracker
 
 
+def check_installed(cfg: RunConfig) -> None:
+    """EnvironmentUnfit if a tracker that the configuration names is not installed."""
+    for tracker in cfg.track:
+        match tracker:
+            case WandbConfig():
+                WandbTracker.client()
+            case TensorBoardConfig():
+                TensorBoardTracker.writer()
+            case _:
+                assert_never(tracker)
+
+
 def make_trackers(
     cfg: RunConfig, job: JobDir, resume_step: int | None, *, evaluated: bool
 ) -> list[Tracker]:

@@ -19,16 +19,22 @@ from dtt.track.base import Record, scalars
 class WandbTracker:
     """Sends numbers as `kind/name` metrics over their step."""
 
-    def __init__(
-        self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
-    ) -> None:
-        """`run_id` makes restarts one run; `settings` is the job's config; files go to `folder`."""
+    @staticmethod
+    def client() -> Any:
+        """Return the module of the client; EnvironmentUnfit if it is not installed."""
         try:
             import wandb
         except ImportError:
             raise EnvironmentUnfit(
                 "track asks for wandb, which is not installed", next="pip install 'dtt[wandb]'"
             ) from None
+        return wandb
+
+    def __init__(
+        self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
+    ) -> None:
+        """`run_id` makes restarts one run; `settings` is the job's config; files go to `folder`."""
+        wandb = self.client()
         self._alive = True
         self._run: Any = None
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from dtt.errors import DttError, ExitCode
+from dtt.errors import DttError, ExitCode, PeerLost
+from dtt.runtime import launcher
 from dtt.runtime.files import exclusive
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.laps import Laps
@@ -36,7 +37,10 @@ def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
     """
     try:
         yield
+    except PeerLost:  # that is seen by whoever sees it first
+        raise
     except DttError as error:
+        requests.refusal = error
         until = time.monotonic() + SECONDS_FOR_THE_FIRST
         while not ranks.first and time.monotonic() < until:
             if requests.reason:  # the launcher's SIGTERM: the first has said it
@@ -62,23 +66,34 @@ class Attempt:
 
 @contextmanager
 def attempt(
-    job: JobDir, ranks: Ranks, requests: Requests, *, timed: bool = False
+    job: JobDir,
+    ranks: Ranks,
+    requests: Requests,
+    *,
+    timed: bool = False,
+    start: Laps | None = None,
 ) -> Iterator[Attempt]:
-    """Begin an attempt; however it ends, `exit.json` says how. `timed`: the clock ends the run."""
+    """Begin an attempt; however it ends, `exit.json` says how. `timed`: the clock ends the run.
+
+    `start` is the stopwatch of this start, if it ran before the attempt began.
+    """
     if ranks.first:
         job.remove_litter()
-    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0)
+    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0, start=start or Laps())
     this.clock = Clock(job, this.number, timed=timed) if ranks.first else None
-    code, reason = ExitCode.BUG, ""
+    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+
+    def record(error: DttError) -> None:
+        if this.number:
+            job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
+
     try:
-        yield this
+        with launcher.recording(record):
+            yield this
         code, reason = ExitCode.DONE, "done"
-    except DttError as error:
-        code, reason = error.exit_code, str(error)
-        raise
-    except OSError as error:
-        told = in_words(error)
-        code, reason = told.exit_code, str(told)
+    except (DttError, OSError) as error:
+        told = in_words(error) if isinstance(error, OSError) else error
+        code, reason, (rank, node) = told.exit_code, str(told), _culprit(told, ranks)
         raise
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
@@ -93,10 +108,17 @@ def attempt(
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
         if this.number and (ranks.first or not together):
             try:
-                job.end_attempt(code, reason, ranks.rank, attempt=this.number)
+                job.end_attempt(code, reason, rank, attempt=this.number, node=node)
             except OSError as error:
                 log.warning("exit.json could not be written: %s", in_words(error))
         if this.clock is not None:
             this.clock.close()
             if together and (spent := goodput(job)) is not None and spent.useful:
                 log.info("goodput: %s", spent.describe())
+
+
+def _culprit(error: DttError | None, ranks: Ranks) -> tuple[int, str | None]:
+    """Return the rank that an ending is due to and its node, None if it is this one's."""
+    if isinstance(error, PeerLost) and error.node is not None:
+        return ranks.rank if error.rank is None else error.rank, error.node
+    return ranks.rank, None

@@ -14,6 +14,7 @@ from torch import Tensor
 from dtt.config.guard import GuardConfig
 from dtt.errors import Diverged
 from dtt.runtime.dist import World
+from dtt.runtime.log import log
 from dtt.runtime.sharding import Whole, fill
 from dtt.track.base import Record
 from dtt.train.state import BadStep, Position
@@ -116,6 +117,7 @@ class Guard:
         loss, norm, verdict = seen
         step = record["step"]
         if verdict == FINE:
+            position.trained += 1
             yield record | {"loss": loss, "grad_norm": norm}
         elif verdict == PASSED_OVER:
             yield from _left_out(record, None, None, position.avoided[step], "rewind")
@@ -159,6 +161,22 @@ class Guard:
         around = self._config.rewind_around
         first = max(checkpoint + 1, bad.step - around)
         return position.avoided | dict.fromkeys(range(first, bad.step + around + 1), bad)
+
+    def check_trained(self, position: Position) -> None:
+        """Raise Diverged if a run that has come to its end has not changed its weights once.
+
+        A short run may skip or pass over every step before the limits of the guard are reached.
+        """
+        if position.trained == 0:
+            raise Diverged(
+                f"training diverged: none of its {position.step} steps changed the weights",
+                where=self._job / "metrics.jsonl",
+                why="every step was non-finite or a spike, or near one that the run went back from",
+                next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
+                "train.clip_norm=1",
+            )
+        if 2 * position.trained < position.step and self._world.first:
+            log.warning("only %d of %d steps changed the weights", position.trained, position.step)
 
     def _diverged(self, bad: BadStep, why: str, instead: str) -> Diverged:
         return Diverged(

@@ -65,6 +65,8 @@ class Position:
     """Step of the last evaluation that came to its end."""
     eval_loss: float | None = None
     """What it found."""
+    trained: int = 0
+    """Steps that changed the weights: neither skipped nor passed over."""
     skipped: list[int] = field(default_factory=list)
     """Bad steps that were skipped lately."""
     avoided: dict[int, BadStep] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Position:
             "previous_ledger": self.previous_ledger.hex(),
             "evaluated": self.evaluated,
             "eval_loss": self.eval_loss,
+            "trained": self.trained,
             "skipped": self.skipped,
             "avoided": {str(step): asdict(bad) for step, bad in self.avoided.items()},
         }
@@ -95,6 +98,7 @@ class Position:
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
             evaluated=record["evaluated"],
             eval_loss=record["eval_loss"],
+            trained=record.get("trained", record["step"]),  # older ones do not count them
             skipped=record.get("skipped", []),
             avoided={int(s): BadStep(**bad) for s, bad in record.get("avoided", {}).items()},
         )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 import time
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from dtt.errors import DttError, PeerLost, Preempted
 from dtt.reading import read_small, retrying
+from dtt.runtime import launcher
 from dtt.runtime.files import remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
 
 if TYPE_CHECKING:  # torch is slow to import, and signals are to be heard before
     from dtt.runtime.dist import World
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 SECONDS_BETWEEN_LOOKS = 0.2
 """At the trigger files: each look may be a question to a file server."""
 
@@ -36,8 +42,9 @@ class Request(IntEnum):
 class Requests:
     """Collects wishes on this rank; `agreed` makes them every rank's at the same step.
 
-    From construction on, SIGTERM, SIGINT and SIGUSR2 only set a flag: start-up, evaluation and
-    saving finish in peace. A SIGINT after any other request ends the process at once.
+    From construction on, the stop signals only set a flag: steps, evaluation and saving finish in
+    peace. A SIGINT after any other request ends the process at once. Before the first step there is
+    nothing to save: between `act_at_once` and `defer` each of them ends the process.
     """
 
     def __init__(self) -> None:
@@ -48,13 +55,47 @@ class Requests:
         """As the last one who asked for a profile wished; empty: as configured."""
         self._job: JobDir | None = None
         self._looked = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        self.refusal: DttError | None = None
+        """Why this rank cannot start; the first one says so for all, and the launcher ends us."""
+        self._wakeup: int | None = None
+        """Write end of a pipe that gets the number of every signal, in start-up."""
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup the run outlives its terminal
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
+
+    def act_at_once(self, ranks: Ranks) -> None:
+        """Let stop signals end the process, until `defer`.
+
+        A thread acts on them. Python's own handlers run in the main thread, between two bytecodes;
+        in a rendezvous or while a library is loaded that may be minutes away.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._act, args=(reader, ranks), daemon=True)
+        thread.start()
+
+    def defer(self) -> None:
+        """Let stop signals set the flag alone: from now on the loop looks at it."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            writer, self._wakeup = self._wakeup, None
+            os.close(writer)
+
+    def _act(self, reader: int, ranks: Ranks) -> None:
+        """Read signals from the pipe until it is closed; end the process at the first stop."""
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in STOP_SIGNALS and self._wakeup is not None:
+                    name = signal.Signals(number[0]).name
+                    error = self.refusal or _ended_early(name, ranks)
+                    launcher.end(error, silent=not ranks.first)
 
     def watch(self, job: JobDir) -> None:
         """Look at the trigger files of `job`, too: `control/stop`, `save` and `profile`."""
@@ -131,6 +172,21 @@ def _take_back(trigger: Path) -> None:
         retrying(lambda: remove(trigger))
     except OSError as error:
         log.warning("a request could not be taken back: %s", error)
+
+
+def _ended_early(name: str, ranks: Ranks) -> DttError:
+    """Return why a rank ends that got the signal `name` before its first step."""
+    if launcher.sibling_ended(ranks):
+        return PeerLost(
+            "another rank on this node has ended before the first step",
+            why=f"torchrun sent {name} to the others",
+            next="its own message stands above; then run the same command again",
+        )
+    return Preempted(
+        "stopped before the first step of this attempt, there was nothing to save",
+        why=name,
+        next="run the same command again",
+    )
 
 
 def _lines(job: JobDir | None, name: str) -> list[str]:

@@ -102,6 +102,7 @@ class Trainer:
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (True) or until asked to stop (False); either way all is saved."""
         self.restore(resume)
+        self.requests.defer()
         self.start.lap("resume")
         if resume is None or self.evaluation_due():
             self.look()
@@ -359,6 +360,8 @@ class Trainer:
         """Begin a checkpoint, all ranks together; it is written while training goes on."""
         self.read_losses()
         step = self.position.step
+        if step == self.plan.steps:
+            self.guard.check_trained(self.position)
         with self.watchdog.phase("save"), self.meter.paused("save"):
             check_ranks(self.position, self.world)
             shared = {

@@ -1,0 +1,140 @@
+"""The checks of `dtt train` before it touches the job directory.
+
+What is wrong with a device, a tracker, the data or the mesh is found here. So a start that is
+refused neither creates a job nor turns a finished one into a failed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtt.artifacts import CheckpointManifest
+from dtt.checkpoint import store
+from dtt.commands.begin import check_source
+from dtt.commands.branch import Branch
+from dtt.config.load import Resolved
+from dtt.config.run import RunConfig
+from dtt.data import fit
+from dtt.errors import DttError, ExitCode
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.laps import Laps
+from dtt.runtime.log import log
+from dtt.runtime.ranks import Ranks
+from dtt.train.attempt import attempt, holding
+from dtt.train.stop import Requests
+
+if TYPE_CHECKING:
+    from dtt.data.dataset import Dataset
+    from dtt.train.plan import Plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a job that nothing speaks against."""
+
+    resolved: Resolved
+    job: JobDir
+    dataset: Dataset
+    plan: Plan
+    from_step: int | None
+    begun: Branch | None
+    """The branch point of a child."""
+    laps: Laps
+
+
+@contextmanager
+def recorded_refusal(
+    config: str | None,
+    branch_of: str | None,
+    arguments: Sequence[str],
+    ranks: Ranks,
+    requests: Requests,
+) -> Iterator[None]:
+    """Record a refusal within an attempt of the job, if `dtt train JOB` is the whole command.
+
+    That is the command of a job script, which reads `exit.json`, since torchrun flattens every exit
+    code to 1. A job that is done stays done, and one that does not exist is not created.
+    """
+    here = Path.cwd()  # a job is entered, which changes the current folder
+    try:
+        yield
+    except DttError:
+        if config is not None or branch_of is not None or len(arguments) != 1:
+            raise
+        job = JobDir(here / arguments[0])
+        ended = job.exit_record(job.attempt()) if job.exists else {"code": ExitCode.DONE}
+        if ended is not None and ended["code"] == ExitCode.DONE:
+            raise
+        with holding(job, ranks), attempt(job, ranks, requests):
+            raise
+
+
+def prepare(
+    resolved: Resolved,
+    job: JobDir,
+    ranks: Ranks,
+    from_step: int | None,
+    begun: Branch | None,
+    laps: Laps,
+) -> Start:
+    """Return what a run starts with; DttError, alike on all ranks, if it cannot.
+
+    Each rank looks for itself; they do not communicate yet.
+    """
+    cfg = resolved.config
+    if ranks.first:
+        fit.check_files(cfg.token_paths)
+    from dtt.runtime import dist
+    from dtt.track.trackers import check_installed
+    from dtt.train.plan import make_plan
+
+    if ranks.first:
+        check_installed(cfg)
+    laps.lap("imports")
+    device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus_per_node)
+    dataset = _open_data(resolved, job, ranks)
+    if ranks.first:
+        fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    plan = make_plan(cfg, dataset, dist.World(ranks, device, None))
+    if begun is not None:
+        begun.check(plan.schedule.decay, plan.steps)  # again: now the length of the data is known
+    if ranks.first:
+        _check_resume(cfg, job, dataset, from_step)
+    laps.lap("data")
+    return Start(resolved, job, dataset, plan, from_step, begun, laps)
+
+
+def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
+    """Open the data, and warn of what is not as the configuration says."""
+    from dtt.data.dataset import open_dataset
+
+    dataset = open_dataset(resolved.config)
+    doubts = dataset.rounded_weights()
+    if job.newest_checkpoint_name() is None:
+        doubts += fit.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
+    for doubt in doubts if ranks.first else ():
+        log.warning("%s", doubt)
+    return dataset
+
+
+def _check_resume(cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None) -> None:
+    """DttError if the checkpoint to resume from, or the source of the weights, does not fit.
+
+    The checkpoint is verified later, when the job is locked; here only its manifest is read.
+    """
+    steps = store.steps(job.checkpoints)
+    if not steps and from_step is None:
+        if cfg.init.source is not None:
+            check_source(cfg.init.source)
+        return
+    step = steps[-1] if from_step is None else from_step
+    path = store.existing(job.checkpoints, step)
+    try:
+        manifest = CheckpointManifest.read(path)
+    except (DttError, OSError):
+        return  # damaged: an older one may be taken
+    fit.check_data_key(manifest, dataset.manifest.key, job)
