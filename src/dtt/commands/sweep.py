@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dtt.commands.submit import agreed
+from dtt.commands.submit import agreed, profile
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.launch import arrays, checks, squeue, trials
 from dtt.launch import results as outcome
@@ -54,9 +54,11 @@ class How:
         return cls("array" if array or shutil.which("sbatch") else "local", cap)
 
 
-def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
+def submit(
+    file: Path, how: How, *, cluster: str | None, yes: bool, dry_run: bool, as_json: bool
+) -> None:
     """Plan a sweep, show it, make the job directories, start the trials that never were."""
-    plan = _checked(planning.plan(file), how)
+    plan = _checked(planning.plan(file, None if cluster is None else profile(cluster)), how)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
@@ -227,6 +229,7 @@ def _problems(trial: Trial, how: How) -> Iterator[DttError]:
     yield from checks.problems("train", config, JobDir(config.job_dir))
     if how.kind != "local":
         yield from checks.launch_problems("train", config)
+        yield from checks.time_problems(JobDir(config.job_dir), config.launch)
 
 
 def _plan_lines(plan: Plan) -> list[str]:

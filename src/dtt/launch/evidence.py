@@ -32,6 +32,12 @@ class Evidence:
     ran_as: str | None
     """Slurm's id of the newest attempt; None outside Slurm, and until the attempt notes it."""
     submitted: float
+    unanswered: bool
+    """True if sbatch did not answer the newest submission and no attempt has started since."""
+    successors: frozenset[str]
+    """Slurm's ids of the submissions that the job script itself made."""
+    decision: str
+    """Decision of the job script after the newest attempt, `again: …` or `over: …`; else empty."""
     attempt: int
     """Number of the newest; 0 before the first."""
     began: float
@@ -59,10 +65,16 @@ class Evidence:
         beat, answered = _read(job.heartbeat), _read(job.acknowledged)
         own_beat = beat if beat is not None and beat["attempt"] == number else None
         submissions = list(tail(job.submissions))
+        submitted = submissions[-1]["time"] if submissions else 0.0
         return cls(
             job=job,
             ran_as=_ran_as(job),
-            submitted=submissions[-1]["time"] if submissions else 0.0,
+            submitted=submitted,
+            unanswered=bool(submissions)
+            and submissions[-1]["job_id"] is None
+            and submitted > began,
+            successors=frozenset(r["job_id"] for r in submissions if "argv" not in r),
+            decision=_decision(job) if _modified(job.decision) > max(began, submitted) else "",
             attempt=number,
             began=began,
             ending=ending,
@@ -92,6 +104,8 @@ class Evidence:
     @property
     def asked_by(self) -> str:
         """Who asked the newest attempt to stop, as it said in the end; empty if it did not."""
+        if self.ending and "asked_by" in self.ending:
+            return str(self.ending["asked_by"])
         lines = str(self.ending["reason"]).splitlines() if self.ending else []
         return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("  why:")), "")
 
@@ -102,10 +116,20 @@ class Evidence:
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """The newest measurement."""
-        rates = [r["tokens_per_second"] for r in tail(self.job.metrics) if r["kind"] == "perf"]
-        return rates[-1] if rates else None
+    def over(self) -> bool:
+        """True if the job script decided that the job does not continue."""
+        return self.decision.startswith("over:")
+
+    def measured(self) -> dict[str, float | None]:
+        """Return the newest loss, number of tokens, tokens per second and validation loss."""
+        newest = {record["kind"]: record for record in tail(self.job.metrics)}
+        train, perf, evaluated = (newest.get(kind, {}) for kind in ("train", "perf", "eval"))
+        return {
+            "loss": train.get("loss"),
+            "tokens": train.get("tokens"),
+            "tokens_per_second": perf.get("tokens_per_second") if self.beats else None,
+            "eval_loss": evaluated.get("loss"),
+        }
 
     def stalled(self) -> int:
         """How many attempts in a row began with the checkpoint that is still the newest."""
@@ -156,7 +180,8 @@ def requester(trigger: Path) -> str:
 
 def slurm_ids(job: JobDir) -> list[str]:
     """What Slurm called the last submissions of a job, the newest last."""
-    ids = [str(record["job_id"]) for record in tail(job.submissions)][-SUBMISSIONS:]
+    told = [record["job_id"] for record in tail(job.submissions)]
+    ids = [id for id in told if id is not None][-SUBMISSIONS:]
     ran_as = _ran_as(job)
     # One that was handed over by plain sbatch is known from its attempt only.
     return ids if ran_as is None or ran_as in ids else [*ids, ran_as]
@@ -172,6 +197,13 @@ def _ran_as(job: JobDir) -> str | None:
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID")
+
+
+def _decision(job: JobDir) -> str:
+    try:
+        return first_line(job.decision.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
 
 
 def _began(job: JobDir) -> float:

@@ -89,7 +89,9 @@ def attempt(
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
         if this.number and (ranks.first or not together):
             try:
-                job.end_attempt(code, reason, ranks.rank, attempt=this.number)
+                job.end_attempt(
+                    code, reason, ranks.rank, attempt=this.number, asked_by=requests.reason
+                )
             except OSError as error:
                 log.warning("exit.json could not be written: %s", error)
         if this.clock is not None:

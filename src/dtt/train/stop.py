@@ -117,8 +117,14 @@ class Requests:
             self._job.profile.unlink(missing_ok=True)
 
     def forget(self, world: World) -> None:
-        """Remove the trigger files, now that all is saved: they were not meant for the next run."""
+        """Remove the trigger files, now that all is saved: they were not meant for the next run.
+
+        Whoever has written into `control/stop` meanwhile asks now: a person takes over the request
+        of a job script, which would have let the job continue.
+        """
         if world.first and self._job is not None:
+            if self.reason and self._job.stop.exists():
+                self.reason = _lines(self._job, "stop")[0]
             self._job.stop.unlink(missing_ok=True)
             self._job.save.unlink(missing_ok=True)
             self._job.profile.unlink(missing_ok=True)
