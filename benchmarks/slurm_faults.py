@@ -6,8 +6,8 @@ Needs a Slurm of its own, with accounting: $SLURM_CONF of start-slurm.sh --accou
 Each kind of fault strikes one job N times (10), for each value of launch.continuation:
 
     node      a node is set down: alternately that of the job script and the other one
-    slurmd    the slurmd of a node is killed; Slurm notices after SlurmdTimeout, which is set to 15 s
-    suspend   the job is suspended for some seconds, the first time for longer than a heartbeat lasts
+    slurmd    the slurmd of a node is killed; Slurm notices after SlurmdTimeout, here set to 15 s
+    suspend   the job is suspended for 8 s, the first time for 70: longer than a heartbeat lasts
     preempt   another job takes the nodes: alternately with 20 s of grace and without
     limit     the time limit of a minute; dtt is asked to save 30 s before it
 
@@ -33,12 +33,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_chain import dtt, make_tokens, records, settings, tensors, train
+from slurm_chain import PROBE_STEPS, dtt, make_tokens, records, settings, tensors, train
 
-STEPS_BETWEEN_FAULTS = 500
-SECONDS_OF_A_LIMIT = 30
+SECONDS_BETWEEN_FAULTS = {"node": 8, "slurmd": 50, "suspend": 8, "preempt": 8, "limit": 30}
+"""Seconds of training: Slurm takes half a minute to notice a dead slurmd."""
+LEAST_STEPS_BETWEEN_FAULTS = 60
 SUSPENDED_FOR = (70, 8)
 """Seconds: the first time, and afterwards."""
+OFTEN = ("checkpoint.every=25", "train.log_every=5")
 PATIENCE = 300
 SLURMD_TIMEOUT = 15
 LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "PENDING")
@@ -53,7 +55,7 @@ ENDED_AS = {
 
 def run(*argv: str) -> str:
     """Output of one of Slurm's commands, which must succeed."""
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{argv}: {done.stderr}"
     return done.stdout.strip()
 
@@ -69,6 +71,7 @@ class Chain:
 
     @property
     def root(self) -> Path:
+        """Job directory."""
         return Path("jobs") / self.name
 
     def ids(self) -> list[str]:
@@ -173,8 +176,8 @@ def preempt(chain: Chain, id: str, number: int) -> None:
     run("scontrol", "update", "partitionname=batch", f"gracetime={0 if number % 2 else 20}")
     urgent = run("sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
                  "--wrap", "sleep 3")  # fmt: skip
-    chain.wait("the urgent job", lambda: run("squeue", "-h", "-j", urgent, "-o", "%T") == "COMPLETED"
-               or not run("squeue", "-h", "-j", urgent, "-o", "%T"))  # fmt: skip
+    over = "JobState=COMPLETED"
+    chain.wait("the urgent job", lambda: over in run("scontrol", "show", "job", urgent))
 
 
 def limit(chain: Chain, id: str, number: int) -> None:
@@ -204,8 +207,8 @@ def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterato
     began, chain = time.monotonic(), Chain(f"{fault}-{mode}", fault)
     launch = ["launch.nodes=2", f"launch.continuation={mode}", "launch.time=30"]
     if fault == "limit":
-        launch[-1:] = ["launch.time=1", f"launch.lead_seconds={SECONDS_OF_A_LIMIT}"]
-    dtt("submit", "train", *settings(chain.name, steps), *launch, "-y")
+        launch[-1:] = ["launch.time=1", f"launch.lead_seconds=30"]
+    dtt("submit", "train", *settings(chain.name, steps), *OFTEN, *launch, "-y")
     for number in range(n):
         where = 20 if fault == "limit" else (number + 1) * steps // (n + 1)
         FAULTS[fault](chain, chain.at_work(where), number)
@@ -217,8 +220,8 @@ def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterato
     attempts = len(list((chain.root / "attempts").glob("*")))
     print(
         f"{fault:<9}{mode:<11}{n:>3} faults  {attempts:>3} attempts  {last:<6}"
-        f"  {sum(chain.states.values()):>4} looks {dict(chain.states)}, sacct {dict(Counter(rows))},"
-        f" {time.monotonic() - began:.0f} s",
+        f"  {sum(chain.states.values()):>4} looks {dict(chain.states)}"
+        f"  sacct {dict(Counter(rows))}  {time.monotonic() - began:.0f} s",
         flush=True,
     )
     yield from chain.lies
@@ -230,6 +233,12 @@ def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterato
         yield "the final checkpoint is another than without faults"
     if records(chain.root, "train", "eval") != records(reference, "train", "eval"):
         yield "the metrics are others than without faults"
+
+
+def steps_of(fault: str, n: int, per_step: float) -> int:
+    """Return how many steps a job has that `n` faults strike, each between two stretches of it."""
+    between = max(LEAST_STEPS_BETWEEN_FAULTS, round(SECONDS_BETWEEN_FAULTS[fault] / per_step))
+    return between * (n + 1)
 
 
 def with_short_timeout() -> None:
@@ -252,18 +261,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         make_tokens()
-        steps = STEPS_BETWEEN_FAULTS * (options.n + 1)
         faults = options.faults.split(",")
-        train("free", steps)
-        perf = records(Path("jobs/free"), "perf")[1:]
+        train(settings("probe", PROBE_STEPS))
+        perf = records(Path("jobs/probe"), "perf")[1:]
         per_step = sum(record["seconds_per_step"] for record in perf) / len(perf)
-        limited = round(options.n * SECONDS_OF_A_LIMIT / per_step)
-        if "limit" in faults:
-            train("free-limit", limited)
+        print(f"{per_step:.3f} s a step", flush=True)
+        wanted = {fault: steps_of(fault, options.n, per_step) for fault in faults}
+        for steps in set(wanted.values()):
+            train([*settings(f"free-{steps}", steps), *OFTEN])
         for mode in options.modes.split(","):
             for fault in faults:
-                own = (limited, "free-limit") if fault == "limit" else (steps, "free")
-                for problem in check(fault, mode, options.n, own[0], Path("jobs") / own[1]):
+                steps = wanted[fault]
+                reference = Path(f"jobs/free-{steps}")
+                for problem in check(fault, mode, options.n, steps, reference):
                     wrong += 1
                     print(f"    WRONG: {problem}", flush=True)
         run("scontrol", "update", "partitionname=batch", "gracetime=20")

@@ -805,6 +805,21 @@ def record(**values: Any) -> str:
     return json.dumps({"step": 1, **values}) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [(90, 5400), ("90", 5400), ("30:00", 1800), ("12:00:00", 43_200), ("1-12", 129_600),
+     ("1-12:30", 131_400), ("1-00:00:01", 86_401), (None, None)],
+)  # fmt: skip
+def test_a_time_limit_is_written_as_for_slurm(time: Any, seconds: int | None) -> None:
+    assert LaunchConfig(time=time).time_limit == seconds
+
+
+@pytest.mark.parametrize("time", ["", "1:2", "90:60", "1-", "-1", "1:00:00:00", "1d", "1-2-3", "x"])
+def test_what_is_no_time_limit_is_refused(time: str) -> None:
+    with pytest.raises(ValidationError, match="must be minutes, MM:SS"):
+        LaunchConfig(time=time)
+
+
 def test_the_lead_is_measured_asked_for_or_a_default(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     assert slurm.lead(job, LaunchConfig()) == slurm.DEFAULT_LEAD

@@ -308,7 +308,7 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
 
 def _accepted(script: Path, since: float, said: str) -> str:
     """Return the id of a job that Slurm accepted, though sbatch waited in vain for its answer."""
-    for seconds in (1, 4, 10):
+    for seconds in (1, 3, 6):
         time.sleep(seconds)
         if found := squeue.of_script(script, since):
             return found[-1]
