@@ -145,12 +145,18 @@ class Chain:
 # ---- faults: each strikes once ---------------------------------------------------------------
 
 
+def up_again(chain: Chain, name: str) -> None:
+    """Set a node up, unless it already is: one whose slurmd registers anew comes back by itself."""
+    subprocess.run(["scontrol", "update", f"nodename={name}", "state=idle"], check=False)
+    chain.wait(f"{name} up", lambda: "down" not in run("sinfo", "-hN", "-n", name, "-o", "%t"))
+
+
 def node(chain: Chain, id: str, number: int) -> None:
     """Set a node down, then up again."""
     name = f"n{1 + number % 2}"
     run("scontrol", "update", f"nodename={name}", "state=down", "reason=fault")
     chain.gone(id)
-    run("scontrol", "update", f"nodename={name}", "state=idle")
+    up_again(chain, name)
 
 
 def slurmd(chain: Chain, id: str, number: int) -> None:
@@ -160,7 +166,7 @@ def slurmd(chain: Chain, id: str, number: int) -> None:
     os.kill(int(pid.read_text()), 9)
     chain.gone(id)
     subprocess.run(["slurmd", "-f", os.environ["SLURM_CONF"], "-N", name], check=True)
-    chain.wait(f"{name} idle", lambda: "down" not in run("sinfo", "-hN", "-n", name, "-o", "%t"))
+    up_again(chain, name)
 
 
 def suspend(chain: Chain, id: str, number: int) -> None:
@@ -207,7 +213,7 @@ def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterato
     began, chain = time.monotonic(), Chain(f"{fault}-{mode}", fault)
     launch = ["launch.nodes=2", f"launch.continuation={mode}", "launch.time=30"]
     if fault == "limit":
-        launch[-1:] = ["launch.time=1", f"launch.lead_seconds=30"]
+        launch[-1:] = ["launch.time=1", "launch.lead_seconds=30"]
     dtt("submit", "train", *settings(chain.name, steps), *OFTEN, *launch, "-y")
     for number in range(n):
         where = 20 if fault == "limit" else (number + 1) * steps // (n + 1)
