@@ -100,7 +100,7 @@ class Chain:
         before = self.seen()
         told: dict[str, Any] = json.loads(dtt("job", "status", str(self.root), "--json"))
         after = self.seen()
-        state, allowed = told["state"], self.true_of(before) | self.true_of(after)
+        state, allowed = str(told["state"]), self.true_of(before) | self.true_of(after)
         self.states[state] += 1
         if state not in allowed:
             self.lies.append(f"{state} ({told['detail']}), squeue: {before}, then {after}")

@@ -18,7 +18,6 @@ from typing import Any
 
 import fake_slurm
 import pytest
-from conftest import wait_for
 
 from dtt.launch import squeue
 
@@ -182,19 +181,18 @@ def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
 def test_a_rival_ends_at_once_and_a_suspended_job_is_told_so(
     cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
-    job = submit(launch__directives="[--oversubscribe]")
+    job = submit()
     job.wait_for_step(40)
-    rival = cluster.run("sbatch", "--parsable", "-N1", f"--chdir={job.dtt.folder}",
-                        "-p", "debug", "--wrap", f"exec bash {job.path}/slurm.sh")  # fmt: skip
+    script = job.dtt.folder / job.path / "slurm.sh"
+    rival = cluster.run("sbatch", "--parsable", f"--chdir={job.dtt.folder}", str(script))
     cluster.run("scontrol", "suspend", job.id)
     assert job.told()["state"] == "suspended"
-    stop = job.dtt("job", "stop", job.path).stdout
-    assert "the request stays" in stop
-    (job.dtt.folder / job.path / "control/stop").unlink()
-    cluster.run("scontrol", "resume", job.id)
+    assert "the request stays" in job.dtt("job", "stop", job.path).stdout
+    (script.parent / "control/stop").unlink()
     cluster.wait_for_state(rival, "FAILED")
     assert cluster.field(rival, "ExitCode") == "78:0"
     assert cluster.field(rival, "Restarts") == "0"
+    cluster.run("scontrol", "resume", job.id)
     cluster.wait_for_state(job.id, "COMPLETED")
     assert (job.told()["state"], job.told()["attempt"]) == ("done", 1)
     assert_as_undisturbed(job)
@@ -269,8 +267,7 @@ def test_after_three_attempts_without_a_checkpoint_it_gives_up(
     job = submit(launch__setup="[exit 3]", launch__continuation=continuation)
     last = job.id
     if continuation == "singleton":  # job, two successors, and one that is cancelled
-        wait_for("the last successor", lambda: len(job.submissions()) == 4)
-        last = job.submissions()[2]
+        last = job.wait_for_submissions(4)[2]
     cluster.wait_for_state(last, "FAILED")
     assert cluster.field(last, "Restarts") == ("2" if continuation == "requeue" else "0")
     assert job.told()["state"] == "out of attempts"
