@@ -28,10 +28,10 @@ def dtt(*arguments: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def train(name: str, steps: int) -> None:
-    """On two processes, without Slurm."""
+def train(keys: list[str]) -> None:
+    """Train on two processes, without Slurm."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node=2", "-m", "dtt.main", "train", *settings(name, steps)]
+    command = [*torchrun, "--nproc_per_node=2", "-m", "dtt.main", "train", *keys]
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -81,13 +81,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         make_tokens()
-        train("probe", PROBE_STEPS)
+        train(settings("probe", PROBE_STEPS))
         perf = records(Path("jobs/probe"), "perf")[1:]
         seconds_per_step = sum(record["seconds_per_step"] for record in perf) / len(perf)
         steps = round(wanted * SECONDS_BEFORE_A_LIMIT / seconds_per_step)
         took = through_slurm(steps)
         began = time.monotonic()
-        train("free", steps)
+        train(settings("free", steps))
         without = time.monotonic() - began
         limited, free = Path("jobs/limited"), Path("jobs/free")
         print(f"{'attempt':<9}{'exit code':<11}{'step':<8}reason")

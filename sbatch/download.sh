@@ -77,12 +77,8 @@ launch() {
             bash -c "$_dtt_code" bash "$@"
     ) &
     step=$!
-    # A signal ends `wait` early; asked again, it still knows how the step ended. A person may take
-    # our request over while the job saves.
-    while kill -0 "$step" 2>/dev/null; do
-        if [[ -z $asked ]]; then wait "$step"; else sleep 0.5; fi
-        if a_person_asks; then person=yes; fi
-    done
+    # A signal ends `wait` early; asked again, it still knows how the step ended.
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done
     wait "$step"
     status=$?
 }
@@ -99,22 +95,28 @@ largest() {
     echo "$best"
 }
 
-field() { scontrol show job "$id" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+# field NAME [JOB]: what Slurm has on record of a job; empty if it gives no answer.
+field() { scontrol show job "${2:-$id}" 2>/dev/null | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
 
-running() { [[ $(field JobState) == RUNNING ]]; }
-
-# Whether another job takes our place. In its grace period Slurm signals the ranks but not this
+# What Slurm does with this job: `running`, `preempted`, `cancelled` by a person, or `ended` by Slurm
+# itself; empty if it gives no answer. COMPLETING hides which of them it is, but only what Slurm does
+# by itself has a reason. In the grace period of a preemption Slurm signals the ranks but not this
 # script, and if they end by themselves it does not requeue the job.
-preempted() {
+fate() {
     local since
     since=$(field PreemptTime)
-    [[ $since == [0-9]* && ! $since < $(field StartTime) ]]
+    if [[ $since == [0-9]* && ! $since < $(field StartTime) ]]; then echo preempted && return; fi
+    case $(field JobState)/$(field Reason) in
+    */ | /*) ;;
+    RUNNING/* | SUSPENDED/* | STOPPED/*) echo running ;;
+    CANCELLED/* | COMPLETING/None) echo cancelled ;;
+    *) echo ended ;;
+    esac
 }
 
 # ---- signals -----------------------------------------------------------------------------------
 
 asked=''  # why we asked for a stop; empty when nobody or somebody else did
-person='' # whether a person asked for one, too: then nothing goes on
 step=''
 successor=''
 
@@ -149,21 +151,35 @@ on_term() {
 trap on_limit USR2
 trap on_term TERM
 
+# decided again|over MESSAGE…: what becomes of the job, for its log and for `dtt job status`.
+decided() {
+    trap '' USR2 TERM # a requeue sends them, too
+    say "${*:2}"
+    drop_request
+    echo "$1: ${*:2}" >"$_dtt_job/.decision" && mv -- "$_dtt_job/.decision" "$_dtt_job/decision"
+}
+
 # leave CODE MESSAGE…: the end of this job.
 leave() {
-    trap '' USR2 TERM
-    local code=$1
-    shift
-    say "$*"
-    drop_request
-    exit "$code"
+    decided over "${@:2}"
+    exit "$1"
 }
 
 # ---- this attempt ------------------------------------------------------------------------------
 
 mkdir -p -- "$_dtt_job/logs" "$_dtt_job/control"
+# One Slurm job at a time works here. A rival must not touch anything, nor come back.
+if ! ln -s -- "$id" "$_dtt_job/slurm_job" 2>/dev/null; then
+    other=$(readlink -- "$_dtt_job/slurm_job")
+    if [[ -n $other && $other != "$id" && $(field JobState "$other") =~ ^(RUNNING|SUSPENDED|STOPPED)$ ]]; then
+        say "job $other runs in $_dtt_job: this one ends"
+        exit 78
+    fi
+    ln -sfn -- "$id" "$_dtt_job/slurm_job"
+fi
 ln -sfn -- "$log" "$_dtt_job/logs/latest-slurm.log"
 drop_request
+rm -f -- "$_dtt_job/decision"
 
 # `stalled` holds the newest checkpoint's step and how many attempts in a row began with it.
 before=$(largest "$trained/checkpoints/step-")
@@ -183,9 +199,12 @@ launch download dtt.main "${command[@]}"
 
 # ---- how it ended, and whether it goes on ------------------------------------------------------
 
+# told NAME FOLDER: a field of the exit.json that a training wrote into its newest attempt.
+told() { sed -n "s/^ *\"$1\": *\"\{0,1\}\([^\",]*\).*/\1/p" "$2/attempts/$(largest "$2/attempts/")/exit.json" 2>/dev/null; }
+
+code=none by=$asked
 case $status in
 0 | 1 | 2 | 65 | 66 | 74 | 75 | 76 | 78 | 130) code=$status ;;
-*) code=none ;;
 esac
 [[ $code != none || -z $asked ]] || code=75 status=75 # the signal's work; what is finished is kept
 case $code in
@@ -194,33 +213,33 @@ case $code in
 *) reason="exit code $status: logs/latest.log tells why" ;;
 esac
 exit_record=$_dtt_job/attempts/$attempt/exit.json # as `dtt train` writes it for itself
-printf '{\n "code": %s,\n "reason": "%s",\n "step": null,\n "rank": 0,\n "node": "%s",\n "checkpoint": null\n}\n' \
-    "${code/none/1}" "$reason" "$_dtt_host" >"$exit_record.new"
+printf '{\n "code": %s,\n "reason": "%s",\n "step": null,\n "rank": 0,\n "node": "%s",\n "checkpoint": null,\n "asked_by": "%s"\n}\n' \
+    "${code/none/1}" "$reason" "$_dtt_host" "$asked" >"$exit_record.new"
 mv -- "$exit_record.new" "$exit_record"
-drop_request
 
 case $code in
 0) leave 0 "done" ;;
 2 | 65 | 66 | 76 | 130) leave "$status" "exit code $code: mend what it says, then $again" ;;
 esac
-on_request="stopped on request, all is saved; $again goes on"
-if [[ $code == 75 ]] && { [[ -n $person ]] || a_person_asks; }; then
+fate=$(fate)
+if [[ $fate == cancelled ]]; then leave "$status" "exit code $code; the job was cancelled"; fi
+if a_person_asks; then by="a person"; fi
+# A signal was a wish to stop if Slurm has nothing else in mind; no answer is no reason to end.
+if [[ $code == 75 && $by != "$limit" && ($fate == running || ! $by =~ ^(SIG.*|slurm:.*|)$) ]]; then
     rm -f -- "$trained/control/stop"
-    leave 75 "$on_request"
-fi
-if [[ $asked != "$limit" ]] && ! { preempted && running; }; then
-    if [[ -n $asked ]]; then
-        say "exit code $code after SIGTERM: whether the job goes on is Slurm's to say"
-        trap '' USR2 TERM
-        exit "$status"
-    fi
-    [[ $code != 75 ]] || leave 75 "$on_request"
+    leave 75 "stopped on request, all is saved; $again goes on"
 fi
 if [[ $(largest "$trained/checkpoints/step-") == "$before" ]] && ((stalled >= 3)); then
     leave "$status" "exit code $code; $give_up"
 fi
-if ! running; then leave "$status" "exit code $code; the job was cancelled"; fi
-trap '' USR2 TERM # a requeue sends them, too
-say "exit code $code; back into the queue"
-scontrol requeue "$id" || leave "$status" "cannot be requeued: $again goes on"
+how="exit code $code"
+if [[ $fate == preempted ]]; then how="preempted, $how"; fi
+decided again "$how; back into the queue"
+until scontrol requeue "$id"; do
+    case $(fate) in
+    '') sleep 10 ;; # Slurm is restarting
+    ended) exit "$status" ;; # it lost a node: Slurm has put it back by itself
+    *) leave "$status" "cannot be requeued: $again goes on" ;;
+    esac
+done
 exit "$status"

@@ -11,6 +11,7 @@ SQUEUE = {
     "PENDING": "{id}|PENDING||{since}|{since}|{since}|Resources",
     "HELD": "{id}|PENDING||{since}|N/A|N/A|JobHeldUser",
     "RUNNING": "{id}|RUNNING|n[1-2]|{since}|{since}|{since}|None",
+    "SUSPENDED": "{id}|SUSPENDED|n[1-2]|{since}|{since}|{since}|None",
     "CANCELLED": "{id}|CANCELLED||{since}|{since}|{since}|Resources",
     "COMPLETED": "{id}|COMPLETED|n1|{since}|{since}|{since}|None",
     "FAILED": "{id}|FAILED|n1|{since}|{since}|{since}|NonZeroExitCode",

@@ -61,6 +61,9 @@ Config = Annotated[
     str | None,
     typer.Option("--config", "-c", help="Config file, or the name of a shipped one (quickstart)."),
 ]
+Cluster = Annotated[
+    str | None, typer.Option(help="Cluster profile: a name in configs/clusters/, or a file.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, as train.steps=500."),
@@ -448,10 +451,7 @@ def submit(
         ),
     ] = None,
     config: Config = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Cluster profile: a name in configs/clusters/, or a file."),
-    ] = None,
+    cluster: Cluster = None,
     allow_change: Annotated[
         list[str] | None,
         typer.Option(help="When a job goes on, let this key change what is trained; repeatable."),
@@ -570,6 +570,18 @@ def job_resume(job: Job) -> None:
         from dtt.commands import job as body
 
         body.resume(job)
+
+
+@job_cli.command("rm", epilog=_examples("dtt job rm jobs/run -y"))
+def job_rm(
+    job: Job,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+) -> None:
+    """Delete a job directory with all of its checkpoints; not while the job runs or is queued."""
+    with command():
+        from dtt.commands import job as body
+
+        body.rm(job, yes=yes)
 
 
 @job_cli.command(
@@ -829,6 +841,7 @@ Cap = Annotated[
         "dtt sweep submit lr.yaml --dry-run      # what it comes to",
         "dtt sweep submit lr.yaml --local 2      # here, two at a time",
         "dtt sweep submit lr.yaml --cap 4        # as a Slurm array, four at a time",
+        "dtt sweep submit lr.yaml --cluster generic",
     ),
 )
 def sweep_submit(
@@ -839,6 +852,7 @@ def sweep_submit(
     array: Array = False,
     separate: Separate = False,
     cap: Cap = None,
+    cluster: Cluster = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, no more.")] = False,
     json: Json = False,
@@ -852,7 +866,7 @@ def sweep_submit(
         from dtt.commands import sweep
 
         how = sweep.How.chosen(local, array, separate, cap)
-        sweep.submit(file, how, yes=yes, dry_run=dry_run, as_json=json)
+        sweep.submit(file, how, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
 
 
 @sweep_cli.command(name="status")

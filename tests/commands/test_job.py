@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import SQUEUE, FakeSlurm
+from fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
 from running import Dtt
 
 from dtt.launch.sweep import SweepManifest, TrialRecord
@@ -215,6 +216,50 @@ def test_a_queued_job_is_cancelled_only_with_yes(dtt: Dtt) -> None:
     assert slurm.asked("scancel") == ["23"]
     slurm.says("scancel", error="scancel: error: Access/permission denied")
     assert "permission denied" in dtt("job", "stop", "jobs/t", "-y", PATH=path, expect=78).stderr
+
+
+def test_when_slurm_is_silent_ls_goes_on_and_stop_leaves_its_request(dtt: Dtt) -> None:
+    slurm = FakeSlurm(dtt.folder / "bin")
+    slurm.says("squeue", error=NO_CONTROLLER)
+    path = str(slurm.folder)
+    job = handed_over(made(dtt, "t"), "train", "jobs/t")
+    by_hand = made(dtt, "by-hand")
+    (by_hand / "attempts/1").mkdir(parents=True)
+    os.utime(by_hand / "attempts/1", (1, 1))
+    listed = dtt("job", "ls", PATH=path)
+    assert {line.split()[0]: line.split()[1] for line in listed.stdout.splitlines()} == {
+        "jobs/t": "unknown", "jobs/by-hand": "lost",
+    }  # fmt: skip
+    said = dtt("job", "stop", "jobs/t", PATH=path).stdout
+    assert "jobs/t is unknown: submitted as 7; " in said
+    assert "it saves and stops as soon as it runs" in said
+    assert (job / "control/stop").read_text().endswith(": dtt job stop\n")
+    handed_over(made(dtt, "z-export"), "export", "jobs/z")
+    silent = dtt("job", "stop", "jobs/z-export", PATH=path, expect=78).stderr
+    assert "cannot tell whether jobs/z-export runs" in silent
+    assert "may run or be queued" in dtt("job", "rm", "jobs/t", "-y", PATH=path, expect=2).stderr
+
+
+def test_rm_deletes_a_job_that_has_ended_and_nothing_else(dtt: Dtt, endless: Any) -> None:
+    status = told(dtt)
+    assert status["loss"] > 0
+    assert status["tokens"] > 0
+    assert status["tokens_per_second"] > 0
+    assert status["seconds_left"] > 0
+    assert "loss        " in dtt("job", "status", "jobs/t").stdout
+    assert "is running" in dtt("job", "rm", "jobs/t", "-y", expect=2).stderr
+    dtt("job", "stop", "jobs/t")
+    assert Dtt.wait(endless).returncode == 75
+    kept = dtt("job", "rm", "jobs/t", expect=2).stderr  # nobody to ask
+    assert "nothing was deleted of jobs/t: stopped, 1 checkpoints" in kept
+    assert "dtt job rm jobs/t -y" in kept
+    disk = dtt.folder / "disk"
+    (dtt.folder / "jobs/t").rename(disk)
+    (dtt.folder / "jobs/t").symlink_to(disk)
+    assert "deleted jobs/t" in dtt("job", "rm", "jobs/t", "-y").stdout
+    assert not disk.exists()
+    assert list((dtt.folder / "jobs").iterdir()) == []
+    assert "is not the directory of a job" in dtt("job", "rm", "jobs/t", expect=66).stderr
 
 
 def test_logs_of_the_first_node_or_another(dtt: Dtt) -> None:

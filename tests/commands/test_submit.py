@@ -230,6 +230,54 @@ def test_a_refusal_of_sbatch_is_told_in_its_own_words(
     assert config.read_text() == "name: t"
 
 
+def test_a_timeout_of_sbatch_removes_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
+    fake.write_text(
+        "#!/bin/bash\necho 'sbatch: error: Socket timed out on send/recv' >&2\nexit 1\n"
+    )
+    done = dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert "Slurm may have accepted the job" in done.stderr
+    assert (dtt.folder / "jobs/t/slurm.sh").exists()
+    told = json.loads(dtt("job", "status", "jobs/t", "--json", **slurm).stdout)
+    assert told["state"] == "unknown"
+    # Slurm shows it: the job is what it is.
+    script = dtt.folder / "jobs/t/slurm.sh"
+    known = slurm | {"QUEUE": f"31|{time.time():.0f}|{script}\n"}
+    asked = dtt("submit", "train", *tiny(), **known).stdout
+    assert asked.splitlines()[-1].split() == ["submitted", "31"]
+
+
+def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    short = dtt("submit", "train", *tiny(launch__time=1), "--dry-run", **slurm)
+    assert "warning    Slurm may send its signal 60 s early" in short.stdout
+    assert "warning" not in dtt("submit", "train", *tiny(), "--dry-run", **slurm).stdout
+    job = JobDir(dtt.folder / "jobs/t")
+    job.write_lead(step=20.0, save=300.0)  # 670 s
+    done = dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", expect=2, **slurm)
+    assert "launch.time (20:00) is too short for this job" in done.stderr
+    assert "launch.time=23 or more" in done.stderr
+    for enough in ({"launch__time": 23}, {"launch__time": 20, "launch__lead_seconds": 400}):
+        dtt("submit", "train", *tiny(**enough), "--dry-run", **slurm)
+
+
+def test_gpus_of_a_type_are_asked_for_and_counted(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    keys = tiny(launch__gpus_per_node="a100:4", launch__time="1-12", train__micro_batch=1)
+    script = dtt("submit", "train", *keys, "--print-script", **slurm).stdout
+    assert "#SBATCH --gpus-per-node=a100:4\n" in script
+    assert "#SBATCH --time=1-12\n" in script
+    assert "--nproc_per_node=4 " in script
+    assert "1 nodes x 4" in dtt("submit", "train", *keys, "--dry-run", **slurm).stdout
+    for wrong in ("a100:0", "4:a100", "a100:4,v100:2", "-1"):
+        done = dtt("submit", "train", *tiny(launch__gpus_per_node=wrong), expect=2, **slurm)
+        assert "must be a number, or type:number as a100:4" in done.stderr
+
+
 @pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
 def test_at_a_terminal_it_asks(
     answer: str, submits: bool, dtt: Dtt, tiny: Settings, slurm: dict[str, str]

@@ -339,6 +339,25 @@ def test_separate_jobs_are_one_for_each_trial(dtt: Dtt, tiny: Settings, slurm: P
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("base", ["none", "keys", "file", "extends"])
+def test_a_cluster_profile_lies_below_the_base_of_a_sweep(
+    base: str, dtt: Dtt, tiny: Settings, slurm: Path
+) -> None:
+    (dtt.folder / "mine.yaml").write_text("launch: {partition: slow, account: me}")
+    (dtt.folder / "run.yaml").write_text("launch: {partition: fast}")
+    bases: dict[str, Any] = {
+        "none": {}, "keys": {"base": {"launch": {"partition": "fast"}}},
+        "file": {"base": "run.yaml"}, "extends": {"base": {"extends": "run.yaml"}},
+    }  # fmt: skip
+    write_sweep(dtt, tiny(), {"seed": [0, 1]}, **bases[base])
+    dtt("sweep", "submit", "s.json", "--array", "--cluster", "mine.yaml")
+    script = (dtt.folder / "jobs/s/slurm.sh").read_text()
+    assert "#SBATCH --account=me\n" in script
+    assert f"#SBATCH --partition={'slow' if base == 'none' else 'fast'}\n" in script
+    refused = dtt("sweep", "submit", "s.json", "--cluster", "run.json", expect=66)
+    assert "clusters/run.json" in refused.stderr
+
+
 def test_without_slurm_an_array_is_refused_before_anything_is_made(
     dtt: Dtt, tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,21 @@ class Written:
     job: JobDir
 
     def submitted(self, *ids: str) -> Written:
-        lines = [{"time": time.time() - 500, "job_id": id, "command": "dtt submit"} for id in ids]
+        facts = {"time": time.time() - 500, "argv": ["train"], "directory": "/"}
+        lines = [facts | {"job_id": id} for id in ids]
         self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        return self
+
+    def succeeded(self, *ids: str) -> Written:
+        """Successors that the job script has submitted."""
+        with self.job.submissions.open("a") as file:
+            for id in ids:
+                record = {"time": time.time() - 300, "job_id": id, "command": "successor of 7"}
+                file.write(json.dumps(record) + "\n")
+        return self
+
+    def decided(self, decision: str) -> Written:
+        self._write("decision", decision + "\n", 50)
         return self
 
     def attempt(self, number: int = 1, *, ago: float = 300, slurm: str | None = None) -> Written:
@@ -338,7 +351,9 @@ def test_preempted_and_waiting(written: Written, slurm: FakeSlurm, accounting: b
         slurm.says("sacct", sacct_line("PREEMPTED"), sacct_line("PENDING", ago=90))
         written.beat(ago=95)
     else:
-        written.ended(75, SAVED.format(by="slurm: SIGTERM"))
+        # The grace period: the script itself put it back, which Slurm calls neither.
+        written.ended(75, SAVED.format(by="SIGTERM"))
+        written.decided("again: preempted, exit code 75; back into the queue")
     status = written.status()
     assert (status.state, status.queued) == ("preempted", True)
     assert status.detail.startswith("waits for Resources; ")
@@ -422,6 +437,126 @@ def test_a_controller_that_does_not_answer_is_told(written: Written, slurm: Fake
     status = written.submitted("7").attempt(slurm="7").beat().status()
     assert (status.state, status.silence) == ("running", NO_CONTROLLER)
     assert written.ended(76, "diverged").status().state == "diverged"
+
+
+# ---- Slurm gives no answer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "by"), [(75, "slurm: time limit"), (1, ""), (74, "")])
+def test_a_job_that_may_be_in_the_queue_is_unknown(
+    written: Written, slurm: FakeSlurm, code: int, by: str
+) -> None:
+    slurm.says("squeue", error=NO_CONTROLLER)
+    written.submitted("7").attempt(slurm="7").ended(code, SAVED.format(by=by))
+    reason = "stopped at step 8 of 20, everything is saved"
+    expected = f"submitted as 7; {NO_CONTROLLER}; attempt 1 ended: {reason}"
+    assert told(written.status()) == ("unknown", expected)
+    assert written.decided("again: exit code; back into the queue").status().state == "unknown"
+
+
+def test_what_the_job_script_has_ended_is_known_without_slurm(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", error=NO_CONTROLLER)
+    written.submitted("7").attempt(slurm="7").ended(75, SAVED.format(by="bob: x"))
+    written.decided("over: stopped on request")
+    assert written.status().state == "stopped"
+    written.ended(74, "disk full").stalled(4, 3).checkpoint(4)
+    assert written.status().state == "out of attempts"
+    written.submitted("7", "9")
+    (written.job.submissions).write_text(
+        written.job.submissions.read_text()
+        + json.dumps({"time": time.time(), "job_id": "9"})
+        + "\n"
+    )  # handed over again since then
+    assert written.status().state == "unknown"
+
+
+def test_that_slurm_is_silent_says_nothing_of_a_job_it_never_had(
+    written: Written, slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    slurm.says("squeue", error=NO_CONTROLLER)
+    other = Written(JobDir(tmp_path / "jobs/other"))
+    other._write("config.yaml", "name: other\n")
+    other.attempt(ago=300)  # by hand, and gone before its first heartbeat
+    written.submitted("7")
+    assert [s.state for s in ledger.examine([written.job, other.job])] == ["unknown", "lost"]
+
+
+def test_something_else_than_jobs_is_no_answer(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", "slurm is being upgraded until noon")
+    assert written.submitted("7").status().state == "unknown"
+
+
+def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    script = written.job.script.absolute()
+    record = {"time": time.time() - 20, "job_id": None, "argv": ["train"], "directory": "/",
+              "script": str(script), "task": None}  # fmt: skip
+    written._write("submissions.jsonl", json.dumps(record) + "\n")
+    status = written.status()
+    assert status.state == "unknown"
+    assert "sbatch did not say whether Slurm accepted it" in status.detail
+    found = f"31|{time.time() - 10:.0f}|{script}"
+    slurm.says("squeue", found)
+    # The fake prints the same for both of its questions: the second is no answer.
+    assert "--me" in slurm.asked("squeue")[-1]
+    assert written.status().own.unanswered
+    assert "--jobs=31" in slurm.asked("squeue")[-1]
+
+
+# ---- chains, suspension, resumption --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "decision", "state"),
+    [
+        (75, SAVED.format(by="alice: dtt job stop"), "over: stopped on request", "stopped"),
+        (74, "disk full", "over: exit code 74; 3 attempts in a row", "out of attempts"),
+        (None, "", "over: exit code 78; 3 attempts in a row", "out of attempts"),
+    ],
+)
+def test_a_successor_that_the_script_cancelled_does_not_make_the_job_cancelled(
+    written: Written, slurm: FakeSlurm, code: int | None, reason: str, decision: str, state: str
+) -> None:
+    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("CANCELLED", ago=98, id="8"))
+    written.submitted("7").succeeded("8").attempt(slurm="7").stalled(4, 3).checkpoint(4)
+    if code is not None:
+        written.ended(code, reason)
+    assert written.status().state == "cancelled"  # by somebody else
+    status = written.decided(decision).status()
+    assert (status.state, status.slurm and status.slurm.id) == (state, "7")
+
+
+def test_a_suspended_job_is_suspended_however_long_it_is_silent(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("SUSPENDED"))
+    written.submitted("7").attempt(slurm="7")
+    for ago in (5, 500):
+        status = written.beat(ago=ago).status()
+        assert told(status) == ("suspended", "on n[1-2], until Slurm resumes it")
+    with pytest.raises(ConfigError, match="is suspended as Slurm job 7"):
+        status.check_idle()
+
+
+def test_one_that_was_cancelled_and_resumed_is_queued_not_preempted(
+    written: Written, slurm: FakeSlurm
+) -> None:
+    slurm.says("squeue", squeue_line("CANCELLED", ago=99), squeue_line("PENDING", ago=9, id="9"))
+    written.submitted("7", "9").attempt(slurm="7").ended(75, SAVED.format(by="SIGTERM"))
+    assert written.status().state == "queued"
+
+
+def test_a_chain_tells_how_its_predecessor_ended(written: Written, slurm: FakeSlurm) -> None:
+    written.submitted("7").succeeded("8").attempt(slurm="7").ended(75, SAVED.format(by="SIGTERM"))
+    slurm.says("squeue", squeue_line("NODE_FAIL", ago=99), squeue_line("PENDING", ago=98, id="8"))
+    status = written.status()
+    assert status.state == "queued"
+    assert "attempt 1, NODE_FAIL: stopped at step 8" in status.detail
+    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("PENDING", ago=98, id="8"))
+    assert written.decided("again: preempted, exit code 75").status().state == "preempted"
 
 
 def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: FakeSlurm) -> None:

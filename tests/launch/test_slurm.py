@@ -256,10 +256,11 @@ FAKES = {
     "scontrol": """
         case "$1 $2" in
         "show hostnames") printf 'n1\\nn2\\n' ;;
-        "show job") echo "JobId=$3 JobState=${STATE:-RUNNING} Reason=None"
+        "show job") [[ ${STATE:-} != silent ]] || exit 1
+            echo "JobId=$3 JobState=${STATE:-RUNNING} Reason=${REASON:-None}"
             echo "   StartTime=2026-01-01T10:00:00 EndTime=${ENDS:-2999-01-01T12:00:00} X=y"
             echo "   PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=${PREEMPT:-None}" ;;
-        *) echo "scontrol $*" >>"$CALLS" ;;
+        *) echo "scontrol $*" >>"$CALLS"; exit "${REQUEUE_CODE:-0}" ;;
         esac""",
     "sbatch": 'echo "sbatch $*" >>"$CALLS"; echo 77',
     "scancel": 'echo "scancel $*" >>"$CALLS"',
@@ -278,16 +279,26 @@ FAKES = {
             until [[ -s $job/control/stop ]]; do sleep 0.01; done
             head -n 1 "$job/control/stop" >>"$CALLS"
             [[ -z ${PERSON:-} ]] || echo "alice: dtt job stop" >"$job/control/stop"
-            ! grep -q ^slurm: "$job/control/stop" || rm "$job/control/stop"
+            ASKED=$(head -n 1 "$job/control/stop")
+            rm "$job/control/stop"
         fi
         [[ -z ${SAVES:-} ]] || mkdir -p "$job/checkpoints/$SAVES"
         [[ $CODE != none ]] || kill -9 $$
-        if [[ -n ${BEGINS-yes} ]]; then
-            printf '{\\n "code": %s,\\n "reason": "the \\\\"code\\\\": 3"\\n}\\n' "$CODE" \\
-                >"$job/attempts/$number/exit.json"
+        if [[ -n ${BEGINS-yes} && $CODE != silent ]]; then
+            record='{\\n "code": %s,\\n "reason": "a \\\\"code\\\\": 3",\\n "asked_by": "%s"\\n}\\n'
+            printf "$record" "$CODE" "${ASKED:-}" >"$job/attempts/$number/exit.json"
         fi
-        exit 1""",
+        exit "${LAUNCHER_CODE:-1}" """,
 }
+
+
+ENDS_WELL = """
+mkdir -p jobs/run/attempts/1
+echo '{
+ "code": 0,
+ "asked_by": ""
+}' >jobs/run/attempts/1/exit.json
+"""
 
 
 @pytest.fixture
@@ -452,7 +463,9 @@ def test_a_first_node_without_a_name_is_met_by_its_address(tmp_path: Path, fakes
 
 
 def test_srun_starts_every_process_with_a_place_to_meet(tmp_path: Path, fakes: Path) -> None:
-    (fakes / "python").write_text('#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT $*" >>"$CALLS"\n')
+    (fakes / "python").write_text(
+        '#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT $*" >>"$CALLS"\n' + ENDS_WELL
+    )
     text = render(script(directory=tmp_path, start="srun", processes_per_node=3))
     assert execute(text, tmp_path, fakes)[0] == 0
     srun, python = calls(tmp_path)
@@ -491,6 +504,10 @@ def test_a_preflight_that_fails_keeps_the_training_from_starting(
     assert [c for c in calls(tmp_path) if c.startswith("python")] == [
         "python -m dtt.main doctor --device cpu --path jobs/run "
     ]
+    (fakes / "python").write_text(
+        f"#!/bin/bash\n{FAKES['python'].partition('exit')[0]}\n"
+        f"[[ $* == *doctor* ]] && exit\n{ENDS_WELL}"
+    )
     assert execute(text, tmp_path, fakes)[0] == 0
     assert calls(tmp_path)[-1].startswith("python -m dtt.main train jobs/run")
 
@@ -509,7 +526,7 @@ def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Pat
     assert link.parent / link.readlink() == trial / "logs/../../logs/run-42_1.log"
     execute(text, tmp_path, fakes, CODE="1", **task)
     assert calls(tmp_path)[-1] == "scontrol requeue 42_1"  # 42 would be all tasks
-    _, said = execute(text, tmp_path, fakes, CODE="75", **task)
+    _, said = execute(text, tmp_path, fakes, CODE="75", ASKED=ALICE, **task)
     assert said.splitlines()[-1].endswith("saved; dtt sweep retry sweep b goes on")
 
 
@@ -532,9 +549,13 @@ def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
 # ---- how it goes on ----------------------------------------------------------------------------
 
 REQUEUE = "scontrol requeue 42"
+ALICE = "alice: dtt job stop"
 LIMIT, TERM = {"SIGNAL": "USR2"}, {"SIGNAL": "TERM"}
 SAVES = {"SAVES": "step-000009"}
 PREEMPTED = {"PREEMPT": "2026-01-01T11:00:00"}
+BY_SIGNAL = {"CODE": "75", "ASKED": "SIGTERM", **SAVES}
+"""The ranks got SIGTERM, and the job script has not (yet)."""
+LOST_NODE = {"STATE": "COMPLETING", "REASON": "NodeDown"}
 
 
 @pytest.mark.parametrize(
@@ -551,18 +572,27 @@ PREEMPTED = {"PREEMPT": "2026-01-01T11:00:00"}
         ({"CODE": "78"}, True, 78, "back into the queue"),
         ({"CODE": "none"}, True, 137, "exit code none; back into the queue"),
         ({"CODE": "0", "BEGINS": ""}, True, 1, "exit code 1; back into the queue"),
-        ({"CODE": "75", **SAVES}, False, 75, "stopped on request"),
+        # srun may return before exit.json is there: then nobody knows how the training ended.
+        ({"CODE": "silent", "LAUNCHER_CODE": "0"}, True, 0, "exit code none; back into the queue"),
+        ({"CODE": "0", "BEGINS": "", "LAUNCHER_CODE": "0"}, True, 0, "none; back into the queue"),
+        ({"CODE": "75", "ASKED": ALICE, **SAVES}, False, 75, "stopped on request"),
+        ({"CODE": "75", "ASKED": ALICE, **LOST_NODE, **SAVES}, False, 75, "stopped on request"),
         ({"CODE": "75", **SAVES, **LIMIT}, True, 75, "back into the queue"),
         ({"CODE": "0", **LIMIT}, False, 0, "done"),
         ({"CODE": "76", **LIMIT}, False, 76, "mend"),
         ({"CODE": "none", **LIMIT}, True, 137, "back into the queue"),
-        ({"CODE": "75", **SAVES, **TERM}, False, 75, "Slurm's to say"),
-        ({"CODE": "1", **TERM}, False, 1, "Slurm's to say"),
+        ({"CODE": "75", **SAVES, **TERM}, False, 75, "stopped on request"),
+        ({"CODE": "1", **TERM}, True, 1, "back into the queue"),
         ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, True, 75, "back into the queue"),
-        ({"CODE": "75", **SAVES, **PREEMPTED}, True, 75, "back into the queue"),
-        ({"CODE": "75", **SAVES, "PREEMPT": "2026-01-01T09:00:00"}, False, 75, "on request"),
-        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, False, 75, "Slurm's to say"),
+        ({**BY_SIGNAL, **PREEMPTED}, True, 75, "preempted, exit code 75; back into the queue"),
+        ({**BY_SIGNAL, "PREEMPT": "2026-01-01T09:00:00"}, False, 75, "on request"),
+        ({**BY_SIGNAL, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({**BY_SIGNAL, **LOST_NODE}, True, 75, "back into the queue"),
+        ({**BY_SIGNAL, **LOST_NODE, "REQUEUE_CODE": "1"}, True, 75, "back into the queue"),
+        ({**BY_SIGNAL, "STATE": "silent"}, True, 75, "back into the queue"),
+        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
         ({"CODE": "75", **SAVES, **LIMIT, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({"CODE": "1", "REQUEUE_CODE": "1"}, True, 1, "cannot be requeued"),
         ({"CODE": "1", "STATE": "CANCELLED"}, False, 1, "was cancelled"),
     ],
 )
@@ -574,6 +604,28 @@ def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
     assert said in output.splitlines()[-1]
     asked = {"USR2": "slurm: time limit", "TERM": "slurm: SIGTERM"}.get(env.get("SIGNAL", ""))
     assert asked is None or asked in calls(tmp_path)
+    decision = (tmp_path / "jobs/run/decision").read_text()
+    again = requeued and "cannot" not in said
+    assert (
+        decision
+        == f"{'again' if again else 'over'}: {output.splitlines()[-1].split('slurm: ')[1]}\n"
+    )
+
+
+def test_a_rival_of_a_running_job_ends_at_once_and_touches_nothing(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    assert execute(text, tmp_path, fakes, CODE="1")[0] == 1
+    before = {p: p.lstat().st_mtime_ns for p in (tmp_path / "jobs").rglob("*") if p.is_file()}
+    asked = len(calls(tmp_path))
+    code, said = execute(text, tmp_path, fakes, SLURM_JOB_ID="43")
+    assert (code, said.split("slurm: ")[1]) == (78, "job 42 runs in jobs/run: this one ends\n")
+    assert len(calls(tmp_path)) == asked
+    assert before == {p: p.lstat().st_mtime_ns for p in before}
+    # The job itself, requeued, goes on; and another once it has ended.
+    assert execute(text, tmp_path, fakes, SLURM_RESTART_COUNT="1")[0] == 0
+    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="43", STATE="COMPLETED")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -581,12 +633,16 @@ def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
     [
         ({"CODE": "0"}, True),
         ({"CODE": "76"}, True),
-        ({"CODE": "75", **SAVES}, True),
+        ({"CODE": "75", "ASKED": ALICE, **SAVES}, True),
         ({"CODE": "75", **SAVES, **LIMIT}, False),
         ({"CODE": "1"}, False),
         ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, True),
         ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, False),
-        ({"CODE": "none", **TERM, "ENDS": "2026-01-01T12:00:00"}, False),
+        ({"CODE": "none", **TERM, "STATE": "COMPLETING", "REASON": "TimeLimit"}, False),
+        ({"CODE": "none", **TERM, **LOST_NODE}, False),
+        ({"CODE": "75", **SAVES, **TERM, **LOST_NODE}, False),
+        ({**BY_SIGNAL, **LOST_NODE}, False),
+        ({**BY_SIGNAL, "STATE": "silent"}, False),
     ],
 )
 def test_a_successor_waits_from_the_start_and_is_cancelled_when_all_is_over(
@@ -595,11 +651,30 @@ def test_a_successor_waits_from_the_start_and_is_cancelled_when_all_is_over(
     text = render(script(directory=tmp_path, continuation="singleton"))
     assert "no-requeue" in directives(text)
     _, output = execute(text, tmp_path, fakes, **env)
-    successor = "sbatch --parsable --dependency=singleton jobs/run/slurm.sh continued"
+    successor = "sbatch --parsable --dependency=afterany:42 jobs/run/slurm.sh continued 42"
     assert calls(tmp_path)[0] == successor
     assert ("scancel 77" in calls(tmp_path)) == cancelled, output
     assert REQUEUE not in calls(tmp_path)
     assert evidence.slurm_ids(JobDir(tmp_path / "jobs/run")) == ["77"]
+
+
+def test_a_successor_does_not_start_what_is_over_or_was_cancelled(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    execute(text, tmp_path, fakes, CODE="76")
+    started = len(calls(tmp_path))
+    successor = ("continued", "42")
+    assert execute(text, tmp_path, fakes, *successor, SLURM_JOB_ID="77", STATE="FAILED")[0] == 0
+    assert len(calls(tmp_path)) == started
+    # Who submits it again knows better.
+    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="78", STATE="FAILED", CODE="none")[0] == 137
+    started = len(calls(tmp_path))
+    code, said = execute(
+        text, tmp_path, fakes, "continued", "78", SLURM_JOB_ID="79", STATE="CANCELLED"
+    )
+    assert (code, said.split("slurm: ")[1]) == (0, "job 78 was cancelled\n")
+    assert len(calls(tmp_path)) == started
 
 
 @pytest.mark.parametrize(
@@ -620,7 +695,7 @@ def test_the_other_commands_have_attempts_and_endings_too(
     made = JobDir(tmp_path / job)
     assert made.attempt() == 2
     assert made.exit_record(2) == {
-        "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None,
+        "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None, "asked_by": "",
         "reason": "done" if code == 0 else f"exit code {ended}: logs/latest.log tells why",
     }  # fmt: skip
 
@@ -728,6 +803,21 @@ def test_the_job_is_asked_as_early_as_its_saves_have_come_to_need(
 
 def record(**values: Any) -> str:
     return json.dumps({"step": 1, **values}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [(90, 5400), ("90", 5400), ("30:00", 1800), ("12:00:00", 43_200), ("1-12", 129_600),
+     ("1-12:30", 131_400), ("1-00:00:01", 86_401), (None, None)],
+)  # fmt: skip
+def test_a_time_limit_is_written_as_for_slurm(time: Any, seconds: int | None) -> None:
+    assert LaunchConfig(time=time).time_limit == seconds
+
+
+@pytest.mark.parametrize("time", ["", "1:2", "90:60", "1-", "-1", "1:00:00:00", "1d", "1-2-3", "x"])
+def test_what_is_no_time_limit_is_refused(time: str) -> None:
+    with pytest.raises(ValidationError, match="must be minutes, MM:SS"):
+        LaunchConfig(time=time)
 
 
 def test_the_lead_is_measured_asked_for_or_a_default(tmp_path: Path) -> None:

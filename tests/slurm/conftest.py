@@ -147,6 +147,16 @@ class Submitted:
         record: dict[str, Any] = json.loads(path.read_bytes())
         return record
 
+    def submissions(self) -> list[str]:
+        """Slurm's ids, those of successors included."""
+        lines = (self.dtt.folder / self.path / "submissions.jsonl").read_text().splitlines()
+        return [json.loads(line)["job_id"] for line in lines]
+
+    def wait_for_submissions(self, number: int) -> list[str]:
+        """Wait until there have been that many; returns Slurm's ids."""
+        wait_for(f"submission {number}", lambda: len(self.submissions()) >= number)
+        return self.submissions()
+
     def slurm_log(self) -> str:
         """What the job script said."""
         return (self.dtt.folder / self.path / "logs/latest-slurm.log").read_text()

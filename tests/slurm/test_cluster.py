@@ -151,7 +151,10 @@ def test_cancelled_it_saves_and_stays_away_until_plain_sbatch_goes_on(
     assert_as_undisturbed(job)
 
 
-@pytest.mark.parametrize(("continuation", "then"), [("none", "NODE_FAIL"), ("requeue", "PENDING")])
+@pytest.mark.parametrize(
+    ("continuation", "then"),
+    [("none", "NODE_FAIL"), ("requeue", "PENDING"), ("singleton", "NODE_FAIL")],
+)
 def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
     continuation: str, then: str, cluster: Any, submit: Submit, assert_as_undisturbed: Check
 ) -> None:
@@ -161,23 +164,45 @@ def test_a_lost_node_is_told_and_the_job_goes_on_by_itself_or_resumed(
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=power")
     cluster.wait_for_state(job.id, then)
     told = job.told()
-    assert told["slurm"]["state"] == then
-    # Slurm may have sent SIGTERM to the other node's ranks: without accounting, which this cluster
-    # may lack, nothing tells that from a preemption.
-    waiting = ("queued", "preempted")
-    assert told["state"] in (("node failed",) if continuation == "none" else waiting)
+    assert told["state"] == ("node failed" if continuation == "none" else "queued")
+    assert told["slurm"]["state"] == (then if continuation == "none" else "PENDING")
     assert told["checkpoint"] is not None
     cluster.start_what_was_killed()
     again = job.id
     if continuation == "none":
         again = job.dtt("job", "resume", job.path).stdout.split()[-1]
+    if continuation == "singleton":
+        again = job.submissions()[1]
     cluster.wait_for_state(again, "COMPLETED")
     assert job.told()["state"] == "done"
     assert_as_undisturbed(job)
 
 
-def test_a_person_stops_it_and_it_stays_stopped(cluster: Any, submit: Submit) -> None:
+def test_a_rival_ends_at_once_and_a_suspended_job_is_told_so(
+    cluster: Any, submit: Submit, assert_as_undisturbed: Check
+) -> None:
     job = submit()
+    job.wait_for_step(40)
+    script = job.dtt.folder / job.path / "slurm.sh"
+    rival = cluster.run("sbatch", "--parsable", f"--chdir={job.dtt.folder}", str(script))
+    cluster.run("scontrol", "suspend", job.id)
+    assert job.told()["state"] == "suspended"
+    assert "the request stays" in job.dtt("job", "stop", job.path).stdout
+    (script.parent / "control/stop").unlink()
+    cluster.wait_for_state(rival, "FAILED")
+    assert cluster.field(rival, "ExitCode") == "78:0"
+    assert cluster.field(rival, "Restarts") == "0"
+    cluster.run("scontrol", "resume", job.id)
+    cluster.wait_for_state(job.id, "COMPLETED")
+    assert (job.told()["state"], job.told()["attempt"]) == ("done", 1)
+    assert_as_undisturbed(job)
+
+
+@pytest.mark.parametrize("continuation", ["requeue", "singleton"])
+def test_a_person_stops_it_and_it_stays_stopped(
+    continuation: str, cluster: Any, submit: Submit
+) -> None:
+    job = submit(launch__continuation=continuation)
     job.wait_for_step(20)
     assert "acknowledged at step" in job.dtt("job", "save", job.path).stdout
     assert "acknowledged at step" in job.dtt("job", "stop", job.path).stdout
@@ -186,6 +211,7 @@ def test_a_person_stops_it_and_it_stays_stopped(cluster: Any, submit: Submit) ->
     assert told["state"] == "stopped"
     assert "dtt job stop" in told["detail"]
     assert "nothing to stop" in job.dtt("job", "stop", job.path).stdout
+    assert cluster.run("squeue", "-h", "-o", "%A") == ""
     assert "step" in job.dtt("job", "logs", job.path, "--node", "n1").stdout
 
 
@@ -202,6 +228,29 @@ def test_one_that_waits_is_told_why_and_cancelled_on_request(cluster: Any, submi
     assert job.told()["state"] == "cancelled"
 
 
+def test_a_job_that_sbatch_could_not_confirm_is_found_in_the_queue(
+    cluster: Any, dtt: Any, settings: Callable[..., list[str]], follow: Submit
+) -> None:
+    """The real sbatch hands it over, and what it says about that gets lost."""
+    sbatch = dtt.folder / "bin/sbatch"
+    sbatch.parent.mkdir()
+    lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    sbatch.write_text(
+        f'#!/bin/sh\n{shutil.which("sbatch")} "$@" >/dev/null\necho "{lost}" >&2; exit 1\n'
+    )
+    sbatch.chmod(0o755)
+    keys = settings(launch__directives="[--hold]")
+    path = f"{sbatch.parent}:{os.environ['PATH']}"
+    said = json.loads(dtt("submit", "train", *keys, "-y", "--json", PATH=path).stdout)
+    assert cluster.field(said["job_id"], "JobState") == "PENDING"
+    job = follow(said["job_dir"], said["job_id"])
+    assert job.told()["state"] == "queued"
+    assert "is queued" in dtt("job", "rm", job.path, "-y", expect=2).stderr
+    dtt("job", "stop", job.path, "-y")
+    assert "deleted" in dtt("job", "rm", job.path, "-y").stdout
+    assert list((dtt.folder / "jobs").iterdir()) == []
+
+
 def test_what_would_fail_again_is_not_tried_again(cluster: Any, submit: Submit) -> None:
     job = submit(optim__lr=1e30, checkpoint__every=1000)
     cluster.wait_for_state(job.id, "FAILED")
@@ -211,12 +260,16 @@ def test_what_would_fail_again_is_not_tried_again(cluster: Any, submit: Submit) 
     assert cluster.run("squeue", "-h", "-o", "%A") == ""
 
 
+@pytest.mark.parametrize("continuation", ["requeue", "singleton"])
 def test_after_three_attempts_without_a_checkpoint_it_gives_up(
-    cluster: Any, submit: Submit
+    continuation: str, cluster: Any, submit: Submit
 ) -> None:
-    job = submit(launch__setup="[exit 3]")
-    cluster.wait_for_state(job.id, "FAILED")
-    assert cluster.field(job.id, "Restarts") == "2"
+    job = submit(launch__setup="[exit 3]", launch__continuation=continuation)
+    last = job.id
+    if continuation == "singleton":  # job, two successors, and one that is cancelled
+        last = job.wait_for_submissions(4)[2]
+    cluster.wait_for_state(last, "FAILED")
+    assert cluster.field(last, "Restarts") == ("2" if continuation == "requeue" else "0")
     assert job.told()["state"] == "out of attempts"
     assert "3 attempts in a row" in job.slurm_log()
 
@@ -228,10 +281,12 @@ def test_a_chain_of_singletons_ends_with_the_last_step(
     job.wait_for_step(80)
     told = job.told()
     assert (told["state"], told["slurm"]["id"]) == ("running", job.id)
+    # Not the name: a job of the same name in another folder is none of its business.
+    depends = cluster.field(job.submissions()[1], "Dependency")
+    assert depends.startswith(f"afterany:{job.id}(")
     cluster.ask_to_save(job.id)
     assert job.exit_record(1)["code"] == 75
-    submissions = (job.dtt.folder / job.path / "submissions.jsonl").read_text().splitlines()
-    successor = json.loads(submissions[1])["job_id"]
+    successor = job.submissions()[1]
     cluster.wait_for_state(successor, "COMPLETED")
     told = job.told()
     assert (told["state"], told["attempt"]) == ("done", 2)

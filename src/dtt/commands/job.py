@@ -5,22 +5,25 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import secrets
 import shlex
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dtt.commands.submit import agreed
 from dtt.config.profile import Kind
-from dtt.errors import ConfigError, DttError, InputError
+from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.launch import ledger, squeue, submissions
 from dtt.launch.evidence import newest_log, requester
 from dtt.launch.ledger import State, Status
 from dtt.launch.sweep import SweepManifest
 from dtt.reading import fits, read_record
-from dtt.runtime.files import remove, write_atomically
+from dtt.runtime.files import exclusive, remove, write_atomically
 from dtt.runtime.jobdir import ANSWER, JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
@@ -106,7 +109,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "attempt": own.attempt,
         "step": own.step,
         "steps": own.steps,
-        "tokens_per_second": own.tokens_per_second if own.beats else None,
+        **own.measured(),
         "seconds_left": status.seconds_left,
         "parent": status.job.parent_record(),
         "checkpoint": status.job.newest_checkpoint_name(),
@@ -128,6 +131,7 @@ def _report(status: Status) -> Iterator[str]:
     yield f"state       {status.state}{': ' if status.detail else ''}{status.detail}"
     if own.step is not None:
         yield f"step        {_step(status)}{_speed(status)}"
+        yield from _losses(own.measured())
     if own.heartbeat is not None and own.beats:
         beat = own.heartbeat
         age = f"{max(0.0, own.now - beat['time']):.0f} s ago"
@@ -160,9 +164,18 @@ def _step(status: Status) -> str:
 
 
 def _speed(status: Status) -> str:
-    rate, left = status.own.tokens_per_second, status.seconds_left
-    fast = f", {rate:,.0f} tokens/s" if rate is not None and status.own.beats else ""
+    rate, left = status.own.measured()["tokens_per_second"], status.seconds_left
+    fast = f", {rate:,.0f} tokens/s" if rate is not None else ""
     return fast + (f", {in_words(left)} left" if left is not None else "")
+
+
+def _losses(measured: dict[str, float | None]) -> Iterator[str]:
+    """Yield the newest losses and the number of tokens trained on, if anything is on record."""
+    loss, validation, tokens = (measured[name] for name in ("loss", "eval_loss", "tokens"))
+    if loss is not None and tokens is not None:
+        yield f"loss        {loss:.4f} after {tokens:,} tokens"
+    if validation is not None:
+        yield f"validation  {validation:.4f}"
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:
@@ -176,6 +189,16 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
         print(f"dtt {command} cannot save and stop; what it has finished is kept")
         squeue.cancel(found.slurm.id)
         print(f"cancelled Slurm job {found.slurm.id}")
+    elif command == "train" and found.state in (State.SUSPENDED, State.UNKNOWN):
+        _request(found, "stop")
+        print(f"{job.root} is {found.state}: {found.detail}")
+        print("the request stays: it saves and stops as soon as it runs")
+    elif found.state is State.UNKNOWN:
+        raise EnvironmentUnfit(
+            f"cannot tell whether {job.root} runs",
+            why=found.detail,
+            next=f"dtt job stop {job.root} again, once Slurm answers",
+        )
     elif found.alive:
         _ask(found, "stop", wait)
     else:
@@ -222,10 +245,7 @@ def _ask(
     `more`: a second line for it.
     """
     job, before = found.job, _answer(found.job)
-    trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
-    # Who asked first is the one to be named. But after Slurm's own request the job would go on.
-    if not trigger.exists() or requester(trigger).startswith("slurm:"):
-        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
+    trigger = _request(found, what, more)
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         answer = _answer(job)
@@ -254,6 +274,16 @@ def _ask(
     )
 
 
+def _request(found: Status, what: Literal["stop", "save", "profile"], more: str = "") -> Path:
+    """Write the trigger file of a request, `more` as its second line; return its path."""
+    job = found.job
+    trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
+    # Who asked first is the one to be named. But after Slurm's own request the job would go on.
+    if not trigger.exists() or requester(trigger).startswith("slurm:"):
+        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
+    return trigger
+
+
 def _answer(job: JobDir) -> dict[str, Any] | None:
     return read_record(job.acknowledged, ANSWER)
 
@@ -263,6 +293,37 @@ def _if_nobody_answers(found: Status) -> str:
     if found.slurm is not None:
         return f"{look}; scancel {found.slurm.id} ends it, after a last chance to save"
     return look
+
+
+def rm(path: Path, *, yes: bool) -> None:
+    """Delete a job directory; ConfigError if the job runs, is queued, or may be."""
+    job = ledger.open_job(path)
+    if SweepManifest.exists(job.root.parent):
+        raise ConfigError(
+            f"{job.root} is a trial of the sweep {job.root.parent}",
+            why="its results are those of all its trials",
+            next=f"rm -r {job.root.parent} deletes the sweep, once dtt sweep status shows it ended",
+        )
+    (found,) = ledger.examine([job])
+    found.check_idle()
+    if found.state is State.UNKNOWN:
+        raise ConfigError(
+            f"{job.root} may run or be queued", why=found.detail, next="ask again later"
+        )
+    folder = job.root.resolve()  # it may be a link to another disk
+    size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
+    steps = len(list(job.checkpoints.glob("step-*")))
+    what = f"{job.root}: {found.state}, {steps} checkpoints, {size:.2f} GB"
+    if not yes and not (sys.stdin.isatty() and agreed(f"delete {what}?")):
+        raise ConfigError(f"nothing was deleted of {what}", next=f"dtt job rm {job.root} -y")
+    with exclusive(folder, "dtt"):
+        # Renamed first: what is left of an interrupted deletion must not be taken for a job.
+        aside = folder.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(aside)
+    if job.root.is_symlink():
+        job.root.unlink()
+    shutil.rmtree(aside)
+    print(f"deleted {what}")
 
 
 def resume(path: Path) -> None:

@@ -95,7 +95,7 @@ def prepare(
     if ranks.first:
         check_installed(cfg)
     laps.lap("imports")
-    device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus_per_node)
+    device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus)
     dataset = _open_data(resolved, job, ranks)
     if ranks.first:
         fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)

@@ -25,6 +25,8 @@ from dtt.launch import checks, ledger, slurm, submissions
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 
+SIGNAL_EARLY = 60
+"""Seconds by which Slurm may send the signal of `--signal` too early, says its manual."""
 COMMANDS = ("download", "tokenize", "train", "export", "pipeline")
 
 
@@ -93,7 +95,7 @@ def prepare(
     """The configuration, where the job goes, and the parameters of its script."""
     base: str | Layer | None = config
     if cluster is not None:  # a profile lies below the config, and above a job's own
-        names = [str(_profile(cluster).absolute()), *([config] if config else [])]
+        names = [str(profile(cluster).absolute()), *([config] if config else [])]
         base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -140,7 +142,7 @@ def prepare(
     return Request(command, resolved, job, trained, script)
 
 
-def _profile(cluster: str) -> Path:
+def profile(cluster: str) -> Path:
     """The file of a cluster profile; ConfigError if it says anything but `launch`."""
     path = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
     layer = resolve(path, env={}).layer
@@ -199,6 +201,7 @@ def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
     if command == "train" and not found and trained.newest_checkpoint_name() is None:
         yield from checks.caught(lambda: fit.check_vocabulary(request.resolved, trained))
     yield from checks.launch_problems(command, cfg)
+    yield from checks.time_problems(request.trained, cfg.launch)
     if not dry_run:
         yield from checks.sbatch_problems()
         [status] = ledger.examine([job])
@@ -210,13 +213,15 @@ def plan(request: Request) -> Iterator[str]:
     cfg, launch, script = request.config, request.config.launch, request.script
     processes = launch.processes if script.kind != "other" else 1
     yield f"{request.command:<10} {request.job.root}{_progress(request)}"
-    gpus = f", {launch.gpus_per_node} GPUs on each" if launch.gpus_per_node else ""
+    gpus = f", {launch.gpus_per_node} GPUs on each" if launch.gpus else ""
     starter = launch.start if script.kind == "train" else launch.mpi
     yield f"processes  {script.nodes} nodes x {processes}, by {starter}{gpus}"
     if request.command == "train":
         yield f"training   {_amount(cfg)}"
     limit = "the partition's limit" if launch.time is None else str(launch.time)
     yield f"time       {limit}; asked to save {script.lead} s before; then {launch.continuation}"
+    if launch.time_limit is not None and launch.time_limit - script.lead <= SIGNAL_EARLY:
+        yield f"warning    Slurm may send its signal {SIGNAL_EARLY} s early: then no time is left"
     where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
     yield f"where      {', '.join(where) or 'the default partition and account'}"
     if script.code:
@@ -265,6 +270,8 @@ def submit(request: Request, *, copy_code: bool) -> str:
             _copy_code(job.root / "code")
         try:
             return submissions.submit(request.script)
+        except slurm.Unanswered:  # the job may be in the queue, and needs all of it
+            raise
         except DttError:
             if new:
                 shutil.rmtree(job.root)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtt.commands.begin import model_of
-from dtt.commands.submit import agreed
+from dtt.commands.submit import agreed, profile
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.launch import arrays, checks, squeue, trials
 from dtt.launch import results as outcome
@@ -56,9 +56,12 @@ class How:
         return cls("array" if array or shutil.which("sbatch") else "local", cap)
 
 
-def submit(file: Path, how: How, *, yes: bool, dry_run: bool, as_json: bool) -> None:
+def submit(
+    file: Path, how: How, *, cluster: str | None, yes: bool, dry_run: bool, as_json: bool
+) -> None:
     """Plan a sweep, show it, make the job directories, start the trials that never were."""
-    plan = _checked(planning.plan(file, cache(model_of)), how)
+    on = None if cluster is None else profile(cluster)
+    plan = _checked(planning.plan(file, cache(model_of), on), how)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
@@ -229,6 +232,7 @@ def _problems(trial: Trial, how: How) -> Iterator[DttError]:
     yield from checks.problems("train", config, JobDir(config.job_dir))
     if how.kind != "local":
         yield from checks.launch_problems("train", config)
+        yield from checks.time_problems(JobDir(config.job_dir), config.launch)
 
 
 def _plan_lines(plan: Plan) -> list[str]:

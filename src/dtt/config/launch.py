@@ -16,7 +16,9 @@ from dtt.config.base import Section, free
 # spaces and `#` in its own way, only plain characters; in the script one line, which is quoted.
 CHARACTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 PLAIN = r"[A-Za-z0-9_.,:/@%+=&|()\[\]*-]+"
-TIME = r"[0-9]{1,9}|([0-9]{1,4}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]"
+TIME = (
+    r"[0-9]{1,9}(:[0-5][0-9])?|[0-9]{1,4}(:[0-5][0-9]){2}|[0-9]{1,4}-[0-9]{1,4}(:[0-5][0-9]){0,2}"
+)
 
 # Variables of the job script, facts of Slurm (all but what `srun` takes its options from), and what
 # bash itself gives a meaning to, which may be that of running the value.
@@ -44,7 +46,12 @@ Features = Annotated[
     str, _must_be(r"[\w(\[][\w.,:&|()\[\]*-]*", "features of nodes, as a100&nvlink")
 ]
 Memory = Annotated[str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, as 480G")]
-Time = Annotated[str | int, _must_be(TIME, "HH:MM:SS, D-HH:MM:SS or a number of minutes")]
+Time = Annotated[
+    str | int, _must_be(TIME, "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as for Slurm")
+]
+Gpus = Annotated[
+    str | int, _must_be(r"0|([A-Za-z]\w*:)?[1-9][0-9]{0,5}", "a number, or type:number as a100:4")
+]
 Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, as PrgEnv-gnu/8.5")]
 Variable = Annotated[
     str,
@@ -120,8 +127,8 @@ class LaunchConfig(Section):
 
     nodes: PositiveInt = free(1)
     """Nodes of the job; `download`, `export` and `pipeline` take one."""
-    gpus_per_node: NonNegativeInt = free(0)
-    """GPUs asked for on each node; 0: none."""
+    gpus_per_node: Gpus = free(0)
+    """GPUs asked for on each node, of one type as `a100:4`, or of any as `4`; 0: none."""
     processes_per_node: NonNegativeInt = free(0)
     """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one."""
     cpus_per_task: PositiveInt | None = free(None)
@@ -130,7 +137,8 @@ class LaunchConfig(Section):
     mem: Memory | None = free(None)
     """Memory of each node, as `480G` (no letter: megabytes); 0: all of it; null: the default."""
     time: Time | None = free(None)
-    """Time limit: `HH:MM:SS`, `D-HH:MM:SS` or minutes; null: that of the partition."""
+    """Time limit, as Slurm writes it: minutes, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or
+    `D-HH:MM:SS`; null: that of the partition."""
     partition: Name | None = free(None)
     """Partition, or several with commas; null: the cluster's default."""
     account: Name | None = free(None)
@@ -153,7 +161,7 @@ class LaunchConfig(Section):
     """Plugin for `srun --mpi=…`, as `pmix` or `pmi2`; null: the cluster's default."""
     continuation: Literal["requeue", "singleton", "none"] = free("requeue")
     """How a job goes on after its time limit or a passing failure: put back into the queue under
-    the same id, by a successor that waits in the queue from the start, or not at all."""
+    the same id, by a successor that waits in the queue for its end, or not at all."""
     max_stalled_attempts: PositiveInt = free(3)
     """Give up after so many attempts in a row without a new checkpoint."""
     lead_seconds: PositiveInt | None = free(None)
@@ -179,21 +187,25 @@ class LaunchConfig(Section):
     """Jinja2 file to use in place of dtt's own job script."""
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs on each node."""
+        return int(str(self.gpus_per_node).rpartition(":")[2])
+
+    @property
     def processes(self) -> int:
         """Processes on each node."""
-        return self.processes_per_node or self.gpus_per_node or 1
+        return self.processes_per_node or self.gpus or 1
 
     @property
     def time_limit(self) -> int | None:
         """`time` in seconds."""
         if self.time is None:
             return None
-        text = str(self.time)
-        if text.isdigit():
-            return 60 * int(text)
-        days, _, clock = text.rpartition("-")
-        hours, minutes, seconds = map(int, clock.split(":"))
-        return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+        days, dash, clock = str(self.time).rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        units = [3600, 60, 1] if dash or len(parts) == 3 else [60, 1]
+        given = zip(parts, units, strict=False)
+        return 86_400 * int(days or 0) + sum(part * unit for part, unit in given)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Values that do not fit together."""

@@ -6,7 +6,7 @@ import math
 import random
 import runpy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -243,6 +243,16 @@ class SweepFile:
             for key, leaf in resolved.layer.items()
         }
         return Resolved(resolved.config, said)
+
+    def on_cluster(self, profile: Path) -> SweepFile:
+        """Return the same sweep with a cluster profile below the base of its trials."""
+        base = self.base if isinstance(self.base, Mapping) else {}
+        extends = base[("extends",)].value if ("extends",) in base else []
+        names = [extends] if isinstance(extends, str) else list(extends)
+        if isinstance(self.base, str | Path):
+            names.append(str(self.base))
+        leaf = Leaf([str(profile), *names], "--cluster")
+        return replace(self, base={**base, ("extends",): leaf})
 
     def keeps(self, values: Mapping[str, Any]) -> str | None:
         """None if every filter holds for these values; else the first that does not."""

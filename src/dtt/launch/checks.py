@@ -160,7 +160,7 @@ def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
 def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
     """Whether the processes that train have a GPU each, and a share of the batch."""
     launch, device = cfg.launch, cfg.train.device
-    gpus = launch.gpus_per_node if device != "cpu" else 0
+    gpus = launch.gpus if device != "cpu" else 0
     key, each, nodes = "launch.processes_per_node", launch.processes, launch.nodes
     if command == "pipeline":  # which starts them itself
         key, nodes = "pipeline.train_processes", 1
@@ -180,6 +180,23 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
             "train.device=cuda, and the job asks Slurm for no GPU",
             next="launch.gpus_per_node=1 or more; on nodes that are given as a whole, "
             'launch.directives=["--exclusive"]',
+        )
+
+
+def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
+    """Complain of a time limit within which the job could not save; `lead_seconds` overrules."""
+    limit = launch.time_limit
+    if limit is None or launch.lead_seconds is not None or not job.lead.exists():
+        return
+    needed = int(job.lead.read_text())
+    if 2 * needed > limit:
+        yield ConfigError(
+            f"launch.time ({launch.time}) is too short for this job",
+            where=job.lead,
+            why=f"by its measured steps and saves it needs {needed} s to save and stop, and is "
+            "asked to when half of the time is left at the earliest",
+            next=f"launch.time={math.ceil(2 * needed / 60)} or more; "
+            "launch.lead_seconds=SECONDS insists",
         )
 
 

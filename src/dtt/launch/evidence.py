@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 
 from dtt.errors import ExitCode
-from dtt.reading import Kind, fits, read_record, read_records, read_small, read_text
+from dtt.reading import Kind, is_kind, read_record, read_records, read_small, read_text
 from dtt.runtime.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
 
 SILENT_SECONDS = 60
 """A heartbeat is rewritten every few seconds; one so old says that nobody is there."""
+SUBMISSION: Mapping[str, Kind] = {"time": float, "job_id": (str, int, type(None))}
+"""Fields of a record in submissions.jsonl; no `job_id` if sbatch did not answer."""
 SUBMISSIONS = 3
 """So many of a job's newest submissions may matter: a chain has one running and one queued."""
 
@@ -30,6 +32,12 @@ class Evidence:
     ran_as: str | None
     """Slurm's id of the newest attempt; None outside Slurm, and until the attempt notes it."""
     submitted: float
+    unanswered: bool
+    """True if sbatch did not answer the newest submission and no attempt has started since."""
+    successors: frozenset[str]
+    """Slurm's ids of the submissions that the job script itself made."""
+    decision: str
+    """Decision of the job script after the newest attempt, `again: …` or `over: …`; else empty."""
     attempt: int
     """Number of the newest; 0 before the first."""
     began: float
@@ -57,11 +65,17 @@ class Evidence:
         beat = read_record(job.heartbeat, HEARTBEAT)
         answered = read_record(job.acknowledged, ANSWER)
         own_beat = beat if beat is not None and beat["attempt"] == number else None
-        submissions = list(tail(job.submissions, {"time": float}))
+        submissions = list(tail(job.submissions, SUBMISSION))
+        submitted = submissions[-1]["time"] if submissions else 0.0
         return cls(
             job=job,
             ran_as=_ran_as(job),
-            submitted=submissions[-1]["time"] if submissions else 0.0,
+            submitted=submitted,
+            unanswered=bool(submissions)
+            and submissions[-1]["job_id"] is None
+            and submitted > began,
+            successors=frozenset(str(r["job_id"]) for r in submissions if "argv" not in r),
+            decision=_decision(job) if _modified(job.decision) > max(began, submitted) else "",
             attempt=number,
             began=began,
             ending=ending,
@@ -91,6 +105,8 @@ class Evidence:
     @property
     def asked_by(self) -> str:
         """Who asked the newest attempt to stop, as it said in the end; empty if it did not."""
+        if self.ending and "asked_by" in self.ending:
+            return str(self.ending["asked_by"])
         lines = str(self.ending["reason"]).splitlines() if self.ending else []
         return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("  why:")), "")
 
@@ -101,11 +117,24 @@ class Evidence:
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """The newest measurement."""
-        fields: dict[str, Kind] = {"kind": str, "tokens_per_second": float}
-        rates = (r for r in tail(self.job.metrics, {"kind": str}) if fits(r, fields))
-        return next(iter(deque((r["tokens_per_second"] for r in rates), maxlen=1)), None)
+    def over(self) -> bool:
+        """True if the job script decided that the job does not continue."""
+        return self.decision.startswith("over:")
+
+    def measured(self) -> dict[str, float | None]:
+        """Return the newest loss, number of tokens, tokens per second and validation loss."""
+        newest = {record["kind"]: record for record in tail(self.job.metrics, {"kind": str})}
+
+        def number(kind: str, name: str) -> float | None:
+            value = newest.get(kind, {}).get(name)
+            return value if is_kind(value, float) else None
+
+        return {
+            "loss": number("train", "loss"),
+            "tokens": number("train", "tokens"),
+            "tokens_per_second": number("perf", "tokens_per_second") if self.beats else None,
+            "eval_loss": number("eval", "loss"),
+        }
 
     def stalled(self) -> int:
         """How many attempts in a row began with the checkpoint that is still the newest."""
@@ -156,8 +185,8 @@ def requester(trigger: Path) -> str:
 
 def slurm_ids(job: JobDir) -> list[str]:
     """What Slurm called the last submissions of a job, the newest last."""
-    known = tail(job.submissions, {"job_id": (str, int)})
-    ids = [str(record["job_id"]) for record in known][-SUBMISSIONS:]
+    known = tail(job.submissions, SUBMISSION)
+    ids = [str(r["job_id"]) for r in known if r["job_id"] is not None][-SUBMISSIONS:]
     ran_as = _ran_as(job)
     # One that was handed over by plain sbatch is known from its attempt only.
     return ids if ran_as is None or ran_as in ids else [*ids, ran_as]
@@ -173,6 +202,13 @@ def _ran_as(job: JobDir) -> str | None:
     if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID")
+
+
+def _decision(job: JobDir) -> str:
+    try:
+        return first_line(job.decision.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
 
 
 def _began(job: JobDir) -> float:

@@ -33,6 +33,7 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     STOPPING = "stopping"
+    SUSPENDED = "suspended"
     STOPPED = "stopped"
     DONE = "done"
     FAILED = "failed"
@@ -78,7 +79,7 @@ class Status:
     @property
     def alive(self) -> bool:
         """Whether there are, or soon will be, processes that can hear a request."""
-        return self.state in (State.RUNNING, State.STOPPING)
+        return self.state in (State.RUNNING, State.STOPPING, State.SUSPENDED)
 
     @property
     def queued(self) -> bool:
@@ -121,6 +122,8 @@ class Status:
 def examine(jobs: Sequence[JobDir]) -> list[Status]:
     """The state of each job; Slurm is asked about all of them at once."""
     ids = {job.root: slurm_ids(job) for job in jobs}
+    for job in jobs:
+        ids[job.root] += submissions.find_unanswered(job)
     answer = squeue.ask({id for known in ids.values() for id in known})
     # The files are looked at last: Slurm may take long to answer.
     return [_status(Evidence.take(job), ids[job.root], answer) for job in jobs]
@@ -149,9 +152,16 @@ def _is_job(path: Path) -> bool:
 
 
 def _status(own: Evidence, ids: Sequence[str], answer: Answer) -> Status:
-    slurm = squeue.current(ids, answer)
+    if not ids:  # Slurm was asked about other jobs
+        answer = Answer({})
+    slurm = squeue.current([id for id in ids if not _withdrawn(own, answer.jobs.get(id))], answer)
     state, detail = _Case(own, ids, slurm, answer).verdict()
-    return Status(state, detail, own, slurm, answer.silence if ids else None)
+    return Status(state, detail, own, slurm, answer.silence)
+
+
+def _withdrawn(own: Evidence, slurm: SlurmJob | None) -> bool:
+    """Return True for a successor that the job script cancelled when it decided to end the job."""
+    return slurm is not None and slurm.id in own.successors and own.over and slurm.withdrawn
 
 
 Verdict = tuple[State, str]
@@ -168,6 +178,8 @@ class _Case:
 
     def verdict(self) -> Verdict:
         own, slurm = self.own, self.slurm
+        if slurm is not None and slurm.suspended:
+            return State.SUSPENDED, f"on {slurm.nodes}, until Slurm resumes it"
         carrier = self.answer.jobs.get(own.ran_as or "")
         if own.beats and (carrier is None or carrier.running):  # else it is a dead one's last beat
             return self.at_work()
@@ -175,9 +187,17 @@ class _Case:
             return self.waiting(slurm) if slurm.queued else self.between(slurm)
         if slurm is not None and self.was_ended_by(slurm):
             return ENDED_BY_SLURM[slurm.state], self.what_is_left()
+        if (self.answer.silence or own.unanswered) and not self.settled():
+            return self.not_told()
         if own.ending is not None:
             return self.ended(own.ending["code"])
         return self.begun() if own.attempt else self.never_begun()
+
+    def settled(self) -> bool:
+        """Return True if the job's own files say that it has ended, whatever Slurm would say."""
+        own = self.own
+        final = own.ending is not None and own.ending["code"] in FINAL
+        return own.over or (final and own.ended > own.submitted)
 
     def has_a_future(self, slurm: SlurmJob) -> bool:
         """Whether what Slurm has comes after a final ending, or the ending was not final."""
@@ -209,11 +229,24 @@ class _Case:
         own, why = self.own, f"waits for {slurm.reason or 'its turn'}"
         if not own.attempt:
             return State.QUEUED, why
-        # Accounting knows of a preemption; without it, the signal tells.
-        if slurm.before == "PREEMPTED" or (not slurm.before and "SIGTERM" in own.asked_by):
+        before = self.before(slurm)
+        if before == "PREEMPTED":
             return State.PREEMPTED, f"{why}; {own.reason}"
-        how = f", {slurm.before}" if slurm.before in ENDED_BY_SLURM else ""
+        how = f", {before}" if before in ENDED_BY_SLURM else ""
         return State.QUEUED, f"{why}; attempt {own.attempt}{how}: {own.reason}"
+
+    def before(self, slurm: SlurmJob) -> str:
+        """Return how the run ended that `slurm` continues, in Slurm's words; empty if unknown.
+
+        A job that somebody has submitted again continues no run.
+        """
+        own = self.own
+        if slurm.id != own.ran_as and slurm.id not in own.successors:
+            return ""
+        if own.decision.startswith("again: preempted"):  # which Slurm calls a requeue, or a failure
+            return "PREEMPTED"
+        carrier = self.answer.jobs.get(own.ran_as or "")
+        return slurm.before if carrier is None or carrier.live else carrier.state
 
     def between(self, slurm: SlurmJob) -> Verdict:
         """Slurm runs it, and no heartbeat says so: it starts, it ends, or nobody is left."""
@@ -259,11 +292,8 @@ class _Case:
         """There was an attempt, and no process of it was left to write how it ended."""
         own, slurm = self.own, self.slurm
         ended = slurm if slurm is not None and slurm.since >= own.began else None
-        if own.heartbeat is None and ended is None:
-            if own.silence <= SILENT_SECONDS:
-                return State.RUNNING, "starting"
-            if self.answer.silence:
-                return self.not_told()
+        if own.heartbeat is None and ended is None and own.silence <= SILENT_SECONDS:
+            return State.RUNNING, "starting"
         if self.given_up():
             stalled = own.stalled()
             return State.OUT_OF_ATTEMPTS, f"{stalled} without a new checkpoint; {own.reason}"
@@ -279,13 +309,16 @@ class _Case:
             return State.FAILED, f"Slurm says {self.slurm.state}"
         if not self.ids:
             return State.NEW, ""
-        if self.answer.silence:
-            return self.not_told()
         return State.LOST, f"it never began, and Slurm does not know job {self.ids[-1]} any more"
 
     def not_told(self) -> Verdict:
-        """Slurm would know, and does not answer."""
-        return State.UNKNOWN, f"submitted as {self.ids[-1]}; {self.answer.silence}"
+        """Return what the files say of a job that may be queued or running for all they know."""
+        own, silence = self.own, self.answer.silence
+        if own.unanswered:
+            silence = silence or "squeue shows no such job yet"
+            return State.UNKNOWN, f"sbatch did not say whether Slurm accepted it; {silence}"
+        ended = f"; attempt {own.attempt} ended: {own.reason}" if own.ending is not None else ""
+        return State.UNKNOWN, f"submitted as {self.ids[-1]}; {silence}{ended}"
 
     def given_up(self) -> bool:
         """Whether the job script has started it in vain as often as it may."""

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.launch import squeue
 from dtt.reading import read_text
 from dtt.runtime.jobdir import JobDir
 
@@ -34,7 +36,18 @@ RESERVED = frozenset(
     "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
 )
 
+NO_ANSWER = re.compile(r"timed out|Zero Bytes|Transport endpoint|Unexpected message", re.IGNORECASE)
+"""In sbatch's words: the request was sent, and what became of it is not known."""
+LONGEST_WAIT = 600
+"""Seconds that sbatch may have waited for an answer."""
+CLOCKS_DIFFER = 60
+"""Seconds by which the clock of Slurm's controller may differ from ours."""
+
 Kind = Literal["train", "tokenize", "other"]
+
+
+class Unanswered(EnvironmentUnfit):
+    """A submission of which nobody knows whether Slurm has accepted it."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +219,7 @@ def _again(script: Script) -> str:
 def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
     """Options of sbatch and their values; what is not asked for is left to the cluster."""
     values = {
-        "gpus-per-node": launch.gpus_per_node or None,
+        "gpus-per-node": launch.gpus_per_node if launch.gpus else None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.mem,
         "time": launch.time,
@@ -274,14 +287,17 @@ def lead(job: JobDir, launch: LaunchConfig) -> int:
 def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
     """Hand a job script to Slurm from the current folder; returns the job id.
 
-    EnvironmentUnfit, with sbatch's own words, when it refuses.
+    EnvironmentUnfit, with sbatch's own words, when it refuses; Unanswered when it cannot tell.
     """
     if shutil.which("sbatch") is None:
         raise EnvironmentUnfit(
             "there is no sbatch here", next="submit from a login node, or run the command itself"
         )
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
+    began = time.time()
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and NO_ANSWER.search(done.stderr):
+        return _accepted(script.absolute(), began - CLOCKS_DIFFER, done.stderr.strip())
     if done.returncode != 0:
         raise EnvironmentUnfit(
             "Slurm refused the job",
@@ -290,3 +306,17 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
             next="mend it under `launch`, then submit again",
         )
     return done.stdout.strip().partition(";")[0]
+
+
+def _accepted(script: Path, since: float, said: str) -> str:
+    """Return the id of a job that Slurm accepted, though sbatch waited in vain for its answer."""
+    for seconds in (1, 3, 6):
+        time.sleep(seconds)
+        if found := squeue.of_script(script, since):
+            return found[-1]
+    raise Unanswered(
+        "Slurm may have accepted the job, and may not have",
+        where=script,
+        why=said,
+        next=f"dtt job status {script.parent} tells when Slurm answers again; nothing was removed",
+    )

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dtt.errors import EnvironmentUnfit
 
@@ -22,6 +23,10 @@ SACCT = (
 )  # fmt: skip
 PATIENCE = 60
 """Seconds; a controller that is down takes squeue about 20."""
+
+
+SUSPENDED = frozenset({"STOPPED", "SUSPENDED"})
+"""It has nodes, and its processes do not run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,16 @@ class SlurmJob:
         return self.state in RUNNING
 
     @property
+    def suspended(self) -> bool:
+        """True if its processes are stopped until Slurm resumes them."""
+        return self.state in SUSPENDED
+
+    @property
+    def withdrawn(self) -> bool:
+        """True if it was cancelled before it had nodes."""
+        return self.state == "CANCELLED" and not self.nodes
+
+    @property
     def live(self) -> bool:
         """Whether something may still come of it."""
         return self.queued or self.running
@@ -75,14 +90,31 @@ def ask(ids: Collection[str]) -> Answer:
     code, out, error = _run([*SQUEUE, listed])
     if code != 0 and "Invalid job id" not in error:  # said of a single job that it has forgotten
         return Answer({}, silence=error or f"squeue ended with {code}")
-    jobs = _parse(out)
+    try:
+        jobs = _parse(out)
+    except ValueError:
+        return Answer({}, silence="squeue printed something else than jobs")
     # Accounting knows what the controller has forgotten, and how a requeued job ended before.
     if any(id not in jobs or jobs[id].queued for id in ids):
         _, out, _ = _run([*SACCT, listed])
-        past = _parse(out)
+        try:
+            past = _parse(out)
+        except ValueError:  # a job that is not found there is told from its files
+            past = {}
         for id, job in past.items():
             jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
     return Answer(jobs)
+
+
+def of_script(script: Path, since: float) -> list[str] | None:
+    """Return the ids of the live jobs that run `script` and were submitted after `since` (unix).
+
+    None if Slurm gives no answer. For a submission that sbatch itself could not confirm.
+    """
+    code, out, _ = _run(["squeue", "--noheader", "--me", "--format=%F|%V|%o"])
+    rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
+    found = {id for id, when, path in rows if path == str(script) and float(when) >= since}
+    return sorted(found, key=int) if code == 0 else None
 
 
 def cancel(id: str) -> None:

@@ -6,13 +6,13 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dtt.errors import DttError
-from dtt.launch import slurm
-from dtt.launch.evidence import tail
+from dtt.launch import slurm, squeue
+from dtt.launch.evidence import SUBMISSION, tail
 from dtt.launch.slurm import Script
 from dtt.reading import read_small, tolerant
 from dtt.runtime.files import remove, write_atomically
@@ -27,21 +27,42 @@ def submit(script: Script) -> str:
     write_atomically(folder.script, slurm.render(script))
     folder.script.chmod(0o755)
     jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
-    with _requests_taken_back(jobs):
+
+    def record(id: str | None) -> None:
+        for task, job in enumerate(jobs):
+            argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
+            _record(job, id, argv, script.directory, task if script.array else None, folder.script)
+
+    with _requests_taken_back(jobs), _noted(record):
         id = slurm.submit(folder.script)
-    for task, job in enumerate(jobs):
-        argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
-        _record(job, f"{id}_{task}" if script.array else id, argv, script.directory)
+    record(id)
     return id
 
 
 def submit_again(job: JobDir) -> str:
     """Hand a job's script to Slurm once more, to run where it ran before; returns the job id."""
     argv, directory = _last(job)
-    with _requests_taken_back([job]):
+
+    def record(id: str | None) -> None:
+        _record(job, id, argv, directory, None, job.script)
+
+    with _requests_taken_back([job]), _noted(record):
         id = slurm.submit(job.script, *([f"--chdir={directory}"] if directory else []))
-    _record(job, id, argv, directory)
+    record(id)
     return id
+
+
+def find_unanswered(job: JobDir) -> list[str]:
+    """Return Slurm's ids of the newest submission if sbatch gave none and Slurm has accepted it."""
+    fields = {**SUBMISSION, "script": str, "task": (int, type(None))}
+    records = list(tail(job.submissions, fields))
+    if not records or records[-1]["job_id"] is not None:
+        return []
+    newest = records[-1]
+    earliest = newest["time"] - slurm.LONGEST_WAIT
+    found = squeue.of_script(Path(newest["script"]), earliest)
+    task = "" if newest["task"] is None else f"_{newest['task']}"
+    return [f"{id}{task}" for id in found or []]
 
 
 def argv(job: JobDir) -> list[str]:
@@ -62,16 +83,36 @@ def _last(job: JobDir) -> tuple[list[str], Path | None]:
     return [str(argument) for argument in told[-1]["argv"]], Path(told[-1]["directory"])
 
 
-def _record(job: JobDir, id: str, argv: Sequence[str], directory: Path | None) -> None:
-    record = {
+def _record(
+    job: JobDir,
+    id: str | None,
+    argv: Sequence[str],
+    directory: Path | None,
+    task: int | None,
+    script: Path,
+) -> None:
+    """Append a submission. `id`: None if sbatch did not answer. `task`: of an array."""
+    record: dict[str, object] = {
         "time": int(time.time()),
-        "job_id": id,
+        "job_id": id if id is None or task is None else f"{id}_{task}",
         "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
         "argv": list(argv),
         "directory": str(directory or Path.cwd()),
     }
+    if id is None:  # what it can be found by
+        record |= {"script": str(script.absolute()), "task": task}
     with job.submissions.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+@contextmanager
+def _noted(record: Callable[[str | None], None]) -> Iterator[None]:
+    """Record a submission that Slurm may have accepted though sbatch does not know."""
+    try:
+        yield
+    except slurm.Unanswered:
+        record(None)
+        raise
 
 
 @contextmanager
@@ -83,6 +124,8 @@ def _requests_taken_back(jobs: Sequence[JobDir]) -> Iterator[None]:
         remove(path)
     try:
         yield
+    except slurm.Unanswered:  # the job may be accepted, and is not to hear them
+        raise
     except DttError:
         for path, text in said.items():
             write_atomically(path, text)

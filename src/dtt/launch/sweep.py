@@ -141,14 +141,18 @@ def _known(root: Path) -> SweepManifest | None:
     return SweepManifest.read(root) if SweepManifest.exists(root) else None
 
 
-def plan(path: Path, model_of: ModelOf | None = None) -> Plan:
-    """Turn a sweep file into trials; writes nothing. `model_of` is that of `resolve`.
+def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = None) -> Plan:
+    """Turn a sweep file into trials, on the cluster of `profile`; writes nothing.
+
+    `model_of` is that of `resolve`.
 
     A combination that a filter excludes, that cannot be configured or that equals another is
     dropped and says why. ConfigError if none is left, if there are more than `max_trials`, or if
     the folder holds another sweep.
     """
     file = read(path)
+    if profile is not None:
+        file = file.on_cluster(profile)
     root = Path("jobs") / file.sweep.name
     before = _known(root)
     if JobDir(root).config.exists():

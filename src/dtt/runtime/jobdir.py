@@ -132,6 +132,11 @@ class JobDir:
         return self.root / "slurm.sh"
 
     @property
+    def decision(self) -> Path:
+        """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
+        return self.root / "decision"
+
+    @property
     def submissions(self) -> Path:
         """One JSON record a line: each time this job was handed to Slurm, with its job id."""
         return self.root / "submissions.jsonl"
@@ -173,11 +178,13 @@ class JobDir:
         *,
         attempt: int,
         node: str | None = None,
+        asked_by: str = "",
     ) -> None:
         """Write `exit.json`: the truth about an ending, which launchers flatten to 0 or 1.
 
         The first rank that fails is the cause; those that fail after it do not overwrite it.
-        `node`: where `rank` runs, by default this one.
+        `node`: where `rank` runs, by default this one. `asked_by`: who asked for a stop, if
+        somebody did: a signal's name, or the first line of `control/stop`.
         """
         folder = self.attempt_dir(attempt)
         path = folder / "exit.json"
@@ -190,6 +197,7 @@ class JobDir:
             "rank": rank,
             "node": node or socket.gethostname(),
             "checkpoint": self.newest_checkpoint_name(),
+            "asked_by": asked_by,
         }
         write_once(path, json.dumps(record, indent=1) + "\n")
 

@@ -108,7 +108,9 @@ def attempt(
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
         if this.number and (ranks.first or not together):
             try:
-                job.end_attempt(code, reason, rank, attempt=this.number, node=node)
+                job.end_attempt(
+                    code, reason, rank, attempt=this.number, node=node, asked_by=requests.reason
+                )
             except OSError as error:
                 log.warning("exit.json could not be written: %s", in_words(error))
         if this.clock is not None:

@@ -160,8 +160,14 @@ class Requests:
             _take_back(self._job.profile)
 
     def forget(self, world: World) -> None:
-        """Remove the trigger files, now that all is saved: they were not meant for the next run."""
+        """Remove the trigger files, now that all is saved: they were not meant for the next run.
+
+        Whoever has written into `control/stop` meanwhile asks now: a person takes over the request
+        of a job script, which would have let the job continue.
+        """
         if world.first and self._job is not None:
+            if self.reason and self._job.stop.exists():
+                self.reason = _lines(self._job, "stop")[0]
             for trigger in (self._job.stop, self._job.save, self._job.profile):
                 _take_back(trigger)
 

@@ -1,0 +1,291 @@
+"""Chains of jobs on a real Slurm that loses nodes, suspends, preempts and ends jobs.
+
+    python benchmarks/slurm_faults.py [N] [--faults node,slurmd,…] [--modes requeue,singleton]
+
+Needs a Slurm of its own, with accounting: $SLURM_CONF of start-slurm.sh --accounting --preempt 20.
+Each kind of fault strikes one job N times (10), for each value of launch.continuation:
+
+    node      a node is set down: alternately that of the job script and the other one
+    slurmd    the slurmd of a node is killed; Slurm notices after SlurmdTimeout, here set to 15 s
+    suspend   the job is suspended for 8 s, the first time for 70: longer than a heartbeat lasts
+    preempt   another job takes the nodes: alternately with 20 s of grace and without
+    limit     the time limit of a minute; dtt is asked to save 30 s before it
+
+While that goes on `dtt job status --json` is asked again and again. What it prints must be what
+squeue showed just before or just after. In the end the job must be done without anybody's help, no
+job may be left in Slurm, sacct must show what happened, and weights, optimizer state and metrics
+must be those of a run that nothing disturbed, bit for bit. The exit code is 1 if any of it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_chain import PROBE_STEPS, dtt, make_tokens, records, settings, tensors, train
+
+SECONDS_BETWEEN_FAULTS = {"node": 8, "slurmd": 50, "suspend": 8, "preempt": 8, "limit": 30}
+"""Seconds of training: Slurm takes half a minute to notice a dead slurmd."""
+LEAST_STEPS_BETWEEN_FAULTS = 60
+SUSPENDED_FOR = (70, 8)
+"""Seconds: the first time, and afterwards."""
+OFTEN = ("checkpoint.every=25", "train.log_every=5")
+PATIENCE = 300
+SLURMD_TIMEOUT = 15
+LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "PENDING")
+ENDED_AS = {
+    "requeue": {"node": "NODE_FAIL|REQUEUED", "slurmd": "NODE_FAIL|REQUEUED",
+                "preempt": "PREEMPTED|REQUEUED", "limit": "REQUEUED"},
+    "singleton": {"node": "NODE_FAIL", "slurmd": "NODE_FAIL", "preempt": "PREEMPTED|FAILED",
+                  "limit": "FAILED"},
+}  # fmt: skip
+"""States that sacct has of the run that a fault ended; FAILED: with dtt's exit code 75."""
+
+
+def run(*argv: str) -> str:
+    """Output of one of Slurm's commands, which must succeed."""
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{argv}: {done.stderr}"
+    return done.stdout.strip()
+
+
+@dataclass
+class Chain:
+    """A training job, and what is told of it."""
+
+    name: str
+    fault: str
+    states: Counter[str] = field(default_factory=Counter)
+    lies: list[str] = field(default_factory=list)
+
+    @property
+    def root(self) -> Path:
+        """Job directory."""
+        return Path("jobs") / self.name
+
+    def ids(self) -> list[str]:
+        """Slurm's ids, the newest last."""
+        lines = (self.root / "submissions.jsonl").read_text().splitlines()
+        return [json.loads(line)["job_id"] for line in lines]
+
+    def seen(self) -> dict[str, str]:
+        """What squeue shows of the chain now."""
+        out = run("squeue", "-h", "-t", "all", "-o", "%i %T", "-j", ",".join(self.ids()))
+        return dict(line.split() for line in out.splitlines())
+
+    def running(self) -> str | None:
+        """The id of the job that has nodes."""
+        return next((id for id, state in self.seen().items() if state == "RUNNING"), None)
+
+    def step(self) -> int:
+        """The last step on record."""
+        path = self.root / "metrics.jsonl"
+        return (
+            max((r["step"] for r in records(self.root, "train")), default=0) if path.exists() else 0
+        )
+
+    def look(self) -> str:
+        """Ask `dtt job status --json`, and compare with squeue before and after."""
+        before = self.seen()
+        told: dict[str, Any] = json.loads(dtt("job", "status", str(self.root), "--json"))
+        after = self.seen()
+        state, allowed = str(told["state"]), self.true_of(before) | self.true_of(after)
+        self.states[state] += 1
+        if state not in allowed:
+            self.lies.append(f"{state} ({told['detail']}), squeue: {before}, then {after}")
+        return state
+
+    def true_of(self, seen: dict[str, str]) -> set[str]:
+        """States that are true of a chain of which squeue shows this."""
+        have = set(seen.values())
+        newest = max((int(p.name) for p in (self.root / "attempts").glob("*")), default=0)
+        ending = self.root / f"attempts/{newest}/exit.json"
+        done = ending.exists() and json.loads(ending.read_text())["code"] == 0
+        if done:
+            return {"done", "running", "stopping"} if have & set(LIVE) else {"done"}
+        if "SUSPENDED" in have:
+            return {"suspended"}
+        if have & {"RUNNING", "COMPLETING", "CONFIGURING"}:
+            return {"running", "stopping"} | (
+                {"queued", "preempted"} if "PENDING" in have else set()
+            )
+        if "PENDING" in have:
+            return {"preempted"} if self.fault == "preempt" and newest else {"queued"}
+        return set()  # nothing may be left when it is not done
+
+    def wait(self, what: str, true: Callable[[], Any]) -> Any:
+        """Look again and again until something is true; returns it."""
+        end = time.monotonic() + PATIENCE
+        while not (value := true()):
+            assert time.monotonic() < end, f"{self.name}: waited too long for {what}"
+            self.look()
+        return value
+
+    def at_work(self, step: int) -> str:
+        """Wait until the job runs and has come to a step; returns Slurm's id."""
+        self.wait(f"step {step}", lambda: self.step() >= step and self.running())
+        return str(self.wait("a running job", self.running))
+
+    def gone(self, id: str) -> None:
+        """Wait until Slurm has taken the nodes from this run of the job."""
+        self.wait(f"the end of {id}", lambda: self.seen().get(id) not in ("RUNNING", "COMPLETING"))
+
+
+# ---- faults: each strikes once ---------------------------------------------------------------
+
+
+def up_again(chain: Chain, name: str) -> None:
+    """Set a node up, unless it already is: one whose slurmd registers anew comes back by itself."""
+    subprocess.run(["scontrol", "update", f"nodename={name}", "state=idle"], check=False)
+    chain.wait(f"{name} up", lambda: "down" not in run("sinfo", "-hN", "-n", name, "-o", "%t"))
+
+
+def node(chain: Chain, id: str, number: int) -> None:
+    """Set a node down, then up again."""
+    name = f"n{1 + number % 2}"
+    run("scontrol", "update", f"nodename={name}", "state=down", "reason=fault")
+    chain.gone(id)
+    up_again(chain, name)
+
+
+def slurmd(chain: Chain, id: str, number: int) -> None:
+    """Kill the slurmd of a node; start it again when Slurm has noticed."""
+    name = f"n{1 + number % 2}"
+    pid = Path(os.environ["SLURM_CONF"]).parent / f"run/slurmd-{name}.pid"
+    os.kill(int(pid.read_text()), 9)
+    chain.gone(id)
+    subprocess.run(["slurmd", "-f", os.environ["SLURM_CONF"], "-N", name], check=True)
+    up_again(chain, name)
+
+
+def suspend(chain: Chain, id: str, number: int) -> None:
+    """Suspend the job, then resume it."""
+    run("scontrol", "suspend", id)
+    end = time.monotonic() + SUSPENDED_FOR[number > 0]
+    chain.wait("the end of the suspension", lambda: time.monotonic() > end)
+    run("scontrol", "resume", id)
+
+
+def preempt(chain: Chain, id: str, number: int) -> None:
+    """Let a more urgent job take both nodes for a moment."""
+    run("scontrol", "update", "partitionname=batch", f"gracetime={0 if number % 2 else 20}")
+    urgent = run("sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
+                 "--wrap", "sleep 3")  # fmt: skip
+    over = "JobState=COMPLETED"
+    chain.wait("the urgent job", lambda: over in run("scontrol", "show", "job", urgent))
+
+
+def limit(chain: Chain, id: str, number: int) -> None:
+    """Wait for Slurm's own signal and what follows."""
+    before = chain.step()
+    attempts = len(list((chain.root / "attempts").glob("*")))
+    chain.wait(
+        "the time limit",
+        lambda: len(list((chain.root / "attempts").glob("*"))) > attempts or ended(chain),
+    )
+    assert chain.step() >= before
+
+
+def ended(chain: Chain) -> bool:
+    """Return True if no job of the chain is live."""
+    return not set(chain.seen().values()) & set(LIVE)
+
+
+FAULTS = {f.__name__: f for f in (node, slurmd, suspend, preempt, limit)}
+
+
+# ---- one chain, and all of them --------------------------------------------------------------
+
+
+def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterator[str]:
+    """Run a chain through its faults; yield what is wrong."""
+    began, chain = time.monotonic(), Chain(f"{fault}-{mode}", fault)
+    launch = ["launch.nodes=2", f"launch.continuation={mode}", "launch.time=30"]
+    if fault == "limit":
+        launch[-1:] = ["launch.time=1", "launch.lead_seconds=30"]
+    dtt("submit", "train", *settings(chain.name, steps), *OFTEN, *launch, "-y")
+    for number in range(n):
+        where = 20 if fault == "limit" else (number + 1) * steps // (n + 1)
+        FAULTS[fault](chain, chain.at_work(where), number)
+    chain.wait("the end", lambda: ended(chain))
+    last = chain.look()
+    rows = run("sacct", "-nXDP", "-o", "State", "-j", ",".join(chain.ids())).splitlines()
+    wanted = ENDED_AS[mode].get(fault)
+    faults = [row for row in rows if wanted and re.match(wanted, row)]
+    attempts = len(list((chain.root / "attempts").glob("*")))
+    print(
+        f"{fault:<9}{mode:<11}{n:>3} faults  {attempts:>3} attempts  {last:<6}"
+        f"  {sum(chain.states.values()):>4} looks {dict(chain.states)}"
+        f"  sacct {dict(Counter(rows))}  {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    yield from chain.lies
+    if last != "done":
+        yield f"it ended as {last}"
+    if wanted and len(faults) < n:
+        yield f"sacct shows {len(faults)} faults, not {n}: {rows}"
+    if not tensors(chain.root, steps) or tensors(chain.root, steps) != tensors(reference, steps):
+        yield "the final checkpoint is another than without faults"
+    if records(chain.root, "train", "eval") != records(reference, "train", "eval"):
+        yield "the metrics are others than without faults"
+
+
+def steps_of(fault: str, n: int, per_step: float) -> int:
+    """Return how many steps a job has that `n` faults strike, each between two stretches of it."""
+    between = max(LEAST_STEPS_BETWEEN_FAULTS, round(SECONDS_BETWEEN_FAULTS[fault] / per_step))
+    return between * (n + 1)
+
+
+def with_short_timeout() -> None:
+    """Let Slurm notice a dead slurmd soon."""
+    conf = Path(os.environ["SLURM_CONF"])
+    text = re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={SLURMD_TIMEOUT}", conf.read_text())
+    conf.write_text(text)
+    run("scontrol", "reconfigure")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("n", nargs="?", type=int, default=10)
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--modes", default="requeue,singleton")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with_short_timeout()
+    began, wrong = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        make_tokens()
+        faults = options.faults.split(",")
+        train(settings("probe", PROBE_STEPS))
+        perf = records(Path("jobs/probe"), "perf")[1:]
+        per_step = sum(record["seconds_per_step"] for record in perf) / len(perf)
+        print(f"{per_step:.3f} s a step", flush=True)
+        wanted = {fault: steps_of(fault, options.n, per_step) for fault in faults}
+        for steps in set(wanted.values()):
+            train([*settings(f"free-{steps}", steps), *OFTEN])
+        for mode in options.modes.split(","):
+            for fault in faults:
+                steps = wanted[fault]
+                reference = Path(f"jobs/free-{steps}")
+                for problem in check(fault, mode, options.n, steps, reference):
+                    wrong += 1
+                    print(f"    WRONG: {problem}", flush=True)
+        run("scontrol", "update", "partitionname=batch", "gracetime=20")
+    print(f"{wrong} problems in {time.monotonic() - began:.0f} s")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
