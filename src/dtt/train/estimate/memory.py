@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from dtt.model.loss import BLOCK_ELEMENTS, CHUNK_ELEMENTS
+from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.train.estimate import muon
 from dtt.train.estimate.case import Case, numbers
 
@@ -226,9 +226,11 @@ def _loss(case: Case) -> tuple[int, int]:
     """
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
-    logits = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows)) * rows
+    on_gpu = case.gpu.kind == "cuda"
+    logits = min(n, chunk_rows(rows, case.gpu.memory if on_gpu else None)) * rows
     left = FP32 * rows * arch.dim + e * n * arch.dim
-    wide = FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
+    # Compiled for a GPU, no block of logits is ever there in fp32.
+    wide = 0 if on_gpu and case.compiled else FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
     narrow = e * rows * arch.dim if e < FP32 else 0
