@@ -302,14 +302,12 @@ def test_every_length_of_flex_attention_is_compiled_with_static_shapes(
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("length", [100, 200])
 @pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
-@pytest.mark.parametrize("width", [8, 16])
 def test_flex_attention_that_cannot_be_compiled_gives_way_to_a_dense_mask_aloud(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     length: int,
     window: int | None,
     share: float | None,
-    width: int,
 ) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no valid Triton configuration")
@@ -320,13 +318,13 @@ def test_flex_attention_that_cannot_be_compiled_gives_way_to_a_dense_mask_aloud(
     documents = None if share is None else documents_of(2, length, share)
     arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
     monkeypatch.setattr(attend, "choose", lambda *_, **__: "FlexAttention")
-    q, k, v = heads(2, length, 4, 2, width)
+    q, k, v = heads(2, length, 4, 2)
     tokens = torch.zeros(2, length)
     (made,) = attend.attends_from_chunks(arch, tokens, documents, chunks, lambda x: x)
-    for _ in range(2):
-        got = made(q[:, :, places], k, v)
-        expected = dense(q, k, v, may_attend(length, documents, window))[:, :, places]
-        assert_the_same(got, expected, (q, k, v), 1e-5)
+    expected = dense(q, k, v, may_attend(length, documents, window))[:, :, places]
+    with torch.no_grad():  # FlexAttention refuses gradients on a CPU before it is compiled
+        torch.testing.assert_close(made(q[:, :, places], k, v), expected)
+    assert_the_same(made(q[:, :, places], k, v), expected, (q, k, v), 1e-5)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "dtt"]
     assert said.startswith("training goes on uncompiled: ")
     assert "no valid Triton configuration" in said

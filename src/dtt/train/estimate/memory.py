@@ -169,8 +169,7 @@ def _cast_for_each(case: Case) -> bool:
 
     Tensor parallelism casts once, before tokens are gathered.
     """
-    wide = case.stream_bytes > case.product_bytes or _wide_layernorm(case)
-    return case.autocast and wide and case.sizes.tensor == 1
+    return _wide_layernorm(case) and case.sizes.tensor == 1
 
 
 def _wide_layernorm(case: Case) -> bool:
@@ -234,7 +233,7 @@ def _loss(case: Case) -> tuple[int, int]:
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
     narrow = e * rows * arch.dim if e < FP32 else 0
-    hidden = n * arch.dim * (case.stream_bytes + (e if case.autocast else 0))
+    hidden = n * arch.dim * (FP32 + e if _wide_layernorm(case) else case.stream_bytes)
     return left, hidden + e * logits + max(wide, narrow)
 
 
