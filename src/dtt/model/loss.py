@@ -24,8 +24,8 @@ CHUNK_ELEMENTS = 2**26
 GPU_CHUNK_ELEMENTS = 2**28, 2**30
 """The same on a GPU, at least and at most: in bf16 512 MB and 2 GB. Each chunk's part is added to
 the fp32 gradient of the weight, which is read and written again for it: few chunks are cheaper."""
-GPU_CHUNK_SHARE = 1 / 64
-"""Of a GPU's memory, for the bf16 logits of a chunk: 2**29 logits on 80 GB, 2**30 on 141 GB."""
+GPU_CHUNK_SHARE = 1 / 128
+"""Of a GPU's memory, for the bf16 logits of a chunk: 2**28 logits on 80 GB, 2**29 on 141 GB."""
 GPU_CHUNK_ROWS = 128
 """Of which a GPU's chunks are a multiple: the products then fill whole tiles."""
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
