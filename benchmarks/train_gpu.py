@@ -1,10 +1,13 @@
 """Tokens per second, MFU and memory of training on GPUs, and a profile of a step.
 
-    python benchmarks/train_gpu.py [CASE …] [--steps 30] [--processes 1] [--peer]
+    python benchmarks/train_gpu.py [CASE …] [--steps N] [--processes 1] [--peer]
 
-Cases: 8b (pure bf16), 8b-fp32-masters, 1b, 124m; each with AdamW and with Muon. Every run is a
+Cases: 124m; 1b; 8b in pure bf16 with remat none, selective and full; 8b with fp32 masters; each
+with AdamW and with Muon. A step has 524,288 tokens on each process, as in real runs: with less an
+optimizer's share of the time, above all Muon's, is many times what it would be. Every run is a
 `dtt train` process (torchrun's, with `--processes`) on a small corpus that is made here; its
-figures are those it logs, the medians of the second half of the steps. `--peer` trains the same
+figures are those it logs, the medians of the second half of the steps. The profile of a step is
+taken where its trace is small enough, at the end. `--peer` trains the same
 shape with the model of transformers in a plain loop: autocast, SDPA, fused AdamW, compiled.
 MFU counts as PEERS do: 6 N + 12 L d S, against the dense bf16 peak of the data sheet.
 """
@@ -33,31 +36,46 @@ class Case(NamedTuple):
 
     shape: Shape
     keys: list[str]
-    accumulation: int = 1
+    accumulation: int
+    """Micro-batches in a step."""
+    steps: int = 8
+
+    @property
+    def profiled(self) -> bool:
+        """Whether a trace of a step is small enough to be written in a few seconds."""
+        return self.accumulation <= 8
 
 
 LLAMA = {"family": "llama", "vocab_size": 128256}
+LLAMA_8B = LLAMA | {
+    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "seq_len": 4096,
+}  # fmt: skip
 CASES = {
     "124m": Case(
         {"family": "gpt2", "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12,
          "ffn_dim": 3072, "vocab_size": 50304, "seq_len": 1024, "batch": 64},
         ["train.precision=bf16", "model.tie_embeddings=true"],
-        8,  # 524,288 tokens a step
+        8,
+        30,
     ),
     "1b": Case(
         LLAMA | {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192,
                  "seq_len": 2048, "batch": 8},
         ["train.precision=bf16", "model.tie_embeddings=true"],
+        32,
     ),
-    "8b": Case(
-        LLAMA | {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
-                 "seq_len": 4096, "batch": 2},
-        ["train.precision=bf16-pure", "train.remat=full", "model.tie_embeddings=false"],
-    ),
+    **{
+        f"8b-{remat}": Case(
+            LLAMA_8B | {"batch": 2},
+            ["train.precision=bf16-pure", f"train.remat={remat}", "model.tie_embeddings=false"],
+            64,
+        )
+        for remat in ("none", "selective", "full")
+    },
     "8b-fp32-masters": Case(
-        LLAMA | {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
-                 "seq_len": 4096, "batch": 1},
+        LLAMA_8B | {"batch": 1},
         ["train.precision=bf16", "train.remat=full", "model.tie_embeddings=false"],
+        128,
     ),
 }  # fmt: skip
 SIZES = ("family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
@@ -75,22 +93,27 @@ def train(
         f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",
         f"train.global_batch_tokens={step_tokens}", "train.log_every=1", "train.eval_every=0",
         "train.eval_tokens=1024", "train.sample_tokens=0", f"checkpoint.every={steps + 1}",
-        f"profile.steps=[{steps - 2},{steps - 1}]", *sizes, *case.keys,
+        *sizes, *case.keys,
     ]  # fmt: skip
+    if case.profiled:
+        keys.append(f"profile.steps=[{steps - 2},{steps - 1}]")
+    launcher = []
     if processes > 1:
-        keys.append("parallel.shard=-1")
-        keys.append("parallel.replicate=1")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        keys += ["parallel.shard=-1", "parallel.replicate=1"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *launcher, "-m", "dtt.main", "train", *keys]
     env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, check=False)
+    (folder / f"{name}.log").write_text(run.stdout + run.stderr)
     metrics = folder / "jobs" / name / "metrics.jsonl"
     records = (
         [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     )
-    perf = [record for record in records if record["kind"] == "perf"][steps // 2 : steps - 3]
+    perf = [record for record in records if record["kind"] == "perf"]
+    perf = perf[steps // 2 : -3 if case.profiled else None]
     if not perf:
-        return {"lost": next((line for line in run.stderr.splitlines() if "dtt:" in line), "?")}
+        told = (line for line in run.stderr.splitlines() if "dtt:" in line)
+        return {"lost": next(told, f"too few steps: see {name}.log")}
     keep = [key for key, value in perf[0].items() if isinstance(value, int | float)]
     return {key: statistics.median(record[key] for record in perf) for key in keep}
 
@@ -123,11 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", default=list(CASES), choices=[*CASES, []])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("cases", nargs="*", default=[], choices=[*CASES, []])
+    parser.add_argument("--steps", type=int, help="of every case; default: the case's own")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--peer", action="store_true")
     options = parser.parse_args()
+    options.cases = options.cases or list(CASES)
     if not torch.cuda.is_available():
         sys.exit("no GPU here: benchmarks/train_cpu.py is for CPUs")
     print(f"{options.processes} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -136,16 +160,14 @@ def main() -> None:
         folder = Path(name)
         tokens = make_tokens(folder)
         for case, optimizer in product(options.cases, ("adamw", "muon")):
-            run = f"{case}-{optimizer}"
-            found = train(
-                folder, tokens, run, CASES[case], optimizer, options.steps, options.processes
-            )
+            run, steps = f"{case}-{optimizer}", options.steps or CASES[case].steps
+            found = train(folder, tokens, run, CASES[case], optimizer, steps, options.processes)
             print(row(f"{case}, {optimizer}", found), flush=True)
             for table in sorted((folder / "jobs" / run / "profiles").glob("*.txt"))[:1]:
                 print("\n".join(table.read_text().splitlines()[:24]))
         for case in options.cases if options.peer else ():
             try:
-                rate, memory = peer(CASES[case].shape, options.steps)
+                rate, memory = peer(CASES[case].shape, options.steps or 30)
             except torch.OutOfMemoryError:
                 print(f"{case + ', transformers':28} out of memory")
                 continue

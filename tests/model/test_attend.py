@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.tiles import TILE, tiled_attention
+from dtt.runtime.compilation import compiler
+from dtt.runtime.log import log
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCALE = 0.3
@@ -252,6 +256,80 @@ def test_on_a_gpu_documents_and_windows_are_those_of_a_dense_mask(
     assert_the_same(got, dense(q, k, v, may_attend(200, documents, window)), (q, k, v), 1e-3)
 
 
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled yet, and nothing has failed to."""
+    monkeypatch.setattr(compiler, "failure", "")
+    monkeypatch.setattr(log, "propagate", True)
+    for made in (attend._flex_kernel, attend._block_mask_maker):
+        made.cache_clear()
+    torch.compiler.reset()
+    yield
+    for made in (attend._flex_kernel, attend._block_mask_maker):
+        made.cache_clear()
+    torch.compiler.reset()
+
+
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=backend, **how))
+
+
+@pytest.mark.usefixtures("fresh")
+@torch.no_grad()
+def test_every_length_of_flex_attention_is_compiled_with_static_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert not any(isinstance(i, torch.SymInt) for i in inputs)
+        graphs.append(graph)
+        return graph.forward
+
+    compile_with(monkeypatch, record)
+    counts = []
+    for length in (64, 128, 256, 1024, 256):
+        q, k, v = (x.detach() for x in heads(2, length, 4, 2, 16))
+        documents = documents_of(2, length, 0.03)
+        got = attend.flex(SCALE, torch.zeros(2, length), documents, 50)(q, k, v)
+        torch.testing.assert_close(got, tiled_attention(q, k, v, documents, 50, SCALE))
+        counts.append(len(graphs))
+    # The kernel for each length; from 256 on a mask, too, which is compiled for all documents.
+    assert counts == [1, 2, 4, 6, 6]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("length", [100, 200])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
+def test_flex_attention_that_cannot_be_compiled_gives_way_to_a_dense_mask_aloud(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    length: int,
+    window: int | None,
+    share: float | None,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no valid Triton configuration")
+
+    compile_with(monkeypatch, fail)
+    chunks = chunks_of(0, 2, length // 4)
+    places = torch.tensor([place for chunk in chunks for place in chunk])
+    documents = None if share is None else documents_of(2, length, share)
+    arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
+    monkeypatch.setattr(attend, "choose", lambda *_, **__: "FlexAttention")
+    q, k, v = heads(2, length, 4, 2)
+    tokens = torch.zeros(2, length)
+    (made,) = attend.attends_from_chunks(arch, tokens, documents, chunks, lambda x: x)
+    expected = dense(q, k, v, may_attend(length, documents, window))[:, :, places]
+    with torch.no_grad():  # FlexAttention refuses gradients on a CPU before it is compiled
+        torch.testing.assert_close(made(q[:, :, places], k, v), expected)
+    assert_the_same(made(q[:, :, places], k, v), expected, (q, k, v), 1e-5)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "dtt"]
+    assert said.startswith("training goes on uncompiled: ")
+    assert "no valid Triton configuration" in said
+
+
 def test_plain_causal_attention_is_left_to_sdpa() -> None:
     assert attend.choose(CPU, 100, False, None) == "SDPA"
     assert attend.choose(GPU, 100, False, 100) == "SDPA"
@@ -276,9 +354,10 @@ def windowed(*windows: int | None) -> Architecture:
 
 def test_the_choice_is_told_for_each_kind_of_layer() -> None:
     arch = windowed(16, 16, None)
-    assert attend.describe(arch, CPU, 16, False) == "attention: SDPA"
+    assert attend.describe(arch, CPU, 16, False) == "attention: SDPA (flash)"
     assert attend.describe(arch, CPU, 64, False) == (
-        "attention: SDPA in tiles within a window of 16 (2 of 3 layers), SDPA (1 of 3 layers)"
+        "attention: SDPA in tiles within a window of 16 (2 of 3 layers), "
+        "SDPA (flash) (1 of 3 layers)"
     )
     assert attend.describe(windowed(16), GPU, 64, True) == (
         "attention: FlexAttention within documents and a window of 16"

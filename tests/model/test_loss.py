@@ -10,8 +10,10 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtt.model.loss import linear_cross_entropy
+from dtt.model import loss as loss_module
+from dtt.model.loss import chunk_rows, linear_cross_entropy
 from dtt.parallel.tensor import VocabularyPart
+from dtt.runtime.compilation import compiler
 from dtt.runtime.dist import World
 
 N, D, V = 50, 16, 97
@@ -207,3 +209,84 @@ def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients(
     torch.testing.assert_close(summands.sum(0), wanted[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(rows.flatten(0, 1), wanted[1], rtol=1e-12, atol=1e-12)
     assert 0 < largest <= 40 * ROWS
+
+
+# ---- the two passes that a GPU compiles ---------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("bf16", "softcap", "z_loss"), [(False, None, 0.0), (False, 5.0, 0.1), (True, None, 1e-4)]
+)
+def test_compiled_by_inductor_it_is_as_exact_as_uncompiled(
+    bf16: bool, softcap: float | None, z_loss: float
+) -> None:
+    assert not compiler.failure
+    how: Any = {"softcap": softcap, "z_loss": z_loss, "chunk": 16}
+    hidden, weight, targets = problem()
+    exact = torch.autograd.grad(plain(hidden, weight, targets, softcap, z_loss), (hidden, weight))
+    errors, losses = {}, {}
+    for fused in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = linear_cross_entropy(hidden, weight, targets, fused=fused, **how)
+        grads = torch.autograd.grad(loss, (hidden, weight))
+        pairs = zip(grads, exact, strict=True)
+        errors[fused] = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+        losses[fused] = loss.item()
+    assert not compiler.failure, "it was compiled"
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+    assert errors[True] < 1.1 * errors[False] + 1e-7
+    assert errors[True] < (1e-2 if bf16 else 1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_where_it_cannot_be_compiled_the_passes_run_block_by_block(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, z_loss: float
+) -> None:
+    monkeypatch.setattr(compiler, "failure", "no compiler")
+    monkeypatch.setitem(loss_module.BLOCK_ELEMENTS, "cpu", 5 * V)
+    hidden, weight, targets = problem()
+    wanted = torch.autograd.grad(plain(hidden, weight, targets, softcap, z_loss), (hidden, weight))
+    options: Any = {"softcap": softcap, "z_loss": z_loss, "chunk": 16, "fused": True}
+    loss = linear_cross_entropy(hidden, weight, targets, **options)
+    got = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, plain(hidden, weight, targets, softcap), rtol=1e-5, atol=0)
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, targets, **options).item() == loss.item()
+
+
+def fused_part_of_loss(world: World) -> tuple[float, list[Any]]:
+    """As `part_of_loss`; the second rank cannot compile."""
+    real: Any = torch.compile
+    torch.compile = lambda *args, **how: real(*args, backend="eager", **how)  # type: ignore[assignment]
+    if not world.first:
+        compiler.failure = "no compiler"
+    loss_module.BLOCK_ELEMENTS["cpu"] = 5 * ROWS
+    hidden, weight, targets = even_problem()
+    part = VocabularyPart(init_device_mesh("cpu", (2,)), 2 * ROWS)
+    mine = weight[part.first : part.first + ROWS]
+    loss = linear_cross_entropy(hidden, mine, targets, part=part, chunk=40, fused=True, **CAPPED)
+    return loss.item(), [grad.tolist() for grad in torch.autograd.grad(loss, (hidden, mine))]
+
+
+def test_a_rank_that_cannot_compile_exchanges_what_the_others_do() -> None:
+    hidden, weight, targets = even_problem()
+    wanted = torch.autograd.grad(plain(hidden, weight, targets, **CAPPED), (hidden, weight))
+    (loss, first), (other_loss, second) = on_ranks(2, fused_part_of_loss)
+    assert loss == other_loss == pytest.approx(plain(hidden, weight, targets, 5.0).item(), 1e-12)
+    summands = torch.tensor([first[0], second[0]], dtype=torch.float64)
+    rows = torch.tensor([first[1], second[1]], dtype=torch.float64)
+    torch.testing.assert_close(summands.sum(0), wanted[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rows.flatten(0, 1), wanted[1], rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_a_gpu_are_whole_tiles_and_as_many_logits_as_its_memory_allows() -> None:
+    assert chunk_rows(50_304, None) == 2**26 // 50_304
+    for gigabytes, elements in ((16, 2**28), (80, 2**28), (141, 2**29), (192, 2**29), (288, 2**30)):
+        for vocab_size in (257, 50_304, 128_256):
+            rows = chunk_rows(vocab_size, gigabytes * 10**9)
+            assert rows % 128 == 0
+            assert elements - 128 * vocab_size < rows * vocab_size <= elements
+    assert chunk_rows(2**27, 80 * 10**9) == 128

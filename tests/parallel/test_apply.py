@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -120,3 +122,28 @@ def test_autocast_multiplies_in_bf16_only_when_asked() -> None:
     for precision, dtype in kinds:
         with autocast(cpu, precision):
             assert linear(torch.ones(1, 4)).dtype == dtype
+
+
+def graphs_under_ddp(world: World) -> int:
+    """Graphs that one block of 12 MB is compiled into."""
+    torch.set_num_threads(1)
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    real: Any = torch.compile
+    torch.compile = lambda *args, **how: real(*args, backend=record, **how)  # type: ignore[assignment]
+    config = ModelConfig(dim=512, n_layers=1, n_heads=4)
+    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
+    initialize(model, seed=0)
+    layout = Layout(Sizes(replicate=world.size), world.rank)
+    module = apply(model, world, layout, compile_blocks=True)
+    ids = batch()[:1]
+    module(ids[:, :-1], ids[:, 1:]).backward()
+    return len(graphs)
+
+
+def test_under_ddp_a_block_is_compiled_into_one_graph() -> None:
+    assert on_ranks(2, graphs_under_ddp) == [1, 1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -205,7 +207,7 @@ def test_compiled_blocks_have_the_same_gradients() -> None:
 
 
 def overlapped(world: World) -> tuple[str, bool]:
-    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"))
+    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
     return said, torch._inductor.config._micro_pipeline_tp
 
 
@@ -214,3 +216,38 @@ def test_where_memory_is_not_shared_products_wait_and_the_reason_is_told() -> No
     assert "products wait" in said
     assert "cpu" in said
     assert not on
+
+
+def overlapped_but_on_one(world: World, failing: str) -> tuple[str, bool]:
+    """As on two GPUs that share memory, but for what fails on the second rank."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    def empty(*_: Any, **__: Any) -> Tensor:
+        if failing == "allocate" and not world.first:
+            raise RuntimeError("CUDA driver error: out of fabric memory")
+        return torch.empty(1)
+
+    def rendezvous(_tensor: Tensor, group: dist.ProcessGroup) -> None:
+        dist.barrier(group)  # ranks exchange handles before they map each other's memory
+        if failing == "meet" and not world.first:
+            raise RuntimeError("CUDA driver error: peer access is not supported")
+
+    symmetric.empty, symmetric.rendezvous = empty, rendezvous  # type: ignore[assignment]
+    symmetric.enable_symm_mem_for_group = lambda _name: None
+    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
+    return said, torch._inductor.config._micro_pipeline_tp
+
+
+@pytest.mark.parametrize("failing", ["allocate", "meet"])
+def test_exchanges_overlap_on_all_ranks_or_on_none(failing: str) -> None:
+    (first, on_first), (second, on_second) = on_ranks(2, overlapped_but_on_one, failing)
+    assert not on_first
+    assert not on_second
+    assert first.endswith(
+        "products wait for exchanges: another rank cannot reach its peers' memory"
+    )
+    assert "CUDA driver error" in second
+    assert (
+        on_ranks(2, overlapped_but_on_one, "nothing")
+        == [("tensor parallelism: exchanges overlap with products", True)] * 2
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from running import Dtt
 
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.dist import World, start
@@ -72,3 +73,43 @@ def test_auto_takes_a_gpu_if_there_is_one() -> None:
 def test_another_launcher_than_torchrun_is_refused_with_the_right_command(launcher: str) -> None:
     with pytest.raises(EnvironmentUnfit, match=r"torchrun --standalone --nproc_per_node 4"):
         start(Ranks(0, 4, 0, 4, launcher), "cpu")  # type: ignore[arg-type]
+
+
+SHUTDOWN_HANGS = """
+import os, sys, time, pathlib
+import torch.distributed as dist
+real = dist.destroy_process_group
+def destroy():
+    pathlib.Path("destroyed-" + os.environ["RANK"]).touch()
+    if "fail" in os.environ:
+        time.sleep(600)  # as NCCL, which waits for collectives that the other ranks never join
+    real()
+dist.destroy_process_group = destroy
+from dtt.train.trainer import Trainer
+step = Trainer.step
+def fail(self, *arguments):
+    if "fail" in os.environ and os.environ["RANK"] == "1" and self.position.step == 1:
+        raise AssertionError("made to fail")
+    step(self, *arguments)
+Trainer.step = fail
+from dtt.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("env", [{"fail": "1"}, {}], ids=["failure", "success"])
+def test_only_a_run_that_ends_well_waits_for_the_process_group(
+    dtt: Dtt, tiny: Any, env: dict[str, str]
+) -> None:
+    script = dtt.folder / "program.py"
+    script.write_text(SHUTDOWN_HANGS)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    process = dtt.start_python(*launcher, script, "train", *tiny(train__steps=2), **env)
+    try:
+        run = dtt.wait(process)
+    finally:
+        process.kill()
+    assert ("AssertionError: made to fail" in run.stderr) == bool(env), run.stderr
+    assert (run.returncode != 0) == bool(env)
+    destroyed = sorted(path.name for path in dtt.folder.glob("destroyed-*"))
+    assert destroyed == ([] if env else ["destroyed-0", "destroyed-1"])

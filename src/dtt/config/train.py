@@ -11,6 +11,8 @@ from dtt.config.base import Section, free
 from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
 from dtt.config.budget import Moment, Stretch
 
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
+
 
 class TrainConfig(Section):
     """How long, how large, on what."""
@@ -58,6 +60,12 @@ class TrainConfig(Section):
     stochastic_rounding: bool = free(False)
     """With `precision: bf16-pure`, round new weights up or down at random, so that updates too
     small for bf16 count on average."""
+    attention: AttentionKernel = free("auto")
+    """Kernel of causal attention (a backend of PyTorch's scaled_dot_product_attention): `cudnn`,
+    `flash`, `efficient` (CUTLASS, also in fp32) or `math` (the slow reference). `auto` takes
+    FlashAttention 3 where it is installed, else cuDNN on Hopper and newer GPUs, else the first of
+    flash, efficient and math that serves. The log names the one that runs. Attention within
+    documents or a window has kernels of its own."""
     remat: Literal["none", "full", "selective"] = free("none")
     """Activations that the backward pass computes again rather than keeps: `full`, all within a
     block, which saves most memory and costs a third more time; `selective`, all but what attention,

@@ -13,22 +13,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
 from dtt.model.cache import KVCache
+from dtt.model.sdpa import WITH_A_MASK, Kernels, grouped_heads, kernels, running_kernel, sdpa
 from dtt.model.tiles import tiled_attention
+from dtt.runtime.compilation import compiler
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [B, H, T, K], keys and values [B, G, T, K] to [B, H, T, K]."""
 
 Backend = Literal["SDPA", "SDPA in tiles", "FlexAttention"]
+EAGER_MASK = 128
+"""Tokens up to which a block mask, at most one block then, is made without compilation."""
 
 
 def choose(
@@ -44,11 +48,24 @@ def choose(
 
 
 def describe(
-    arch: Architecture, device: torch.device, seq_len: int, documents: bool, whole: bool = True
+    arch: Architecture,
+    device: torch.device,
+    seq_len: int,
+    documents: bool,
+    whole: bool = True,
+    *,
+    asked: AttentionKernel = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> str:
-    """The choice for each layer in a line, for the start of a run."""
+    """Return the choice for each layer in a line, for the start of a run.
+
+    EnvironmentUnfit if `asked` cannot compute plain causal attention of these sizes in `dtype`.
+    """
     layers = Counter(
-        _describe(window, device, seq_len, documents, whole) for window in arch.windows
+        f"SDPA ({running_kernel(arch, device, seq_len, asked, dtype)})"
+        if choose(device, seq_len, documents, window, whole) == "SDPA"
+        else _describe(window, device, seq_len, documents, whole)
+        for window in arch.windows
     )
     if len(layers) == 1:
         return f"attention: {next(iter(layers))}"
@@ -60,32 +77,18 @@ def _describe(
     window: int | None, device: torch.device, seq_len: int, documents: bool, whole: bool
 ) -> str:
     backend = choose(device, seq_len, documents, window, whole)
-    if backend == "SDPA":
-        return "SDPA with FlashAttention 3" if flash_3(device) else "SDPA"
     limits = ["documents"] * documents
     if window is not None and window < seq_len:
         limits.append(f"a window of {window}")
     return f"{backend} within {' and '.join(limits)}" if limits else backend
 
 
-@cache
-def flash_3(device: torch.device) -> bool:
-    """Whether SDPA's kernel is FlashAttention 3, to which this switches where there is one.
-
-    That takes a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
-    """
-    if device.type != "cuda" or find_spec("flash_attn_interface") is None:
-        return False
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    from torch.nn.attention import activate_flash_attention_impl
-
-    activate_flash_attention_impl("FA3")
-    return True
-
-
 def attends(
-    arch: Architecture, tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None
+    arch: Architecture,
+    tokens_BT: Tensor,
+    documents_BT: Tensor | None,
+    cache: KVCache | None,
+    asked: AttentionKernel = "auto",
 ) -> list[Attend]:
     """What each layer attends with, in this forward pass; layers with one window share it.
 
@@ -96,7 +99,11 @@ def attends(
             raise ValueError("a cache takes the whole prompt first, then one token at a time")
         masks = {w: _recent(cache, w) for w in set(arch.windows)}
         return [Step(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)]
-    made = {w: _attend(arch.attn_scale, tokens_BT, documents_BT, w) for w in set(arch.windows)}
+    allowed = kernels(tokens_BT.device, asked, training=cache is None)
+    made = {
+        w: _attend(arch.attn_scale, tokens_BT, documents_BT, w, allowed=allowed)
+        for w in set(arch.windows)
+    }
     if cache is not None:
         return [Prompt(cache, i, made[w]) for i, w in enumerate(arch.windows)]
     return [made[w] for w in arch.windows]
@@ -127,11 +134,12 @@ def _attend(
     documents_BS: Tensor | None,
     window: int | None,
     chunks: Sequence[range] | None = None,
+    allowed: Kernels = (),
 ) -> Attend:
     seq_len, device = tokens_BS.shape[1], tokens_BS.device
     match choose(device, seq_len, documents_BS is not None, window, whole=chunks is None):
         case "SDPA":
-            return Causal(scale)
+            return Causal(scale, allowed)
         case "SDPA in tiles":
             starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
             return Tiled(scale, documents_BS, window, starts)
@@ -144,10 +152,11 @@ class Causal:
     """Every token attends to itself and to all before it."""
 
     scale: float
+    allowed: Kernels = ()
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """As `Attend`."""
-        return _sdpa(q_BHTK, k_BGTK, v_BGTK, scale=self.scale, is_causal=True)
+        return sdpa(q_BHTK, k_BGTK, v_BGTK, self.allowed, scale=self.scale, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -167,26 +176,54 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Flex:
-    """The same on a GPU, with FlexAttention (Dong et al., 2024)."""
+    """The same on a GPU, with FlexAttention (Dong et al., 2024).
+
+    Where that cannot be compiled: with SDPA and a dense mask.
+    """
 
     scale: float
+    rule: Callable[..., Tensor]
+    """FlexAttention's `mask_mod`."""
+    shape: tuple[int, int, int]
+    """Sequences that have a mask of their own (1: all have the same), queries, keys."""
+    device: torch.device
     block_mask: Any
-    kernel: Callable[..., Tensor]
+    """None where it could not be compiled."""
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """As `Attend`."""
+        if compiler.failure:
+            return self.dense(q_BHTK, k_BGTK, v_BGTK)
+        kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
         width = q_BHTK.shape[-1]
         if width < 16:  # narrower heads the kernels do not take
             q_BHTK, k_BGTK, v_BGTK = (F.pad(x, (0, 16 - width)) for x in (q_BHTK, k_BGTK, v_BGTK))
-        out_BHTK = self.kernel(
+        out_BHTK: Any = kernel(
             q_BHTK,
             k_BGTK,
             v_BGTK,
             block_mask=self.block_mask,
             scale=self.scale,
-            enable_gqa=_grouped(q_BHTK, k_BGTK),
+            enable_gqa=grouped_heads(q_BHTK, k_BGTK),
         )
-        return out_BHTK[..., :width]
+        if out_BHTK is None:  # it has just failed to compile
+            out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)
+        narrowed: Tensor = out_BHTK[..., :width]
+        return narrowed
+
+    def dense(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """As `Attend`, with a mask of [T, S] bits: slower, and no less exact.
+
+        FlexAttention without compilation would hold the scores of all heads in fp32 instead.
+        """
+        return sdpa(q_BHTK, k_BGTK, v_BGTK, WITH_A_MASK, scale=self.scale, attn_mask=self.mask)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B or 1, 1, T, S]: the rule for every pair of a query and a key."""
+        rows, queries, keys = (torch.arange(n, device=self.device) for n in self.shape)
+        seen = self.rule(rows[:, None, None], rows[0], queries[:, None], keys)
+        return seen.expand(self.shape)[:, None]
 
 
 def flex(
@@ -200,21 +237,20 @@ def flex(
 
     `chunks`: the places of the queries among the S tokens, if they are not all of these.
     """
-    kernel, create_block_mask = _flex_attention()
     rows, length = tokens_BS.shape
     places_T = None
     if chunks is not None:
         ranges = (torch.arange(c.start, c.stop, device=tokens_BS.device) for c in chunks)
         places_T = torch.cat(list(ranges))
-    block_mask = create_block_mask(
-        visible(documents_BS, window, places_T),
-        None if documents_BS is None else rows,
-        None,
-        length if places_T is None else len(places_T),
-        length,
-        device=tokens_BS.device,
-    )
-    return Flex(scale, block_mask, kernel)
+    rule = visible(documents_BS, window, places_T)
+    queries = length if places_T is None else len(places_T)
+    block_mask = None
+    if not compiler.failure:
+        made_for = None if documents_BS is None else rows
+        create = _block_mask_maker(compiled=length > EAGER_MASK)
+        block_mask = create(rule, made_for, None, queries, length, device=tokens_BS.device)
+    shape = (1 if documents_BS is None else rows, queries, length)
+    return Flex(scale, rule, shape, tokens_BS.device, block_mask)
 
 
 def visible(
@@ -241,12 +277,27 @@ def visible(
 
 
 @cache
-def _flex_attention() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """Both compiled: plain, they would compute all [T, T] products. Imported only where used."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _flex_kernel(*, part_of_a_graph: bool) -> Callable[..., Any]:
+    """FlexAttention, for the graph that is being compiled, or else compiled by itself: then None
+    comes out where that fails. Plain, it would compute all [T, T] products."""
+    from torch.nn.attention.flex_attention import flex_attention  # imported only where used
 
-    kernel: Any = torch.compile(flex_attention)
-    return kernel, torch.compile(create_block_mask)
+    kernel: Any = flex_attention
+    return kernel if part_of_a_graph else compiler.compiled(kernel, otherwise=_nothing)
+
+
+@cache
+def _block_mask_maker(*, compiled: bool) -> Callable[..., Any]:
+    """`create_block_mask`; compiled, it holds no [T, T] bits, and gives None where that fails."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return (
+        compiler.compiled(create_block_mask, otherwise=_nothing) if compiled else create_block_mask
+    )
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Stand in for what could not be compiled."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +347,10 @@ class Step:
         """As `Attend`, with T = 1."""
         k_BGSK, v_BGSK = self.cache.write(self.layer, k_BGTK, v_BGTK)
         k_BGSK, v_BGSK = k_BGSK[:, :, self.recent], v_BGSK[:, :, self.recent]
-        return _sdpa(q_BHTK, k_BGSK, v_BGSK, scale=self.scale, attn_mask=self.mask_B11S)
+        allowed = kernels(q_BHTK.device, "auto", training=False)
+        if allowed and self.mask_B11S is not None:
+            allowed = WITH_A_MASK
+        return sdpa(q_BHTK, k_BGSK, v_BGSK, allowed, scale=self.scale, attn_mask=self.mask_B11S)
 
 
 def _recent(cache: KVCache, window: int | None) -> tuple[slice, Tensor | None]:
@@ -309,11 +363,3 @@ def _recent(cache: KVCache, window: int | None) -> tuple[slice, Tensor | None]:
     place_S = torch.arange(places.start, places.stop, device=cache.device)
     start_B1, end_B1 = torch.tensor([starts, ends], device=cache.device)[..., None]
     return places, ((start_B1 <= place_S) & (place_S < end_B1))[:, None, None]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=_grouped(q, k), **how)
-
-
-def _grouped(q_BHTK: Tensor, k_BGTK: Tensor) -> bool:
-    return q_BHTK.shape[1] != k_BGTK.shape[1]

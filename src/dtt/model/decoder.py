@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
 from dtt.model.attend import Attend, attends
 from dtt.model.cache import KVCache
@@ -46,6 +47,8 @@ class Decoder(nn.Module):
         self.ropes = [arch.rope(i) for i in range(arch.n_layers)]
         self.norm = make_norm(arch, arch.dim)
         self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
+        self.attention: AttentionKernel = "auto"
+        self.fused_loss = False
         self.part: Part | None = None
         """Of the vocabulary, where the head's rows are divided over processes."""
 
@@ -71,16 +74,16 @@ class Decoder(nn.Module):
         """
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, documents_BT, cache)
-        x_BTD = _scaled(self.embed(tokens_BT), self.arch.embed_scale)
+        x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
         if self.pos_embed is not None:
-            x_BTD = x_BTD + self.pos_embed(positions_BT)
+            x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
         x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
         angles = {
             rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
             for rope in set(self.ropes)
         }
         if attend is None:
-            attend = attends(self.arch, tokens_BT, documents_BT, cache)
+            attend = attends(self.arch, tokens_BT, documents_BT, cache, self.attention)
         for i, layer in enumerate(self.layers):
             x_BTD = layer(x_BTD, angles[self.ropes[i]], attend[i])
         if cache is not None:
@@ -98,6 +101,7 @@ class Decoder(nn.Module):
             softcap=self.arch.logit_softcap,
             z_loss=z_loss,
             part=self.part,
+            fused=self.fused_loss,
         )
 
 
@@ -116,6 +120,17 @@ def document_positions(documents_BT: Tensor) -> Tensor:
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     return index_T - torch.where(begins_BT, index_T, 0).cummax(dim=1).values
+
+
+def _residual(x: Tensor) -> Tensor:
+    """Cast an embedding to the dtype of the residual stream: under autocast that of the products.
+
+    Autocast leaves lookups in the dtype of the weights: fp32 on one device and under DDP, but bf16
+    under FSDP2 and tensor parallelism, whose gathered weights are bf16. The stream, which takes the
+    dtype of what comes first, would then depend on the layout, and so would the loss.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

@@ -50,14 +50,20 @@ def apply(
         log.info("not compiled: that goes with tensor parallelism and remat selective, not full")
         compile_blocks = False
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
-        log.info("%s", overlap(layout.part("tensor")))
+        log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
         compile_each_block(model)
+        # Eager on a CPU, where blocks of logits stay in its cache. No Decoder is known here.
+        model.fused_loss = world.device.type == "cuda"  # type: ignore[assignment]
     if layout.sharded:
         _shard(model, blocks, layout, precision, reshard)
         return model
     if world.size == 1:
         return model
+    if compile_blocks:
+        # Else Dynamo splits a block's graph wherever 25 MB of gradients are ready, to overlap their
+        # all-reduce; between blocks, each a graph of its own, DDP's hooks do that anyway.
+        torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dtt.errors import EnvironmentUnfit
-from dtt.parallel.compile import Compiler
+from dtt.runtime.compilation import Compiler
 from dtt.runtime.dist import World
 
 LEAST_GAIN = 1.05

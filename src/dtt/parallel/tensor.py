@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtt.parallel.collectives import arrived, gather
+from dtt.runtime.dist import World
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1
@@ -113,23 +114,36 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     model.part = VocabularyPart(mesh, rows)  # type: ignore[assignment]  # no Decoder is known here
 
 
-def overlap(mesh: DeviceMesh) -> str:
+def overlap(mesh: DeviceMesh, world: World) -> str:
     """Have compiled blocks exchange tokens while they multiply (async tensor parallelism), if the
-    GPUs of `mesh` can reach each other's memory; says whether they do.
+    GPUs of `mesh` can reach each other's memory; says whether they do. All ranks together: they use
+    it everywhere or nowhere, as its exchanges do not go with ordinary ones.
 
     torch then takes products apart, and sends or fetches a piece while it computes another.
     """
     from torch._inductor import config
     from torch.distributed import _symmetric_memory as symmetric
 
-    group = mesh.get_group()
-    try:
-        symmetric.rendezvous(symmetric.empty(1, device=torch.device(mesh.device_type)), group)
+    group, shared = mesh.get_group(), []
+
+    def allocate() -> None:
+        shared.append(symmetric.empty(1, device=torch.device(mesh.device_type)))
+
+    def meet() -> None:
+        symmetric.rendezvous(shared[0], group)
         with warnings.catch_warnings():  # since 2.13 it says it is not needed; the compiler asks
             warnings.simplefilter("ignore", FutureWarning)
             symmetric.enable_symm_mem_for_group(group.group_name)
-    except RuntimeError as error:
-        return f"tensor parallelism: products wait for exchanges: {str(error).splitlines()[0]}"
+
+    for attempt in (allocate, meet):  # a rank that cannot allocate would be waited for
+        reason = "another rank cannot reach its peers' memory"
+        failed = False
+        try:
+            attempt()
+        except RuntimeError as error:
+            failed, reason = True, str(error).splitlines()[0]
+        if world.agree(int(failed)):
+            return f"tensor parallelism: products wait for exchanges: {reason}"
     config._micro_pipeline_tp = True  # noqa: SLF001  (it has no public name)
     return "tensor parallelism: exchanges overlap with products"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,8 +180,12 @@ def _gpu(ranks: Ranks) -> int:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
+    """Leave the process group, if there is one, and no exception is on its way to the user.
+
+    After a failure on one rank NCCL would wait here for collectives that the others never join, and
+    these notice that it is gone only once its process has ended: `process.command` ends it.
+    """
+    if dist.is_initialized() and sys.exception() is None:
         dist.destroy_process_group()
 
 

@@ -54,6 +54,7 @@ def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
     layout = make_layout(plan.sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(plan.arch).to(plan.precision.weights)
+    model.attention = cfg.train.attention
     if said := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", said)
     if plan.precision is Precision.FP8:

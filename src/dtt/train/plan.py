@@ -96,14 +96,21 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
     scaling = scaled(cfg, dataset.manifest.vocab_size)
     arch = scaling.arch
     check_mesh(sizes, arch, train)
+    precision = choose(train.precision, world.device)
     return Plan(
         sizes=sizes,
         scaling=scaling,
         parameters=count.parameters(arch),
-        precision=choose(train.precision, world.device),
+        precision=precision,
         compile=world.device.type == "cuda" if train.compile is None else train.compile,
         attention=attend.describe(
-            arch, world.device, train.seq_len, cfg.data.mask_documents, whole=sizes.context == 1
+            arch,
+            world.device,
+            train.seq_len,
+            cfg.data.mask_documents,
+            whole=sizes.context == 1,
+            asked=train.attention,
+            dtype=precision.products,
         ),
         tokens=stages.tokens_before(dataset.steps),
         step_size=stages.describe(dataset.steps),

@@ -51,6 +51,7 @@ class Requests:
         """Signals are heard from here on."""
         self.reason = ""
         self.end = 0
+        self.uncompiled = False
         self.profile_kind = ""
         """As the last one who asked for a profile wished; empty: as configured."""
         self._job: JobDir | None = None
@@ -101,14 +102,23 @@ class Requests:
         """Look at the trigger files of `job`, too: `control/stop`, `save` and `profile`."""
         self._job = job
 
-    def agreed(self, world: World, step: int, failed: bool = False, end: int = 0) -> Request:
+    def agreed(
+        self,
+        world: World,
+        step: int,
+        failed: bool = False,
+        end: int = 0,
+        uncompiled: bool = False,
+    ) -> Request:
         """What all ranks do now, after `step`; `failed`: this rank's last save went wrong.
 
         `end`, the step that the first rank now wants to end the run with (0: no change; other ranks
-        say 0), becomes every rank's `end` in the same exchange.
+        say 0), becomes every rank's `end` in the same exchange; so does `uncompiled`, if any rank
+        has failed to compile.
         """
         wish = Request.FAILED if failed else self._wish(world)
-        most, self.end = world.agree_all(wish, end)
+        most, self.end, any_uncompiled = world.agree_all(wish, end, uncompiled)
+        self.uncompiled = bool(any_uncompiled)
         agreed = Request(most)
         if agreed is Request.STOP:  # whoever knows why tells all
             self.reason = world.from_rank(

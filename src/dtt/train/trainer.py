@@ -25,6 +25,7 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, clip_gradients, gradient_sync
 from dtt.parallel.mesh import Layout
 from dtt.reading import waiting_for_space
+from dtt.runtime.compilation import compiler
 from dtt.runtime.dist import World
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.laps import Laps
@@ -139,7 +140,11 @@ class Trainer:
         self.account.begin(self.position.step, self.meter)
         while self.position.step < self.plan.steps:
             step = self.position.step
-            request = self.requests.agreed(self.world, step, self.saver.failed, self.end_wanted())
+            request = self.requests.agreed(
+                self.world, step, self.saver.failed, self.end_wanted(), bool(compiler.failure)
+            )
+            if self.requests.uncompiled:
+                compiler.follow()
             if request is Request.FAILED:
                 self.saver.wait()  # raises, on every rank
             if request is Request.STOP:

@@ -92,8 +92,8 @@ class Case:
 
     @property
     def stream_bytes(self) -> int:
-        """Of a number in the residual stream: FSDP2 gathers embeddings in bf16, too."""
-        return self.product_bytes if self.sizes.sharded else self.weight_bytes
+        """Of a number in the residual stream, which has the dtype of the products."""
+        return self.product_bytes
 
     @property
     def spread(self) -> int:

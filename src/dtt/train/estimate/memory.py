@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from dtt.model.loss import BLOCK_ELEMENTS, CHUNK_ELEMENTS
+from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.train.estimate import muon
 from dtt.train.estimate.case import Case, numbers
 
@@ -169,8 +169,7 @@ def _cast_for_each(case: Case) -> bool:
 
     Tensor parallelism casts once, before tokens are gathered.
     """
-    wide = case.stream_bytes > case.product_bytes or _wide_layernorm(case)
-    return case.autocast and wide and case.sizes.tensor == 1
+    return _wide_layernorm(case) and case.sizes.tensor == 1
 
 
 def _wide_layernorm(case: Case) -> bool:
@@ -226,13 +225,15 @@ def _loss(case: Case) -> tuple[int, int]:
     """
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
-    logits = min(n, max(1, CHUNK_ELEMENTS[case.gpu.kind] // rows)) * rows
+    on_gpu = case.gpu.kind == "cuda"
+    logits = min(n, chunk_rows(rows, case.gpu.memory if on_gpu else None)) * rows
     left = FP32 * rows * arch.dim + e * n * arch.dim
-    wide = FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
+    # Compiled for a GPU, no block of logits is ever there in fp32.
+    wide = 0 if on_gpu and case.compiled else FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
     narrow = e * rows * arch.dim if e < FP32 else 0
-    hidden = n * arch.dim * (case.stream_bytes + (e if case.autocast else 0))
+    hidden = n * arch.dim * (FP32 + e if _wide_layernorm(case) else case.stream_bytes)
     return left, hidden + e * logits + max(wide, narrow)
 
 

@@ -1,0 +1,450 @@
+"""The first half hour on a GPU: find out what fails there, and where the time goes.
+
+    python benchmarks/first_gpu_session.py [BLOCK …] [--out gpu-session] [--minutes 8] [--tiny]
+
+Runs the blocks one after another (all of them by default), each in a process of its own that ends
+after `--minutes` at the latest. A block continues after a failure of one of its parts, and the
+session after a failure of a block. `OUT/BLOCK.log` has all that was printed, `OUT/BLOCK.jsonl` one
+line for each part as it ends, so that little is lost with the machine, and `OUT/summary.json` all
+of it. The exit code is 1 if anything failed. Without a GPU, or with `--tiny`, the same code runs on
+small shapes: run it so before the machine is there.
+
+A GPU machine without network: take along what it lacks. Where its Python is 3.12 and it has torch,
+transformers, typer, pyarrow and jinja2, these are the wheels of
+
+    pip download -d wheels --only-binary :all: --python-version 3.12 \
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
+        pydantic pydantic-core annotated-types typing-inspection gigatoken datasets dill \
+        multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig hypothesis \
+        sortedcontainers
+
+with pydantic-core in the version that pydantic names (`pip download pydantic` without `--no-deps`
+tells), then there
+
+    pip install --no-index --no-deps --find-links wheels wheels/*.whl
+    export PYTHONPATH=$PWD/src:$PWD/benchmarks
+
+pyarrow may have to travel too (50 MB). wandb is not needed. The tests that need a GPU:
+`python -m pytest -m gpu --maxfail 20`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+PACKAGES = ("torch", "triton", "transformers", "pydantic", "gigatoken", "pyarrow", "numpy")
+
+
+@dataclass
+class Session:
+    """Where results go, and how large the shapes are."""
+
+    out: Path
+    tiny: bool
+    block: str = ""
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """A GPU, unless the shapes are tiny."""
+        return torch.device("cpu" if self.tiny else "cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float32 if self.tiny else torch.bfloat16
+
+    def report(self, part: str, **figures: Any) -> None:
+        """Print a result and append it to the block's file."""
+        line = json.dumps({"part": part, **figures})
+        print(line, flush=True)
+        with (self.out / f"{self.block}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[dict[str, Any]]:
+        """Report what is put into the dictionary, or the failure; then the block continues."""
+        figures: dict[str, Any] = {}
+        start = time.perf_counter()
+        try:
+            yield figures
+        except Exception as error:  # noqa: BLE001  whatever fails on a new machine, the rest must run
+            traceback.print_exc()
+            self.failed.append(name)
+            figures["error"] = f"{type(error).__name__}: {error}"[:2000]
+        self.report(name, seconds=round(time.perf_counter() - start, 2), **figures)
+
+    def dtt(self, *arguments: object, expect: int = 0) -> str:
+        """Run `dtt ARGUMENTS` in the session's folder; returns what it printed."""
+        command = [sys.executable, "-m", "dtt.main", *map(str, arguments)]
+        print("$ dtt", *arguments, flush=True)
+        run = subprocess.run(
+            command, cwd=self.out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False,
+        )  # fmt: skip
+        print(run.stdout, flush=True)
+        if run.returncode != expect:
+            lines = run.stdout.splitlines()[-6:]
+            raise RuntimeError(f"exit code {run.returncode}, not {expect}: " + " | ".join(lines))
+        return run.stdout
+
+    def tokens(self) -> Path:
+        """The token folder that all blocks train on, made when first asked for."""
+        made = self.out / "tokens"
+        if not (made / "manifest.json").exists():
+            from runs import make_tokens
+
+            make_tokens(self.out)
+        return made.resolve()
+
+
+def seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
+    """Of one call, the mean over `rounds` after two that are not counted."""
+    for _ in range(2):
+        work()
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    _finish(device)
+    return (time.perf_counter() - start) / rounds
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def worst(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    """Largest relative error (norm of the difference by the norm) of any tensor."""
+    pairs = zip(got, exact, strict=True)
+    return max(float((g.double() - e.double()).norm() / e.double().norm()) for g, e in pairs)
+
+
+# ---- the blocks ----------------------------------------------------------------------------------
+
+
+def versions(session: Session) -> None:
+    """What the machine is, and what is installed."""
+    with session.part("packages") as found:
+        for name in PACKAGES:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = None
+        found["python"] = platform.python_version()
+    with session.part("gpu") as found:
+        found |= {"cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+        if torch.cuda.is_available():
+            found["name"] = torch.cuda.get_device_name()
+            found["capability"] = torch.cuda.get_device_capability()
+            found["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
+            query = "driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
+            command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+            found[query] = subprocess.check_output(command, text=True).strip()
+    with session.part("doctor"):
+        session.dtt("doctor")
+
+
+def attention(session: Session) -> None:
+    """SDPA under each kernel: time and gradients, beside MATH in fp32."""
+    from dtt.model.attend import Causal
+    from dtt.model.sdpa import KERNELS
+
+    shapes = [(64, 12, 12, 1024, 64), (2, 32, 8, 4096, 128)]
+    for shape in [(2, 4, 2, 64, 16)] if session.tiny else shapes:
+        batch, heads, kv_heads, length, width = shape
+        torch.manual_seed(0)
+        sizes = [(batch, n, length, width) for n in (heads, kv_heads, kv_heads)]
+        inputs = [torch.randn(s, device=session.device, dtype=session.dtype) for s in sizes]
+        for name, kernel in KERNELS.items():
+            if session.tiny and name in ("cudnn", "efficient"):
+                continue  # a CPU has no such kernel
+            causal = Causal(width**-0.5, (kernel,))
+            with session.part(f"{name} {shape}") as found:
+                few = slice(0, 2)  # MATH holds all scores
+                q_k_v = [x[few].detach().requires_grad_() for x in inputs]
+                wide = [x[few].detach().float().requires_grad_() for x in inputs]
+                exact = Causal(width**-0.5, (KERNELS["math"],))
+                difference = worst(_attended(causal, q_k_v), _attended(exact, wide))
+                found["difference"] = difference
+                if name != "math":
+                    leaves = [x.detach().requires_grad_() for x in inputs]
+                    work = partial(_attended, causal, leaves)
+                    found["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 20)
+                if not difference < 0.05:
+                    raise AssertionError(f"the gradients are wrong by {difference:.1%}")
+
+
+def _attended(attend: Callable[..., Tensor], q_k_v: list[Tensor]) -> tuple[Tensor, ...]:
+    out = attend(*q_k_v)
+    weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+    return (out.detach(), *torch.autograd.grad((out * weights).sum(), q_k_v))
+
+
+def small(session: Session) -> None:
+    """A tiny GPT-2 from start to resume; documents and windows of many lengths; a schedule."""
+    for name, compiled in (("eager", "false"), ("compiled", "true")):
+        if session.tiny and name == "compiled":
+            continue
+        with session.part(f"train {name}") as found:
+            keys = small_keys(session, name, train__steps=20, train__compile=compiled)
+            said = session.dtt("train", *keys)
+            found["validation"] = re.findall(r"validation loss ([\d.]+)", said)
+            found["attention"] = re.findall(r"attention: (.*)", said)
+            found["uncompiled"] = re.findall(r"training goes on uncompiled: .*", said)
+        with session.part(f"resume {name}") as found:
+            more = ("train.steps=24", "--allow-change", "train.steps")
+            said = session.dtt("train", f"jobs/{name}", *more)
+            found["resumed"] = re.findall(r"resumed from .*", said)
+    lengths = (64, 128) if session.tiny else (64, 128, 256, 1024)
+    for length in lengths:
+        with session.part(f"documents and windows at {length}") as found:
+            keys = small_keys(
+                session, f"documents-{length}", model__family="mistral", model__window=48,
+                data__mask_documents="true", train__seq_len=length, train__steps=6,
+                train__global_batch_tokens=8 * length,
+            )  # fmt: skip
+            said = session.dtt("train", *keys)
+            found["attention"] = re.findall(r"attention: (.*)", said)
+            found["uncompiled"] = re.findall(r"training goes on uncompiled: .*", said)
+    with session.part("context_schedule") as found:
+        keys = small_keys(
+            session, "schedule", train__steps=8, data__mask_documents="true",
+            train__context_schedule="[[0,64],[50%,128]]",
+        )  # fmt: skip
+        said = session.dtt("train", *keys)
+        found["validation"] = re.findall(r"validation loss ([\d.]+)", said)
+
+
+def small_keys(session: Session, name: str, **changes: object) -> list[str]:
+    """Arguments of a run of a few seconds; keywords change keys."""
+    values: dict[str, object] = {
+        "name": name, "data.tokens": session.tokens(), "model.family": "gpt2", "model.dim": 64,
+        "model.n_layers": 2, "model.n_heads": 4, "train.device": session.device.type,
+        "train.seq_len": 128, "train.micro_batch": 4, "train.global_batch_tokens": 1024,
+        "train.eval_tokens": 1000, "train.eval_every": 10, "train.sample_tokens": 8,
+        "train.log_every": 5, "checkpoint.every": 10, "schedule.warmup": 2,
+    }  # fmt: skip
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def flex(session: Session) -> None:
+    """FlexAttention beside a dense mask: outputs and gradients, with one length after another."""
+    from dtt.model import attend
+    from dtt.runtime.compilation import compiler
+
+    for length in (64, 128) if session.tiny else (64, 128, 256, 1024):
+        for window, documents in ((48, False), (None, True), (48, True)):
+            with session.part(f"flex {length}, window {window}, documents {documents}") as found:
+                torch.manual_seed(0)
+                shapes = [(2, n, length, 64) for n in (4, 2, 2)]
+                inputs = [
+                    torch.randn(s, device=session.device, dtype=session.dtype, requires_grad=True)
+                    for s in shapes
+                ]
+                numbers = (torch.rand(2, length, device=session.device) < 0.03).cumsum(1)
+                tokens = torch.zeros(2, length, device=session.device)
+                made = attend.flex(0.125, tokens, numbers if documents else None, window)
+                exact = _attended(made.dense, inputs)
+                # Uncompiled FlexAttention has no gradients on a CPU.
+                if session.tiny:
+                    cut = numbers if documents else None
+                    tiled = attend.Tiled(0.125, cut, window)
+                    found["difference"] = worst(_attended(tiled, inputs), exact)
+                    continue
+                found["difference"] = worst(_attended(made, inputs), exact)
+                found["ms"] = 1e3 * seconds(session.device, partial(_attended, made, inputs), 10)
+                found["uncompiled"] = compiler.failure
+
+
+def training(
+    session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None
+) -> None:
+    """One case of `train_gpu.py`: tokens/s, MFU, memory, and a profile where it takes one."""
+    from train_gpu import CASES, Case, row, train
+
+    case = CASES[name]
+    if accumulation is not None:
+        case = case._replace(accumulation=accumulation)
+    if session.tiny:
+        shape = case.shape | {
+            "dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 300,
+            "n_kv_heads": 4 if case.shape["family"] == "gpt2" else 2, "seq_len": 32, "batch": 1,
+        }  # fmt: skip
+        keys = [key for key in case.keys if not key.startswith("train.precision")]
+        keys.append("train.device=cpu")
+        case, steps = Case(shape, keys, 2), 8
+    with session.part(f"{name}, {optimizer}") as found:
+        run = f"{name}-{optimizer}"
+        found |= train(session.out, session.tokens(), run, case, optimizer, steps, 1)
+        print((session.out / f"{run}.log").read_text())
+        print(row(run, found), flush=True)
+        for table in sorted((session.out / "jobs" / run / "profiles").glob("*.txt"))[:1]:
+            print(table.read_text())
+        if "lost" in found:
+            raise RuntimeError(found["lost"])
+
+
+def loss(session: Session) -> None:
+    """The loss alone, uncompiled and compiled, for sizes of chunks and vocabularies."""
+    from dtt.runtime.compilation import compiler
+
+    tokens, width = (64, 32) if session.tiny else (65_536, 768)
+    for vocab_size in (300,) if session.tiny else (50_304, 128_256):
+        torch.manual_seed(0)
+        tensors = (
+            torch.randn(tokens, width, device=session.device, requires_grad=True),
+            (0.02 * torch.randn(vocab_size, width, device=session.device)).requires_grad_(),
+            torch.randint(vocab_size, (tokens,), device=session.device),
+        )
+        for elements in (2**13,) if session.tiny else (2**28, 2**29, 2**30):
+            chunk = elements // vocab_size // 128 * 128 or elements // vocab_size
+            # On a CPU the compilation takes a minute: tests/model/test_loss.py does that.
+            for fused in (False,) if session.tiny else (False, True):
+                name = f"{vocab_size:,} entries, chunks of {chunk:,}, fused {fused}"
+                with session.part(name) as found:
+                    work = partial(_loss_gradients, *tensors, chunk, fused)
+                    if session.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    found["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 5)
+                    if session.device.type == "cuda":
+                        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                    found["uncompiled"] = compiler.failure
+
+
+def _loss_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, fused: bool
+) -> tuple[Tensor, ...]:
+    from dtt.model.loss import linear_cross_entropy
+
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        total = linear_cross_entropy(hidden, weight, targets, chunk=chunk, fused=fused)
+    return torch.autograd.grad(total, (hidden, weight))
+
+
+def memory(session: Session) -> None:
+    """A model that does not fit ends with advice; what the first save blocks."""
+    with session.part("out of memory") as found:
+        dim, layers = (2**20, 2) if session.tiny else (2**14, 64)
+        huge: dict[str, object] = {"model__dim": dim, "model__n_layers": layers}
+        keys = small_keys(session, "huge", model__n_heads=128, **huge)
+        said = session.dtt("train", *keys, expect=78)
+        found["told"] = [line for line in said.splitlines() if "dtt: " in line]
+    with session.part("first save") as found:
+        large: dict[str, object] = {"model__family": "llama"}
+        if not session.tiny:
+            large |= {"model__dim": 2048, "model__n_layers": 16, "model__n_heads": 32}
+        each = {"train__steps": 9, "checkpoint__every": 3, "train__log_every": 1}
+        session.dtt("train", *small_keys(session, "saves", **large, **each))
+        metrics = (session.out / "jobs/saves/metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in metrics]
+        found["saves"] = [record for record in records if record["kind"] == "save"]
+
+
+BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
+    "versions": (versions,),
+    "attention": (attention,),
+    "small": (small,),
+    "flex": (flex,),
+    "124m-adamw": (partial(training, name="124m", optimizer="adamw", steps=30),),
+    "loss": (loss,),
+    "124m-muon": (partial(training, name="124m", optimizer="muon", steps=30),),
+    # A quarter of the tokens of a real step: what remat costs shows in the passes.
+    **{
+        f"8b-{remat}": (
+            partial(training, name=f"8b-{remat}", optimizer="adamw", steps=6, accumulation=16),
+        )
+        for remat in ("none", "selective", "full")
+    },
+    "1b": tuple(
+        partial(training, name="1b", optimizer=optimizer, steps=8)
+        for optimizer in ("adamw", "muon")
+    ),
+    "memory": (memory,),
+}
+
+
+def run_block(session: Session) -> int:
+    """In a process of its own; returns its exit code."""
+    for work in BLOCKS[session.block]:
+        work(session)
+    return 1 if session.failed else 0
+
+
+def results(out: Path, block: str) -> list[dict[str, Any]]:
+    """What the parts of a block have reported, also if it was ended."""
+    path = out / f"{block}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a block in a process of its own; returns its line of the summary."""
+    (options.out / f"{block}.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, __file__, block, "--alone", "--out", str(options.out)]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    start, status = time.perf_counter(), "ok"
+    with (options.out / f"{block}.log").open("w") as log:
+        process = subprocess.Popen(
+            command + ["--tiny"] * options.tiny, stdout=log, stderr=log, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=60 * options.minutes)
+            status = {0: "ok", 1: "failed"}.get(code, f"exit code {code}")
+        except subprocess.TimeoutExpired:
+            status = f"ended after {options.minutes:g} minutes"
+            os.killpg(process.pid, 9)  # a session of its own: with all that it has started
+            process.wait()
+    taken = round(time.perf_counter() - start, 1)
+    return {"status": status, "seconds": taken, "parts": results(options.out, block)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("blocks", nargs="*", default=[], choices=[*BLOCKS, []])
+    parser.add_argument("--out", type=Path, default=Path("gpu-session"))
+    parser.add_argument("--minutes", type=float, default=8.0, help="for each block")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.tiny = options.tiny or not torch.cuda.is_available()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.alone:
+        sys.exit(run_block(Session(options.out, options.tiny, options.blocks[0])))
+    summary: dict[str, Any] = {}
+    for block in options.blocks or BLOCKS:
+        summary[block] = supervise(block, options)
+        (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        bad = [part["part"] for part in summary[block]["parts"] if "error" in part]
+        print(f"{block:12} {summary[block]['seconds']:7.1f} s  {summary[block]['status']}"
+              f"{': ' + ', '.join(bad) if bad else ''}", flush=True)  # fmt: skip
+    sys.exit(any(found["status"] != "ok" for found in summary.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The kernel of `scaled_dot_product_attention` (SDPA): chosen here, and asked for its name.
+
+Shapes: B sequences, T tokens, S tokens of keys, H query heads, G key/value heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dtt.config.train import AttentionKernel
+from dtt.errors import EnvironmentUnfit
+from dtt.model.architecture import Architecture
+
+Kernels = tuple[SDPBackend, ...]
+"""The kernels that SDPA may take, the preferred one first; empty: PyTorch's own choice."""
+
+KERNELS: dict[AttentionKernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+WITH_A_MASK: Kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Flash takes no mask, and the backward pass of cuDNN's gives NaN with one (pytorch#196678)."""
+
+
+def kernels(device: torch.device, asked: AttentionKernel, *, training: bool = True) -> Kernels:
+    """Return the kernels for causal attention without a mask.
+
+    `training`: shapes repeat. In generation each length is new, for which cuDNN would plan anew.
+    """
+    if asked != "auto":
+        return (KERNELS[asked],)
+    if device.type != "cuda":
+        return ()
+    cudnn = (KERNELS["cudnn"],) if training and _hopper(device) and not flash_3(device) else ()
+    return (*cudnn, KERNELS["flash"], KERNELS["efficient"], KERNELS["math"])
+
+
+@cache
+def _hopper(device: torch.device) -> bool:
+    """Return True for a Hopper GPU or a newer one."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def running_kernel(
+    arch: Architecture,
+    device: torch.device,
+    seq_len: int,
+    asked: AttentionKernel,
+    dtype: torch.dtype,
+) -> str:
+    """Return the kernel that SDPA takes for one training sequence: PyTorch itself is asked."""
+    shapes = [(1, n, seq_len, arch.head_dim) for n in (arch.n_heads, arch.n_kv_heads)]
+    q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    allowed = kernels(device, asked)
+    q, k, v, grouped = _for_kernels(q, k, k, allowed)
+    try:
+        with _only(allowed):
+            chosen = SDPBackend(
+                torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)  # noqa: SLF001
+            )
+    except (RuntimeError, ValueError):
+        chosen = SDPBackend.ERROR
+    if chosen == SDPBackend.ERROR:
+        raise EnvironmentUnfit(
+            f"train.attention={asked} cannot compute attention here",
+            why=f"PyTorch refuses it on {device.type} for {str(dtype).removeprefix('torch.')}, "
+            f"heads of {arch.head_dim}, {arch.n_heads} of queries and {arch.n_kv_heads} of keys",
+            next="train.attention=auto",
+        )
+    if chosen == KERNELS["flash"] and flash_3(device):
+        return "FlashAttention 3"
+    return next(name for name, backend in KERNELS.items() if backend == chosen)
+
+
+@cache
+def flash_3(device: torch.device) -> bool:
+    """Whether SDPA's kernel is FlashAttention 3, to which this switches where there is one.
+
+    That takes a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
+    """
+    if device.type != "cuda" or find_spec("flash_attn_interface") is None:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl("FA3")
+    return True
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Kernels, **how: Any) -> Tensor:
+    """Call PyTorch's, [B, H, T, K] and twice [B, G, S, K] to [B, H, T, K], with `allowed` kernels.
+
+    The choice is made at each call, as the repetition of a rematerialised block must make it, too.
+    """
+    q, k, v, grouped = _for_kernels(q, k, v, allowed)
+    with _only(allowed):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how)
+
+
+def _for_kernels(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Kernels
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Queries, keys and values as the kernels take them, and whether heads are grouped still.
+
+    `efficient` takes as many heads of keys as of queries. It is the one that would serve with a
+    mask, and in fp32, where PyTorch would otherwise fall back to `math`, which holds all scores.
+    """
+    grouped = grouped_heads(q, k)
+    first = allowed[0] if allowed else None
+    efficient = first == KERNELS["efficient"] or (q.is_cuda and q.dtype is torch.float32)
+    if grouped and efficient:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return q, k, v, grouped
+
+
+def _only(allowed: Kernels) -> AbstractContextManager[Any]:
+    """SDPA takes one of these kernels inside, the first that can."""
+    return sdpa_kernel(list(allowed), set_priority=True) if allowed else nullcontext()
+
+
+def grouped_heads(q_BHTK: Tensor, k_BGTK: Tensor) -> bool:
+    """Return True if query heads share heads of keys and values."""
+    return q_BHTK.shape[1] != k_BGTK.shape[1]
