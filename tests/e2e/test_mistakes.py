@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,7 +280,7 @@ TRAINING = (
             f"{TRAIN} train.seq_len=50000 train.global_batch_tokens=50000", USAGE,
             ("shorter than one sequence", "train.seq_len=")),
     Mistake("a tracker that is not installed", f"{TRAIN} 'track=[{{type: wandb}}]'", UNFIT,
-            ("wandb", "pip install 'dtt[wandb]'"), hidden_module("wandb"),
+            ("wandb", "-m pip install 'wandb>="), hidden_module("wandb"),
             env={"PYTHONPATH": "."}),
     Mistake("a learning rate that diverges", f"{TRAIN} optim.lr=1e30 optim.adamw.lr=1e30",
             ExitCode.DIVERGED, ("loss is nan", "lower optim.lr")),
@@ -431,7 +432,8 @@ def test_a_mistake_is_told_with_what_to_do(
     assert done.stdout == ""
     after = contents(folder)
     assert {name: after.get(name) for name in before} == before
-    printed[mistake.name] = done.stderr.replace(f"{folder}/", "/home/me/")
+    named = done.stderr.replace(f"{folder}/", "/home/me/")
+    printed[mistake.name] = named.replace(sys.executable, "/home/me/dtt/.venv/bin/python")
 
 
 def test_one_damaged_checkpoint_is_named_and_the_one_before_it_taken(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
-from dtt.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.errors import ConfigError, InputError
 from dtt.launch import results, sweep
 from dtt.launch.sweep import Sweep, SweepManifest
 from dtt.launch.trials import shares, visible_gpus
@@ -305,9 +304,3 @@ def test_a_picture_shows_axes_bars_and_a_legend_that_fits(tmp_path: Path) -> Non
     )
     plot.save(words, tmp_path / "words.png")
     assert [t.get_text() for t in words.axes[0].get_xticklabels()] == [r"a\$b\$", "c"]
-
-
-def test_without_matplotlib_a_plot_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(EnvironmentUnfit, match=r"pip install 'dtt\[plot\]'"):
-        plot.figure([], "x", "y", log_x=False, log_y=False)

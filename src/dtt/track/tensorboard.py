@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from dtt.errors import EnvironmentUnfit
+from dtt.runtime.environment import install
 from dtt.track.base import Record, scalars
 
 
@@ -19,7 +20,7 @@ class TensorBoardTracker:
         except ImportError:
             raise EnvironmentUnfit(
                 "track asks for tensorboard, which is not installed",
-                next="pip install 'dtt[tensorboard]'",
+                next=install("tensorboard"),
             ) from None
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
