@@ -112,7 +112,7 @@ def test_more_than_max_trials_are_refused_with_their_number() -> None:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    st.lists(st.integers(1, 10**9), min_size=1, max_size=4, unique=True),
+    st.lists(st.integers(20, 10**9), min_size=1, max_size=4, unique=True),
     st.lists(st.text(max_size=4), min_size=1, max_size=4, unique=True),
     st.integers(0, 2),
     st.randoms(use_true_random=False),

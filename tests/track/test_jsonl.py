@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,19 @@ def metrics(tmp_path: Path) -> Path:
 def test_records_come_back_as_they_were_one_a_line(metrics: Path) -> None:
     assert list(jsonl.read(metrics)) == RECORDS
     assert metrics.read_bytes().count(b"\n") == len(RECORDS)
+
+
+def test_every_record_has_the_time_at_which_it_was_written_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = time.time()
+    write(path, None, RECORDS)
+    stamped = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [record.pop("time") for record in stamped]
+    assert stamped == RECORDS
+    assert before - 0.001 <= times[0] <= times[-1] <= time.time() + 0.001
+    write(path, 2, [])  # a resume writes the file anew
+    assert [r["time"] for r in jsonl.read(path, timed=True)] == times[:5]
+    assert list(jsonl.read(path)) == RECORDS[:5]
 
 
 def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:

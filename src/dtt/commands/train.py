@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,10 +52,12 @@ def run(
     allow_change: Sequence[str],
     from_step: int | None,
     branch_of: str | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Train the job that `config` names, or the job directory among `arguments`, to its end.
 
-    `branch_of` (JOB@STEP): or a child of that job.
+    `branch_of` (JOB@STEP): or a child of that job. With `as_json`, prints the result when done.
     """
     requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks = Ranks.detect()
@@ -92,6 +95,8 @@ def run(
             train(resolved, this, world, from_step, begun)
     finally:
         dist.stop()  # after exit.json was written: the others now see that this process has ended
+    if as_json and ranks.first:
+        print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
 
 
 def find_job(
