@@ -153,7 +153,7 @@ def tokenize(
         "dtt train -c run.yaml",
         "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
         "dtt train jobs/run              # go on after a stop; so does the first line",
-        "dtt train --branch jobs/run@5000 schedule.decay=500    # anneal from there, as a new job",
+        "dtt train --branch jobs/run@3000 schedule.decay=500    # anneal from there, as a new job",
         "touch jobs/run/control/stop     # save and stop; control/save only saves",
     )
 )

@@ -71,7 +71,7 @@ CASES = {
     "dtt train --branch jobs/stories@3000 schedule.decay=10%": STOPPED,
     "dtt train --branch jobs/stories@3000 schedule.decay=500 train.steps=4000 name=longer": STOPPED,
     "dtt train -c run.yaml name=night train.steps=1000000 train.finish_by=07:00": STOPPED,
-    "dtt train --branch jobs/run@5000 schedule.decay=500": STOPPED,
+    "dtt train --branch jobs/run@3000 schedule.decay=500": STOPPED,
     "dtt mup transfer -c run.yaml": SHORT,
     "dtt mup transfer -c quickstart": SHORT,
     "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3,8e-3 --steps 200 --seeds 3": SHORT,
@@ -106,7 +106,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, L
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [page for page in TEXT if lines(page)])
 def test_every_command_of_a_page_runs_as_printed(
     page: str, prepared: tuple[Path, LoopbackHub], tmp_path: Path

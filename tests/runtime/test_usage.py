@@ -48,6 +48,7 @@ def test_no_option_of_one_value_is_taken_twice(
 
 
 def test_a_flag_may_stand_twice_and_values_may_look_like_options(dtt: Dtt) -> None:
+    (dtt.folder / "jobs").mkdir()
     assert json.loads(dtt("job", "ls", "--json", "--json").stdout) == []
     missing = dtt("generate", "nowhere", "-p", "-v", expect=ExitCode.INPUT_MISSING)
     assert "no model in nowhere" in missing.stderr

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def write(path: Path, resume_step: int | None, records: list[Record]) -> None:
     tracker.close()
 
 
+def timeless(path: Path) -> bytes:
+    """The bytes of a file but for the time stamps."""
+    return re.sub(rb', "time": [0-9.]+}', b"}", path.read_bytes())
+
+
 @pytest.fixture
 def metrics(tmp_path: Path) -> Path:
     path = tmp_path / "metrics.jsonl"
@@ -48,7 +54,7 @@ def test_every_record_has_the_time_at_which_it_was_written_and_keeps_it(tmp_path
     path = tmp_path / "metrics.jsonl"
     before = time.time()
     write(path, None, RECORDS)
-    stamped = [json.loads(line) for line in path.read_text().splitlines()]
+    stamped = [json.loads(line) for line in path.open(encoding="utf-8")]
     times = [record.pop("time") for record in stamped]
     assert stamped == RECORDS
     assert before - 0.001 <= times[0] <= times[-1] <= time.time() + 0.001
@@ -87,9 +93,9 @@ def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: 
 
 
 def test_crashed_and_resumed_equals_undisturbed(metrics: Path) -> None:
-    undisturbed = metrics.read_bytes()
+    undisturbed = timeless(metrics)
     write(metrics, 1, [r for r in RECORDS if r["step"] > 1])
-    assert metrics.read_bytes() == undisturbed
+    assert timeless(metrics) == undisturbed
 
 
 def test_a_fresh_start_drops_what_was_there(metrics: Path) -> None:
