@@ -7,6 +7,7 @@ imported before a command's body runs.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,46 +16,29 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dtt.runtime.process import command, leave
+from dtt.runtime.usage import Commands
 
 if TYPE_CHECKING:
     from dtt.config.load import ModelOf
     from dtt.config.run import RunConfig
 
-cli = typer.Typer(
+cli = Commands(
     name="dtt",
     help="Distributed Transformer Training: raw text to a released checkpoint.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_cli = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Look at the configuration."
-)
+config_cli = Commands(help="Look at the configuration.")
 cli.add_typer(config_cli, name="config")
-job_cli = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="See what jobs do, and ask them to stop."
-)
+job_cli = Commands(help="See what jobs do, and ask them to stop.")
 cli.add_typer(job_cli, name="job")
-ckpt_cli = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Look after the checkpoints of a job."
-)
+ckpt_cli = Commands(help="Look after the checkpoints of a job.")
 cli.add_typer(ckpt_cli, name="ckpt")
-sweep_cli = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Train one configuration with many values."
-)
+sweep_cli = Commands(help="Train one configuration with many values.")
 cli.add_typer(sweep_cli, name="sweep")
-data_cli = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Look at text and tokens, before training and after.",
-)
+data_cli = Commands(help="Look at text and tokens, before training and after.")
 cli.add_typer(data_cli, name="data")
-mup_cli = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="See whether what is tuned on a small model holds on large ones.",
-)
+mup_cli = Commands(help="See whether what is tuned on a small model holds on large ones.")
 cli.add_typer(mup_cli, name="mup")
 
 Config = Annotated[
@@ -87,6 +71,18 @@ def _examples(*lines: str) -> str:
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+def _quiet(wanted: bool) -> bool:
+    if wanted:
+        os.environ["DTT_QUIET"] = "1"  # before `command` sets up logging; for stages, too
+    return wanted
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", callback=_quiet, help="Log warnings and errors, no progress."),
+]
+
+
 @cli.command(
     epilog=_examples(
         "dtt download -d python-stdlib",
@@ -102,6 +98,7 @@ def download(
     split: Annotated[str | None, typer.Option(help="Split to take.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the corpus.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Get raw documents.
 
@@ -137,6 +134,7 @@ def tokenize(
         bool, typer.Option("--explain", help="Say what would be reused and why; do nothing.")
     ] = False,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn documents into token files, training a tokenizer first if the config says so.
 
@@ -159,7 +157,7 @@ def tokenize(
         "dtt train -c run.yaml",
         "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
         "dtt train jobs/run              # go on after a stop; so does the first line",
-        "dtt train --branch jobs/run@5000 schedule.decay=500    # anneal from there, as a new job",
+        "dtt train --branch jobs/run@3000 schedule.decay=500    # anneal from there, as a new job",
         "touch jobs/run/control/stop     # save and stop; control/save only saves",
     )
 )
@@ -186,6 +184,8 @@ def train(
             help="Begin a child job there that goes on with another schedule.* or length.",
         ),
     ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train, or go on where the job stopped.
 
@@ -195,7 +195,8 @@ def train(
     with command():
         from dtt.commands import train
 
-        train.run(config, job_or_overrides or [], allow_change or [], from_step, branch)
+        options = config, job_or_overrides or [], allow_change or [], from_step, branch
+        train.run(*options, as_json=json)
 
 
 @cli.command(
@@ -217,6 +218,8 @@ def export(
         str | None, typer.Option(metavar="ORG/NAME", help="Upload to the Hugging Face Hub as well.")
     ] = None,
     private: Annotated[bool, typer.Option(help="Make a new Hub repository private.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a Hugging Face folder, and check it with transformers before saying so.
 
@@ -227,7 +230,14 @@ def export(
         from dtt.commands import export
 
         export.run(
-            job, overrides or [], step=step, ema=ema, out=out, upload=upload, private=private
+            job,
+            overrides or [],
+            step=step,
+            ema=ema,
+            out=out,
+            upload=upload,
+            private=private,
+            as_json=json,
         )
 
 
@@ -301,6 +311,8 @@ def pipeline(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Do it all: download, tokenize, train, export.
 
@@ -309,13 +321,13 @@ def pipeline(
     with command():
         from dtt.commands import pipeline
 
-        pipeline.run(config, overrides or [], dataset)
+        pipeline.run(config, overrides or [], dataset, as_json=json)
 
 
 @cli.command(
     epilog=_examples(
         "dtt doctor",
-        "dtt doctor --processes 8 --path /scratch/me/jobs",
+        "dtt doctor --processes 8 --path jobs",
         "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor",
         "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
     )
@@ -372,6 +384,8 @@ def plan(
         from dtt.commands import plan as body
         from dtt.commands.begin import model_of
 
+        if config is None and not overrides:
+            raise body.nothing_to_plan()
         options = {"download.dataset": dataset}
         cfg = _resolve(config, overrides, options, model_of=model_of)
         body.run(cfg, gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
@@ -740,7 +754,8 @@ def mup_coord_check(
     with command():
         from dtt.commands import mup
 
-        options = {"download.dataset": dataset, "train.steps": steps}
+        # It trains at peak rates, without a warm-up: that of the run may be longer than `steps`.
+        options = {"download.dataset": dataset, "train.steps": steps, "schedule.warmup": 0}
         cfg = _resolve(config, overrides, options)
         mup.coord_check(cfg, widths, tolerance=tolerance, compare=compare, out=out, as_json=json)
 
@@ -846,7 +861,11 @@ Cap = Annotated[
 )
 def sweep_submit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Sweep file: .yaml, .json, .toml or .py.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A .yaml, .json, .toml or .py file, or a shipped sweep by name (quickstart-lr).",
+        ),
     ],
     local: Local = None,
     array: Array = False,

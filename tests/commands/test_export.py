@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import transformers
+from loopback_hub import LoopbackHub
+from running import Dtt
 from tiny_job import write_job
 
-from dtt.artifacts import ExportManifest
+from dtt.artifacts import CorpusSource, DataManifest, ExportManifest
 from dtt.commands import export
 from dtt.errors import ConfigError, InputError
+from dtt.runtime.jobdir import JobDir
 
 
 def run_export(
@@ -37,6 +41,59 @@ def test_the_newest_checkpoint_is_exported_to_the_default_place(
     card = (folder / "README.md").read_text()
     assert "python-stdlib" in card
     assert f"{manifest.parameters:,}" in card
+
+
+def test_the_card_tells_the_validation_loss_and_no_folder_of_this_machine(job: Path) -> None:
+    data = DataManifest.read(job)
+    (source,) = data.sources
+    mine = CorpusSource(kind="local", id="/home/me/secret project/diary.jsonl")
+    local = data.model_copy(update={"sources": (source.model_copy(update={"corpus": mine}),)})
+    (job / local.filename).write_text(local.dump())
+    evaluations = [(0, 5.5, 2.25), (5, 4.25, 1.5), (10, 3.125, 1.25)]
+    with JobDir(job).metrics.open("w") as file:
+        for step, loss, bits in evaluations:
+            record = {"kind": "eval", "step": step, "loss": loss, "bits_per_byte": bits}
+            file.write(json.dumps(record) + "\n")
+    run_export(job, step=5)
+    card = Path("exports/tiny/README.md").read_text()
+    assert "| Trained on | diary.jsonl (1,000 tokens) |" in card
+    assert "| Validation loss | 4.2500 nats per token, 1.5000 bits per byte, after step 5 |" in card
+    for path in Path("exports/tiny").iterdir():
+        assert b"secret project" not in path.read_bytes()
+
+
+def test_the_result_as_json_is_all_of_stdout(job: Path, dtt: Dtt) -> None:
+    done = dtt("export", "jobs/tiny", "--json", "-q")
+    told = json.loads(done.stdout)
+    manifest = ExportManifest.read(Path("exports/tiny"))
+    assert told == {"folder": "exports/tiny", "url": None} | manifest.model_dump(mode="json")
+    assert done.stderr == ""
+
+
+HUB = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+
+def test_an_upload_that_the_hub_would_refuse_is_refused_before_the_export(
+    job: Path, dtt: Dtt
+) -> None:
+    with LoopbackHub() as hub:
+        env = HUB | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(job / "none")}
+        cases = (
+            ({}, "org/model", 78, "no Hugging Face token"),
+            ({"HF_TOKEN": "hf_wrong"}, "org/model", 78, "the token is not valid"),
+            ({"HF_TOKEN": hub.token}, "a/b/c", 2, "no name of a Hub repository"),
+            ({"HF_TOKEN": hub.token, "HF_ENDPOINT": "http://127.0.0.1:9"}, "org/model", 78,
+             "nothing was exported yet"),
+        )  # fmt: skip
+        for more, repo, code, says in cases:
+            done = dtt("export", "jobs/tiny", "--upload", repo, expect=code, **(env | more))
+            assert says in done.stderr
+            assert not Path("exports").exists()
+        env["HF_TOKEN"] = hub.token
+        done = dtt("export", "jobs/tiny", "--upload", "org/model", "--json", **env)
+        assert json.loads(done.stdout)["url"] == f"{hub.endpoint}/org/model"
+        sent = hub.repos["model", "org/model"].files["model.safetensors"]
+        assert sent == Path("exports/tiny/model.safetensors").read_bytes()
 
 
 def test_the_same_again_writes_nothing(job: Path) -> None:

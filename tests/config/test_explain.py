@@ -51,11 +51,11 @@ def test_a_field_is_documented_by_the_string_below_it() -> None:
 
 
 def test_show_is_a_config_that_resolves_to_itself(dtt: Dtt) -> None:
-    shown = dtt("config", "show", "-c", "quickstart", "train.steps=7").stdout
+    shown = dtt("config", "show", "-c", "quickstart", "train.steps=70").stdout
     assert all(origin in shown for origin in ("quickstart.yaml:", "# argument", "# default"))
     (dtt.folder / "shown.yaml").write_text(shown)
     again = resolve(dtt.folder / "shown.yaml", env={}).config
-    assert again == resolve("quickstart", ["train.steps=7"], env={}).config
+    assert again == resolve("quickstart", ["train.steps=70"], env={}).config
 
 
 def test_explain_tells_type_default_value_and_origin(dtt: Dtt) -> None:

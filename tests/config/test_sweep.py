@@ -305,13 +305,25 @@ def test_an_absent_file_is_named(name: str, tmp_path: Path) -> None:
         sweep.read(tmp_path / name)
 
 
+def test_a_shipped_sweep_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sweep.read(Path("quickstart-lr")).sweep.name == "quickstart-lr"
+    Path("lr.yaml").write_text("seeds: [0]")
+    with pytest.raises(InputError, match=r"no sweep 'lr'[\s\S]*did you mean lr\.yaml\?"):
+        sweep.read(Path("lr"))
+    with pytest.raises(InputError, match="it is a folder"):
+        sweep.read(tmp_path)
+
+
 def test_the_base_may_be_a_file_beside_a_name_or_the_keys_themselves(tmp_path: Path) -> None:
     (tmp_path / "beside.yaml").write_text("train.steps: 7")
     tail = "\nparameters: {optim.lr: [1e-3]}\noverrides: [train.seq_len=64]"
     for base, steps in (
         ("beside.yaml", 7),
         ("quickstart", 500),
-        ("{extends: quickstart, train: {steps: 9}, model.dim: 96}", 9),
+        ("{extends: quickstart, train: {steps: 90}, model.dim: 96}", 90),
     ):
         (tmp_path / "s.yaml").write_text(f"base: {base}{tail}")
         config = sweep.read(tmp_path / "s.yaml").resolve({"optim.lr": 5e-3}, "s/1").config

@@ -299,7 +299,7 @@ def test_gpt2_ids_are_those_of_tokenizers_on_real_text(
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun or no mpi4py: pip install 'dtt[mpich]'",
+    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
 )
 
 

@@ -17,7 +17,7 @@ def test_random_kills_leave_nothing_behind_and_end_the_job_with_a_message() -> N
         importlib.util.find_spec("mpi4py") is None
         or not Path(sys.executable).with_name("mpirun").exists()
     ):
-        pytest.skip("no MPI: pip install 'dtt[mpich]'")
+        pytest.skip("no MPI: pip install -e '.[mpich]'")
     script = ROOT / "benchmarks/tokenize_kills.py"
     done = subprocess.run(
         [sys.executable, str(script), "5", "3"], capture_output=True, text=True, timeout=300

@@ -87,7 +87,7 @@ def test_a_piece_that_takes_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun or no mpi4py: pip install 'dtt[mpich]'",
+    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
 )
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,19 @@ COMMAND_LINE = (
     Mistake("an argument without =", "dtt tokenize -c run.yaml overwrite", USAGE,
             ("'overwrite'", "key.path=value", "train.steps=500")),
     Mistake("train without a config", "dtt train", USAGE, ("got neither", "dtt train -c")),
+    Mistake("a plan without a config", "dtt plan", USAGE, ("got neither", "dtt plan -c")),
+    Mistake("two configs", "dtt train -c run.yaml -c quickstart", USAGE,
+            ("--config is given 2 times", "extends: [FILE")),
+    Mistake("an option given twice", "dtt export jobs/small --step 4 --step 8", USAGE,
+            ("--step is given 2 times",)),
+    Mistake("--verbose", "dtt train -c run.yaml --verbose", USAGE,
+            ("there is no --verbose", "DTT_DEBUG=1")),
+    Mistake("a config without -c", "dtt train run.yaml", USAGE,
+            ("run.yaml is a configuration file", "dtt train -c run.yaml")),
+    Mistake("a config without -c, to tokenize", "dtt tokenize run.yaml", USAGE,
+            ("run.yaml is a configuration file", "next:  -c run.yaml")),
+    Mistake("a config without -c, to submit", "dtt submit pipeline run.yaml", USAGE,
+            ("dtt submit pipeline -c run.yaml",)),
     Mistake("a config and a job at once", "dtt train jobs/small -c run.yaml", USAGE,
             ("jobs/small and -c run.yaml", "dtt train jobs/")),
     Mistake("a dataset named nowhere", "dtt download", USAGE,
@@ -203,6 +217,22 @@ CONFIG = (
             ("no config 'qickstart'", "did you mean quickstart?")),
     Mistake("a job given as a config", "dtt train -c jobs/small", USAGE,
             ("is a job", "dtt train jobs/small")),
+    Mistake("a folder given as a config", "dtt train -c configs", USAGE,
+            ("configs is a folder", "next:  -c configs/mine.yaml"),
+            lambda folder: ((folder / "configs").mkdir(), text("configs/mine.yaml", "")(folder))),
+    Mistake("a key in the wrong section", "dtt train -c run.yaml train.lr=1e-3", USAGE,
+            ("train.lr", "did you mean optim.lr?")),
+    Mistake("a warm-up longer than the run", "dtt train -c run.yaml schedule.warmup=9", USAGE,
+            ("schedule.warmup", "longer than the run (8 steps)")),
+    Mistake("a warm-up of more tokens than the run", "dtt train -c run.yaml", USAGE,
+            ("run.yaml:13", "3k tokens is longer than the run (8 steps)"),
+            append("run.yaml", "schedule: {warmup: 3k tokens}\n")),
+    Mistake("a number with leading zeros", "dtt train -c run.yaml", USAGE,
+            ("run.yaml:13  train.steps", "without leading zeros", "'010'"),
+            append("run.yaml", "train.steps: 010\n")),
+    Mistake("a YAML merge key", "dtt train -c run.yaml", USAGE,
+            ("merge keys (<<)", "run.yaml:14", "extends: [FILE]"),
+            append("run.yaml", "optim: &one {lr: 1e-3}\nschedule: {<<: *one}\n")),
     Mistake("a tab in the config", "dtt train -c run.yaml", USAGE,
             ("run.yaml:2", "indent with spaces"), text("run.yaml", "train:\n\tsteps: 5\n")),
     Mistake("a config that is a list", "dtt train -c run.yaml", USAGE,
@@ -285,7 +315,7 @@ TRAINING = (
             f"{TRAIN} train.seq_len=50000 train.global_batch_tokens=50000", USAGE,
             ("shorter than one sequence", "train.seq_len=")),
     Mistake("a tracker that is not installed", f"{TRAIN} 'track=[{{type: wandb}}]'", UNFIT,
-            ("wandb", "pip install 'dtt[wandb]'"), hidden_module("wandb"),
+            ("wandb", "-m pip install 'wandb>="), hidden_module("wandb"),
             env={"PYTHONPATH": "."}),
     Mistake("a learning rate that diverges", f"{TRAIN} optim.lr=1e30 optim.adamw.lr=1e30",
             ExitCode.DIVERGED, ("loss is nan", "lower optim.lr")),
@@ -334,6 +364,11 @@ CLUSTER = (
             ("optim.rl", "optim.lr"),
             text("lr.yaml", "base: run.yaml\nparameters: {optim.rl: [1, 2, 3]}\n")),
     Mistake("a sweep that is not there", "dtt sweep status lr", MISSING, ("lr",)),
+    Mistake("a sweep file without its suffix", "dtt sweep submit lr --dry-run", MISSING,
+            ("no sweep 'lr'", "did you mean lr.yaml?"),
+            text("lr.yaml", "base: run.yaml\nparameters: {seed: [1, 2]}\n")),
+    Mistake("a mistyped shipped sweep", "dtt sweep submit quickstart-rl --dry-run", MISSING,
+            ("neither a file nor a shipped sweep", "did you mean quickstart-lr?")),
 )  # fmt: skip
 
 RELEASE = (
@@ -437,7 +472,8 @@ def test_a_mistake_is_told_with_what_to_do(
     assert done.stdout == ""
     after = contents(folder)
     assert {name: after.get(name) for name in before} == before
-    printed[mistake.name] = done.stderr.replace(f"{folder}/", "/home/me/")
+    named = done.stderr.replace(f"{folder}/", "/home/me/")
+    printed[mistake.name] = named.replace(sys.executable, "/home/me/dtt/.venv/bin/python")
 
 
 def test_one_damaged_checkpoint_is_named_and_the_one_before_it_taken(

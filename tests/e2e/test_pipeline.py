@@ -14,7 +14,7 @@ SMALL = (
     "train.steps=12", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
     "train.global_batch_tokens=512", "train.micro_batch=8", "train.log_every=1",
     "train.eval_tokens=2048", "train.sample_tokens=8", "checkpoint.every=5",
-    "tokenizer.vocab_size=512",
+    "tokenizer.vocab_size=512", "schedule.warmup=2",
 )  # fmt: skip
 
 
@@ -53,6 +53,12 @@ def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path)
     for words in ("already", "already done", "is done", "done before"):
         assert words in again.stderr
     assert again.stdout.count("a sample after training") == 1
+
+    quiet = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL, "--json", "-q")
+    told = json.loads(quiet.stdout)  # what the stages print is not in it
+    assert (told["job"], told["model"], told["steps"]) == ("jobs/books", "exports/books", 12)
+    assert f"{told['last_eval']['loss']:.3f}" in run.stdout
+    assert quiet.stderr == ""
 
 
 def test_killed_in_every_stage_it_goes_on_to_the_same_weights(dtt: Dtt, books: Path) -> None:

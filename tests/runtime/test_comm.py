@@ -92,7 +92,8 @@ def test_ranks_without_mpi4py_are_told_what_to_install() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 78
     assert "2 processes were started, but they cannot talk to each other" in run.stderr
-    assert "pip install 'dtt[mpi]'" in run.stderr
+    assert f"{sys.executable} -m pip install 'mpi4py>=4'; where the machine" in run.stderr
+    assert "-m pip install 'mpi4py>=4' 'mpich>=4.2'\n" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from running import ROOT
 
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime import environment
@@ -31,6 +35,51 @@ def test_a_torch_that_cannot_be_imported_is_told_and_not_a_crash(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(EnvironmentUnfit, match=r"torch cannot be imported[\s\S]*env\.sh"):
         environment.torch_facts()
+
+
+NAMED = sorted(
+    {
+        extra
+        for path in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"\binstall\([\"'](\w+)[\"']\)", path.read_text())
+    }
+)
+"""The extras that messages of dtt propose to install."""
+
+
+@pytest.mark.parametrize("extra", NAMED)
+def test_a_hint_installs_what_an_extra_requires_and_names_no_distribution_of_dtt(
+    extra: str,
+) -> None:
+    python, *rest = shlex.split(environment.install(extra))
+    assert python == sys.executable
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert rest == ["-m", "pip", "install", *project["optional-dependencies"][extra]]
+
+
+def test_what_a_hint_says_runs_as_printed() -> None:
+    assert {"fp8", "mpi", "mpich", "tensorboard", "wandb"} == set(NAMED)
+    hint = environment.install("tensorboard")  # developers have it: nothing is fetched
+    run = subprocess.run(f"{hint} --dry-run", shell=True, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "already satisfied: tensorboard" in run.stdout
+
+
+def test_where_there_is_no_pip_a_hint_names_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.util, "find_spec", lambda name: None)
+    hint = environment.install("wandb")
+    assert hint == f"uv pip install --python {sys.executable} 'wandb>=0.19'"
+
+
+def test_nothing_says_to_install_a_distribution_that_is_called_dtt() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["name"] == environment.DISTRIBUTION != "dtt"
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/errors.md"}
+    files = [ROOT / "env.sh", *pages]  # errors.md holds what src prints
+    for folder in ("src", "benchmarks", "configs", "tests", "sbatch"):
+        files += [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml", ".sh")]
+    strangers = re.compile(r"(?:pip|uv) (?:\w+ )*?(?:install|add) (?:-\S+ )*['\"]?dtt(?![\w-])")
+    assert [str(path) for path in files if strangers.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,11 @@ def write(path: Path, resume_step: int | None, records: list[Record]) -> None:
     tracker.close()
 
 
+def timeless(path: Path) -> bytes:
+    """The bytes of a file but for the time stamps."""
+    return re.sub(rb', "time": [0-9.]+}', b"}", path.read_bytes())
+
+
 @pytest.fixture
 def metrics(tmp_path: Path) -> Path:
     path = tmp_path / "metrics.jsonl"
@@ -40,6 +48,19 @@ def metrics(tmp_path: Path) -> Path:
 def test_records_come_back_as_they_were_one_a_line(metrics: Path) -> None:
     assert list(jsonl.read(metrics)) == RECORDS
     assert metrics.read_bytes().count(b"\n") == len(RECORDS)
+
+
+def test_every_record_has_the_time_at_which_it_was_written_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = time.time()
+    write(path, None, RECORDS)
+    stamped = [json.loads(line) for line in path.open(encoding="utf-8")]
+    times = [record.pop("time") for record in stamped]
+    assert stamped == RECORDS
+    assert before - 0.001 <= times[0] <= times[-1] <= time.time() + 0.001
+    write(path, 2, [])  # a resume writes the file anew
+    assert [r["time"] for r in jsonl.read(path, timed=True)] == times[:5]
+    assert list(jsonl.read(path)) == RECORDS[:5]
 
 
 def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
@@ -72,9 +93,9 @@ def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: 
 
 
 def test_crashed_and_resumed_equals_undisturbed(metrics: Path) -> None:
-    undisturbed = metrics.read_bytes()
+    undisturbed = timeless(metrics)
     write(metrics, 1, [r for r in RECORDS if r["step"] > 1])
-    assert metrics.read_bytes() == undisturbed
+    assert timeless(metrics) == undisturbed
 
 
 def test_a_fresh_start_drops_what_was_there(metrics: Path) -> None:

@@ -67,5 +67,5 @@ def test_without_tensorboard_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(EnvironmentUnfit, match=r"dtt\[tensorboard\]"):
+    with pytest.raises(EnvironmentUnfit, match=r"pip install .tensorboard>="):
         TensorBoardTracker(tmp_path, None)

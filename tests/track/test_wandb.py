@@ -137,5 +137,5 @@ def test_without_wandb_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(EnvironmentUnfit, match=r"dtt\[wandb\]"):
+    with pytest.raises(EnvironmentUnfit, match=r"pip install .wandb>="):
         WandbTracker(WandbConfig(), "small", "abc123", tmp_path, {})

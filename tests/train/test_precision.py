@@ -212,7 +212,7 @@ def test_where_nothing_gains_training_is_in_bf16_and_says_so() -> None:
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(EnvironmentUnfit, match=r"(?s)needs torchao.*dtt\[fp8\]"):
+    with pytest.raises(EnvironmentUnfit, match=r"(?s)needs torchao.*pip install .torchao>="):
         fp8.convert(make_model(), start(Ranks(), "cpu"), 64, compiled=False)
 
 

@@ -111,6 +111,22 @@ def test_a_finished_job_says_so_and_changes_nothing(dtt: Dtt, tiny: Settings) ->
     assert (dtt.folder / "jobs/t/metrics.jsonl").read_bytes() == before
 
 
+def test_the_result_as_json_is_all_of_stdout_and_printed_by_one_rank(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    done = dtt("train", *tiny(), "--json", "-q")
+    told = json.loads(done.stdout)
+    assert (told["job"], told["steps"]) == ("jobs/t", 12)
+    assert told["last_eval"] == metrics(dtt.folder / "jobs/t", "eval")[-1]
+    assert "progress" not in done.stderr
+    assert "step 12" not in done.stderr
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    two = dtt.start_python(*launcher, "-m", "dtt.main", "train", "jobs/t", "--json")
+    both = Dtt.wait(two)
+    assert both.returncode == 0, both.stderr
+    assert json.loads(both.stdout) == told
+
+
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
     dtt: Dtt, tokens: Path, undisturbed: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from dtt.errors import ConfigError
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+from dtt.track import jsonl
+from dtt.track.base import Record
 
 
 def run(
@@ -24,15 +27,21 @@ def run(
     upload: str | None,
     private: bool,
     ema: bool = False,
+    as_json: bool = False,
 ) -> ExportManifest:
     """Export the checkpoint of `step` (default: the newest), unless it is exported already; with
     `ema` the moving average of its weights.
 
     Replaces an earlier export of the same job. Prints where it lies and how far `transformers` was
-    from our logits; `upload` names a Hub repository to send it to, made `private` if it is new.
+    from our logits, or with `as_json` all that is known of it. `upload` names a Hub repository to
+    send it to, made `private` if it is new.
     """
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
 
+    if upload is not None:
+        from dtt.export.upload import check
+
+        check(upload)  # not after minutes of work
     from dtt.export import hf
     from dtt.export.card import model_card
     from dtt.export.read import find_checkpoint, read_checkpoint
@@ -59,21 +68,37 @@ def run(
             dtype=cfg.export.dtype,
             max_shard_size=cfg.export.max_shard_size,
             card=model_card(
-                cfg, trained.arch, DataManifest.read(job), checkpoint.position()["tokens"], ema=ema
+                cfg,
+                trained.arch,
+                DataManifest.read(job),
+                checkpoint.position()["tokens"],
+                evaluation=_evaluation(places, checkpoint.step),
+                ema=ema,
             ),
         )
     averaged = ", average of the weights" if ema else ""
-    print(
-        f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
-        f"{manifest.dtype}; "
-        f"transformers' logits differ by at most {manifest.max_logit_difference:.1e}"
-    )
+    if not as_json:
+        print(
+            f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
+            f"{manifest.dtype}; "
+            f"transformers' logits differ by at most {manifest.max_logit_difference:.1e}"
+        )
+    url = None
     if upload is not None:
         from dtt.export.upload import upload as send
 
-        message = f"{cfg.name}, step {manifest.step}"
-        print(send(folder, upload, private=private, message=message))
+        url = send(folder, upload, private=private, message=f"{cfg.name}, step {manifest.step}")
+    if as_json:
+        print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
+    elif url is not None:
+        print(url)
     return manifest
+
+
+def _evaluation(job: JobDir, step: int) -> Record | None:
+    """Return the last evaluation up to `step`, if one is on record."""
+    evaluations = (r for r in jsonl.read(job.metrics, "eval") if r["step"] <= step)
+    return max(evaluations, key=lambda record: int(record["step"]), default=None)
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:

@@ -38,7 +38,6 @@ def coord_check(
 ) -> None:
     """Measure, print, draw; Diverged if under muP an activation depends on the width."""
     widths = _widths(cfg, widths_given)
-    plot.require()
     world = dist.start(Ranks(), cfg.train.device)
     said: dict[str, Any] = {}
     rows = []
@@ -74,7 +73,6 @@ def transfer(
         rates = [cfg.optim.lr * 2.0**octave for octave in OCTAVES]
     else:
         rates = _numbers("--lrs", rates_given, float)
-    plot.require()
     world = dist.start(Ranks(), cfg.train.device)
     said: dict[str, Any] = {}
     rows = []

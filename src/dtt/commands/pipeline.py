@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shlex
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from dtt.artifacts import CorpusManifest, TokensManifest
 from dtt.commands.train import find_job
@@ -17,16 +19,20 @@ from dtt.config.run import RunConfig
 from dtt.errors import ConfigError, ExitCode
 from dtt.launch import local
 from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
 from dtt.track.summary import Summary, summarize
 
 MOST_TOKENIZE_PROCESSES = 8
 Stage = Literal["download", "tokenize", "train", "export"]
 
 
-def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> None:
+def run(
+    config: str | None, overrides: Sequence[str], dataset: str | None, *, as_json: bool = False
+) -> None:
     """Run download, tokenize, train and export; each skips what is done. Prints a summary.
 
-    Ends with the exit code of the stage that failed.
+    With `as_json` the summary is all that goes to stdout. Ends with the exit code of the stage that
+    failed.
     """
     arguments = [f"download.dataset={dataset}"] if dataset else []
     arguments += overrides
@@ -45,12 +51,34 @@ def run(config: str | None, overrides: Sequence[str], dataset: str | None) -> No
     for number, stage in enumerate(names, start=1):
         argv = stage_argv(stage, cfg, options)
         typed = as_typed(argv)
-        print(f"\n[{number}/{len(names)}] {stage}: {typed}", file=sys.stderr, flush=True)
+        if log.isEnabledFor(logging.INFO):
+            print(f"\n[{number}/{len(names)}] {stage}: {typed}", file=sys.stderr, flush=True)
         before = job.attempt()
-        code = local.run(argv, local.without_slurm() if stage == "tokenize" else None)
+        env = local.without_slurm() if stage == "tokenize" else None
+        code = local.run(argv, env, stdout=sys.stderr if as_json else None)
         if code != ExitCode.DONE:
             sys.exit(report_stop(stage, code, job, began=job.attempt() > before))
-    print(closing(cfg, summarize(job.metrics), time.monotonic() - start, config))
+    seconds = time.monotonic() - start
+    if as_json:
+        print(json.dumps(facts(cfg, seconds) | summarize(job.metrics).facts()))
+    else:
+        print(closing(cfg, summarize(job.metrics), seconds, config))
+
+
+def facts(cfg: RunConfig, seconds: float) -> dict[str, Any]:
+    """For --json: where everything lies."""
+    return {
+        "name": cfg.name,
+        "seconds": round(seconds, 3),
+        "corpus": str(cfg.corpus_dir),
+        "tokens_folders": [str(source.path) for source in cfg.token_sources],
+        "job": str(cfg.job_dir),
+        "model": str(_export_folder(cfg)),
+    }
+
+
+def _export_folder(cfg: RunConfig) -> Path:
+    return cfg.export.out or Path("exports") / cfg.name
 
 
 def stages(cfg: RunConfig) -> list[Stage]:
@@ -122,7 +150,7 @@ def report_stop(stage: str, code: int, job: JobDir, *, began: bool) -> int:
 
 def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None) -> str:
     """The closing summary: what was reached, where it lies, how to go on."""
-    export = cfg.export.out or Path("exports") / cfg.name
+    export = _export_folder(cfg)
     lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
     if summary.first_eval and summary.last_eval:
         first, last = summary.first_eval, summary.last_eval

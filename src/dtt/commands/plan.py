@@ -87,6 +87,15 @@ def run(
         print("\n".join(_probe_lines(told, measured)))
 
 
+def nothing_to_plan() -> ConfigError:
+    """Return the error of a command that names neither a configuration nor a key."""
+    return ConfigError(
+        "plan takes a config (-c FILE), or the keys of a run",
+        why="got neither",
+        next="dtt plan -c quickstart, or dtt plan -c FILE",
+    )
+
+
 def probed(case: Case) -> Measured:
     """Three steps of the run, on this machine; ConfigError unless it is a run of one device."""
     if case.devices > 1:

@@ -17,7 +17,7 @@ from dtt.commands.train import find_job
 from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer, Leaf
+from dtt.config.source import Layer, Leaf, is_config
 from dtt.data import fit
 from dtt.data.stages import resolve as resolve_stages
 from dtt.errors import ConfigError, DttError
@@ -115,9 +115,10 @@ def prepare(
             argv = ["export", str(trained.root), *_export_keys(load_job(trained.root), resolved)]
         case "download" | "tokenize" | "pipeline":
             if folders:
+                named = folders[0] if is_config(folders[0]) else "CONFIG"
                 raise ConfigError(
                     f"cannot understand the argument {folders[0]!r}",
-                    next=f"dtt submit {command} -c CONFIG KEY=VALUE",
+                    next=f"dtt submit {command} -c {named} KEY=VALUE",
                 )
             resolved = resolve(base, overrides, model_of=model_of)
             trained = JobDir(resolved.config.job_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,10 +61,12 @@ def run(
     allow_change: Sequence[str],
     from_step: int | None,
     branch_of: str | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Train the job that `config` names, or the job directory among `arguments`, to its end.
 
-    `branch_of` (JOB@STEP): or a child of that job.
+    `branch_of` (JOB@STEP): or a child of that job. With `as_json`, prints the result when done.
     """
     requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks, laps = Ranks.detect(), Laps()
@@ -85,6 +88,8 @@ def run(
         start_attempt(start, ranks, requests)
     finally:
         requests.defer()
+    if as_json and ranks.first:
+        print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
 
 
 def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:

@@ -129,7 +129,7 @@ def nearest(key: str, cls: type[Section] = RunConfig) -> str | None:
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     elsewhere: dict[str, str] = {}
-    for candidate in known:
+    for candidate in sorted(known, key=lambda k: k.count(".")):  # optim.lr before optim.adamw.lr
         elsewhere.setdefault(candidate.rpartition(".")[2], candidate)
     for names in (siblings, elsewhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)

@@ -104,6 +104,11 @@ def resolve(
 def load_job(job: Path) -> RunConfig:
     """The resolved config that a job directory keeps."""
     path = job / "config.yaml"
+    if source.is_config(job):
+        raise ConfigError(
+            f"{job} is a configuration file, not a job directory",
+            next=f"dtt train -c {job}; other commands take the folder of its job, as jobs/run",
+        )
     if not path.is_file():
         below, beside = (
             sorted(str(config.parent) for config in folder.glob("*/config.yaml"))
@@ -131,6 +136,12 @@ def find(config: str | Path) -> Path:
             return candidate
     if (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
+    if path.is_dir():
+        inside = sorted(str(p) for p in path.glob("*") if p.suffix in source.SUFFIXES)
+        raise ConfigError(
+            f"{path} is a folder, not a config",
+            next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} holds no .yaml file",
+        )
     found = (p.relative_to(folder) for p in folder.rglob("*.yaml") if p.parent.name != "sweeps")
     names = sorted(str(p.with_suffix("")) for p in found)
     beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
@@ -290,9 +301,15 @@ def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem
                 dotted, why = f"{dotted}.type", "is missing: it says which one is meant"
             case "model_type" | "model_attributes_type":
                 why = f"is a section: give its keys, as {dotted}.KEY=VALUE{shown}"
+            case "int_parsing" | "int_type" | "float_type" if _leading_zero(error["input"]):
+                why = f"a number is written without leading zeros{shown}"
             case _:
                 why = error["msg"][0].lower() + error["msg"][1:] + shown
     return tuple(dotted.split(".")), why
+
+
+def _leading_zero(value: Any) -> bool:
+    return isinstance(value, str) and source.LEADING_ZERO.match(value) is not None
 
 
 def _origin(layer: Layer, key: Key) -> str:

@@ -88,6 +88,11 @@ class RunConfig(Section):
             yield key, f"needs schedule.type=wsd, not {self.schedule.type}: a decay to set in time"
         if train.timed and measure(self.schedule.warmup)[0] == "share":
             yield "schedule.warmup", "the clock decides how long the run is: give steps or tokens"
+        unit, warmup = measure(self.schedule.warmup)
+        most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
+        if unit in most and warmup > most[unit]:
+            why = f"{self.schedule.warmup} is longer than the run ({train.steps} steps): "
+            yield "schedule.warmup", why + "the learning rate would never reach its peak"
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
             why = f"checkpoint.every ({every}) is no multiple of eval_every ({train.eval_every})"

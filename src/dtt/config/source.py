@@ -20,7 +20,15 @@ from dtt.reading import read_small
 Key = tuple[str, ...]
 
 # Variables of ours that are no keys: of the command line, of env.sh, of the tests and test cluster.
-SWITCHES = ("DTT_DEBUG", "DTT_PYTHON", "DTT_SHARED", "DTT_NO_SKIP", "DTT_WRITE_DOCS", "DTT_SLURM_")
+SWITCHES = (
+    "DTT_DEBUG",
+    "DTT_QUIET",
+    "DTT_PYTHON",
+    "DTT_SHARED",
+    "DTT_NO_SKIP",
+    "DTT_WRITE_DOCS",
+    "DTT_SLURM_",
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,11 @@ class Leaf:
 Layer = dict[Key, Leaf]
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+
+
+def is_config(argument: str | Path) -> bool:
+    """Return True if `argument` is a configuration file; it may have been meant for -c."""
+    return Path(argument).suffix in SUFFIXES and Path(argument).is_file()
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,6 +65,12 @@ for _digit in "0123456789":
     _Loader.yaml_implicit_resolvers[_digit].insert(
         0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d\d?)+$"))
     )
+
+
+# YAML 1.1 reads `010` in base 8. A person means 10, or a name: the text stays as it is written.
+LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
+for _first in "-+0":
+    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", LEADING_ZERO))
 
 
 def parse_scalar(text: str) -> Any:
@@ -131,6 +150,13 @@ def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
     seen: set[str] = set()
     for name_node, value in node.value:
         name = str(name_node.value)
+        if name_node.tag == "tag:yaml.org,2002:merge":
+            raise ConfigError(
+                "YAML merge keys (<<) are not read",
+                where=f"{path}:{name_node.start_mark.line + 1}",
+                why="a value could not be traced to the line that sets it",
+                next="write these keys out, or put them into a file of their own: extends: [FILE]",
+            )
         here = f"{path}:{name_node.start_mark.line + 1}"
         if name in seen:
             raise ConfigError(
@@ -192,6 +218,8 @@ def from_arguments(arguments: Iterable[str]) -> Layer:
     layer: Layer = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
+        if is_config(argument):
+            raise ConfigError(f"{argument} is a configuration file", next=f"-c {argument}")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", name):
             raise ConfigError(
                 f"cannot understand the argument {argument!r}",

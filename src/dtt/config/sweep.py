@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import random
 import runpy
@@ -260,10 +261,11 @@ class SweepFile:
 
 
 def read(path: Path) -> SweepFile:
-    """Read a sweep file: YAML, JSON or TOML, or Python, which is run.
+    """Read a sweep file: YAML, JSON or TOML, or Python, which is run; or a shipped one by name.
 
     ConfigError lists every mistake with its line.
     """
+    path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
     layer = {tuple(".".join(key).split(".")): leaf for key, leaf in layer.items()}
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
@@ -279,6 +281,27 @@ def read(path: Path) -> SweepFile:
     return SweepFile(path, sweep, base or (beside if beside.is_file() else sweep.base))
 
 
+def find(name: Path) -> Path:
+    """Return the sweep file of a path, or of the name of a shipped sweep (`quickstart-lr`)."""
+    shipped = load.shipped_configs() / "sweeps"
+    for path in (name, shipped / name, shipped / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in shipped.glob("*.yaml"))
+    kinds = (*source.SUFFIXES, ".py")
+    beside = [path for path in sorted(name.parent.glob("*")) if path.suffix in kinds]
+    close = [str(path) for path in beside if path.stem == name.stem]
+    close += difflib.get_close_matches(str(name), [*map(str, beside), *known], n=3)
+    raise InputError(
+        f"no sweep {str(name)!r}",
+        where=name.absolute(),
+        why="it is a folder" if name.is_dir() else "it is neither a file nor a shipped sweep",
+        next=f"did you mean {' or '.join(dict.fromkeys(close))}?"
+        if close
+        else f"name a file (docs/sweep.md), or one that is shipped: {', '.join(known)}",
+    )
+
+
 def _from_text(path: Path) -> Layer:
     extends, layer = source.read_file(path)
     if extends:
@@ -288,10 +311,6 @@ def _from_text(path: Path) -> Layer:
 
 def _from_python(path: Path) -> Layer:
     """What the file's `sweep` is, or returns. It is the user's own program, and runs as such."""
-    if not path.is_file():
-        raise InputError(
-            f"no sweep file {path}", next="name a .yaml or .py file; see docs/sweep.md"
-        )
     found: Any = runpy.run_path(str(path)).get("sweep")
     values = found() if isinstance(found, Callable) else found  # type: ignore[arg-type]
     if not isinstance(values, Mapping):

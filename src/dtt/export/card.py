@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from huggingface_hub import ModelCard, ModelCardData
 
 from dtt import __version__
-from dtt.artifacts import DataManifest
+from dtt.artifacts import DataManifest, SourceFacts
 from dtt.config.run import RunConfig
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
 
 
 def model_card(
-    cfg: RunConfig, arch: Architecture, data: DataManifest, tokens: int, *, ema: bool
+    cfg: RunConfig,
+    arch: Architecture,
+    data: DataManifest,
+    tokens: int,
+    *,
+    evaluation: Mapping[str, Any] | None,
+    ema: bool,
 ) -> str:
     """Markdown with the Hub's metadata: what the model is, what it saw, how to use it."""
     corpora = [source.corpus for source in data.sources if source.corpus is not None]
@@ -30,12 +40,13 @@ def model_card(
         f"({arch.n_kv_heads} for keys and values)",
         "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
         "Trained on": ", ".join(
-            f"{source.corpus.id if source.corpus else source.name} ({source.tokens:,} tokens)"
-            for source in data.sources
+            f"{_public_name(source)} ({source.tokens:,} tokens)" for source in data.sources
         ),
         "Training": f"{tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
         "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
     }
+    if evaluation is not None:
+        rows["Validation loss"] = _validation(evaluation, ema=ema)
     if ema:
         rows["Weights"] = f"exponential moving average, decay {cfg.train.ema_decay}"
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
@@ -66,3 +77,21 @@ Trained and exported with dtt {__version__}; `transformers` was seen to compute 
 """
         )
     )
+
+
+def _public_name(source: SourceFacts) -> str:
+    """Name what was trained on, without the folders of the machine that it lay on."""
+    if source.corpus is None:
+        return source.name
+    return Path(source.corpus.id).name if source.corpus.kind == "local" else source.corpus.id
+
+
+def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:
+    """Describe the last evaluation in nats per token and, where known, bits per byte."""
+    loss, bits = evaluation["loss"], evaluation.get("bits_per_byte")
+    if ema and evaluation.get("ema_loss") is not None:
+        loss, bits = evaluation["ema_loss"], None
+    if loss is None:
+        return "not a finite number"
+    per_byte = f", {bits:.4f} bits per byte" if bits is not None else ""
+    return f"{loss:.4f} nats per token{per_byte}, after step {evaluation['step']:,}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, get_token
@@ -12,21 +14,42 @@ from dtt.errors import ConfigError, DttError, EnvironmentUnfit
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
+def check(repo: str) -> None:
+    """Raise what `upload` to `repo` would raise, as far as it shows before anything is sent."""
+    _token(repo)
+    api = HfApi(library_name="dtt")
+    with _told(api, repo, "nothing was exported yet"):
+        api.repo_exists(repo)  # refuses what cannot be a name
+        api.whoami()
+
+
 def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
     """Upload `folder` as the model `repo` (`org/name`, made if absent) and return its URL.
 
     Files that are there already are not sent again. EnvironmentUnfit when there is no token, the
     Hub refuses it, or the Hub is out of reach.
     """
+    _token(repo)
+    api = HfApi(library_name="dtt")
+    with _told(api, repo, f"the export itself is complete in {folder}"):
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        return str(url)
+
+
+def _token(repo: str) -> None:
     if get_token() is None:
         raise EnvironmentUnfit(
             f"cannot upload to {repo}: no Hugging Face token",
             next="`hf auth login`, or HF_TOKEN=hf_… in the environment, then the same command",
         )
-    api = HfApi(library_name="dtt")
+
+
+@contextmanager
+def _told(api: HfApi, repo: str, state: str) -> Iterator[None]:
+    """Turn errors of the client into those of dtt; `state` says what there is by now."""
     try:
-        url = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        yield
     except errors.HFValidationError as error:
         raise ConfigError(
             f"{repo!r} is no name of a Hub repository",
@@ -39,9 +62,8 @@ def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
         raise EnvironmentUnfit(
             f"cannot reach {api.endpoint}",
             why=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            next=f"check the network and HF_ENDPOINT; the export itself is complete in {folder}",
+            next=f"check the network and HF_ENDPOINT; {state}",
         ) from None
-    return str(url)
 
 
 def _refused(status: int, repo: str, message: str) -> DttError:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
@@ -49,7 +50,9 @@ def without_slurm() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 
 
-def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+def run(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, *, stdout: IO[str] | None = None
+) -> int:
     """Run to the end, in our environment or `env`; returns the exit code, 128 + n after signal n.
 
     The child has its own process group and gets each SIGINT and SIGTERM that we get, once: so it
@@ -58,6 +61,7 @@ def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     child = subprocess.Popen(
         argv,
         env=env,
+        stdout=stdout,
         start_new_session=True,
         preexec_fn=stop_with_parent,  # noqa: PLW1509  a system call and nothing else
     )

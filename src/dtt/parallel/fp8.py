@@ -17,6 +17,7 @@ from torch import nn
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.compilation import Compiler
 from dtt.runtime.dist import World
+from dtt.runtime.environment import install
 
 LEAST_GAIN = 1.05
 """How many times as fast fp8 must be to be taken: less is noise."""
@@ -113,7 +114,7 @@ def _torchao() -> Converter:
         raise EnvironmentUnfit(
             "train.precision is fp8, which needs torchao",
             why=str(error),
-            next="pip install 'dtt[fp8]', or train.precision=bf16",
+            next=f"{install('fp8')}, or train.precision=bf16",
         ) from None
     convert: Converter = convert_to_float8_training
     return convert

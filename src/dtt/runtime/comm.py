@@ -138,20 +138,24 @@ def _mpi(ranks: Ranks) -> Mpi | None:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi to load
         if by_slurm:
             return None
+        from dtt.runtime.environment import install
+
         raise EnvironmentUnfit(
             f"{ranks.size} processes were started, but they cannot talk to each other",
             why=f"mpi4py: {str(error).splitlines()[0]}",
-            next="pip install 'dtt[mpi]' (or 'dtt[mpich]' where the machine has no MPI library)",
+            next=f"{install('mpi')}; where the machine has no MPI library: {install('mpich')}",
         ) from None
     comm = Mpi(MPI)
     if comm.size == ranks.size:
         return comm
     if by_slurm and comm.size == 1:
         return None
+    from dtt.runtime.environment import install
+
     raise EnvironmentUnfit(
         f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
         why="mpirun and the MPI library that mpi4py loads are of different kinds",
-        next="use the mpirun of the same MPI, or pip install 'dtt[mpich]' and its mpirun",
+        next=f"use the mpirun of the same MPI, or {install('mpich')} and its mpirun",
     )
 
 

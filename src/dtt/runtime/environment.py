@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 import dtt
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.jobdir import PACKAGES
+
+DISTRIBUTION = "dtt-lm"
+"""Name of dtt among installed distributions, as in pyproject.toml."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -54,6 +58,27 @@ def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Environ
                 why="; ".join(told),
                 next="install the same everywhere, or leave nodes out: launch.exclude=NODE",
             )
+
+
+def install(extra: str) -> str:
+    """Return the command that installs the requirements of an optional `extra` of dtt.
+
+    The command names these requirements and this Python. So it works for an installation from a
+    clone and from a wheel, in any folder, and cannot fetch another project that is called dtt.
+    """
+    try:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return "install dtt itself: ./env.sh in its clone"
+    wanted = [
+        requirement.partition(";")[0].strip()
+        for requirement in declared
+        if re.search(rf"extra == ['\"]{extra}['\"]", requirement)
+    ]
+    pip = ["-m", "pip", "install"]
+    if util.find_spec("pip") is None:  # environments that uv made have none
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *wanted])
+    return shlex.join([sys.executable, *pip, *wanted])
 
 
 def without(node: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,18 @@ ERASE_LINE = "\r\x1b[K"
 
 
 def setup_logging(ranks: Ranks) -> None:
-    """Send dtt's log lines to stderr; ranks after the first only warn, and say who they are."""
+    """Send dtt's log lines to stderr; ranks after the first only warn, and say who they are.
+
+    With DTT_QUIET=1 (`-q`) all ranks only warn.
+    """
     who = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
     erase = ERASE_LINE if sys.stderr.isatty() else ""  # a live line may stand there
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s {who}%(message)s", "%H:%M:%S"))
     log.handlers[:] = [handler]
     log.propagate = False
-    log.setLevel(logging.INFO if ranks.first else logging.WARNING)
+    quiet = not ranks.first or os.environ.get("DTT_QUIET") == "1"
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 Advance = Callable[[int], None]
@@ -36,7 +41,7 @@ def progress(what: str, total: int, unit: str = "B", *, shown: bool = True) -> I
     A bar with rate and time left on a terminal; elsewhere a plain line every 10 seconds. `unit`
     "B" is shown as bytes. `shown=False` (ranks after the first) shows nothing.
     """
-    if not shown:
+    if not shown or not log.isEnabledFor(logging.INFO):
         yield lambda amount: None
     elif sys.stderr.isatty():
         with _bar(what, total, unit) as advance:

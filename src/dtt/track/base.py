@@ -14,7 +14,8 @@ A record is a dict with `kind` and `step`:
             other shares, memory, seconds of each part, the slowest rank: `dtt.train.meter`
     save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
             next_step_slowdown, slowdown (of the next step and of all meanwhile, as a share)
-Only `start`, `perf` and `save` records differ between two runs of one config.
+Only `start`, `perf` and `save` records differ between two runs of one config. metrics.jsonl adds to
+each `time`, in seconds since 1970, at which it was written.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class JsonlTracker:
     def _begin(self, resume_step: int | None, evaluated: bool) -> None:
         kept = []
         if resume_step is not None:
-            for record in read(self._path):
+            for record in read(self._path, timed=True):
                 again = record["step"] == resume_step and record["kind"] in ("eval", "sample")
                 if record["step"] <= resume_step and (evaluated or not again):
                     kept.append(record)
@@ -55,7 +56,7 @@ class JsonlTracker:
         """Append one line."""
         with self._lock:
             waiting = self._pending != b""
-            self._pending += _line(record).encode()
+            self._pending += _line(record | {"time": round(time.time(), 3)}).encode()
             try:
                 self._write()
             except OSError as error:
@@ -98,14 +99,19 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read(path: Path, kind: str | None = None) -> Iterator[Record]:
+def read(path: Path, kind: str | None = None, *, timed: bool = False) -> Iterator[Record]:
     """The records of a file, or those of one kind; none if it is absent.
+
+    With `timed`, each has the `time` at which it was written. Without, the records of a resumed run
+    equal those of an undisturbed one.
 
     A torn last line (a crash) is left out; so is, with one warning, what is no record.
     """
     mark = b"" if kind is None else json.dumps(kind).encode()  # spares parsing most lines
     for record in read_records(path, {"kind": str, "step": int}, mark=mark):
         if kind is None or record["kind"] == kind:
+            if not timed:
+                record.pop("time", None)
             yield record
 
 

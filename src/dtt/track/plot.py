@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.errors import EnvironmentUnfit
 from dtt.runtime.files import write_atomically
 
 if TYPE_CHECKING:
@@ -81,19 +80,10 @@ def grid(
     return drawing
 
 
-def require() -> None:
-    """EnvironmentUnfit without matplotlib: to be told before the numbers are made."""
-    empty(1, 1, dpi=80)
-
-
 def empty(width: float, height: float, dpi: int) -> Figure:
-    """A figure with nothing in it, sizes in inches; EnvironmentUnfit without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise EnvironmentUnfit(
-            "plots need matplotlib", why="it is not installed", next="pip install 'dtt[plot]'"
-        ) from None
+    """Return a figure with nothing in it, sizes in inches."""
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from dtt.reading import Kind, fits
 from dtt.track import jsonl
@@ -31,6 +32,10 @@ class Summary:
     last_eval: Record | None
     first_sample: str | None
     last_sample: str | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `--json` prints of a run: all but the samples."""
+        return {name: value for name, value in asdict(self).items() if "sample" not in name}
 
 
 def summarize(metrics: Path) -> Summary:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.errors import EnvironmentUnfit
+from dtt.runtime.environment import install
 from dtt.track.base import Record, scalars
 
 
@@ -21,7 +22,7 @@ class TensorBoardTracker:
         except ImportError:
             raise EnvironmentUnfit(
                 "track asks for tensorboard, which is not installed",
-                next="pip install 'dtt[tensorboard]'",
+                next=install("tensorboard"),
             ) from None
         return SummaryWriter
 

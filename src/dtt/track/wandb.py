@@ -11,6 +11,7 @@ from typing import Any
 
 from dtt.config.train import WandbConfig
 from dtt.errors import EnvironmentUnfit
+from dtt.runtime.environment import install
 from dtt.runtime.log import log
 from dtt.secrets import named_secret
 from dtt.track.base import Record, scalars
@@ -26,7 +27,7 @@ class WandbTracker:
             import wandb
         except ImportError:
             raise EnvironmentUnfit(
-                "track asks for wandb, which is not installed", next="pip install 'dtt[wandb]'"
+                "track asks for wandb, which is not installed", next=install("wandb")
             ) from None
         return wandb
 
