@@ -8,10 +8,12 @@ import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
+from dtt.commands.home import enter
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
@@ -97,6 +99,8 @@ def find(
             next=f"dtt train --branch {reference} schedule.decay=20% name=CHILD",
         )
     folder, step = store.parse(reference)
+    root, arguments = enter(folder.parent, arguments)
+    folder, reference = JobDir(root).checkpoints, f"{root}" if step is None else f"{root}@{step}"
     if step is None:
         store.locate(reference)  # InputError if there is none
         raise ConfigError(
@@ -107,7 +111,7 @@ def find(
     branch = Branch(JobDir(folder.parent), step)
     parent = load_job(branch.parent.root)
     resolved = _resolve(branch, parent, arguments)
-    job = JobDir(resolved.config.job_dir)
+    job = JobDir((Path.cwd() if root.is_absolute() else Path()) / resolved.config.job_dir)
     if store.steps(job.checkpoints):
         told = job.parent_record()
         if told is None or not branch.record(job).items() <= told.items():

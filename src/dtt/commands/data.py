@@ -11,6 +11,7 @@ from typing import get_args
 
 from dtt.artifacts import DataManifest
 from dtt.checkpoint import store
+from dtt.commands.home import enter
 from dtt.config.data import SourceConfig
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
@@ -78,6 +79,7 @@ def at_step(
     """
     if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
         raise ConfigError("--rank R and --of N go together, R from 0 to N - 1")
+    job, _ = enter(job)
     dataset = open_dataset(load_job(job))
     if not 1 <= step <= dataset.steps:
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 … {dataset.steps}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtt.artifacts import DataManifest, ExportManifest
+from dtt.commands.home import home
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError
@@ -37,6 +38,9 @@ def run(
     from dtt.export.read import find_checkpoint, read_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
+    own = load_job(job).export.out
+    if own is not None and cfg.export.out == own:  # not one that was given here
+        folder = home(job) / own
     places = JobDir(job)
     checkpoint = find_checkpoint(places.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)

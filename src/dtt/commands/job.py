@@ -281,9 +281,12 @@ def resume(path: Path) -> None:
     job.save.unlink(missing_ok=True)
     job.profile.unlink(missing_ok=True)
     argv = submissions.argv(job)
+    folder = submissions.directory(job)
+    elsewhere = folder.is_dir() and folder != Path.cwd()  # it is gone if the project was moved
+    there = f"cd {shlex.quote(str(folder))} && " if elsewhere else ""
     if SweepManifest.exists(job.root.parent):
-        argv = ["sweep", "retry", str(job.root.parent), job.root.name]
-    print(shlex.join(["dtt", *argv]))
+        there, argv = "", ["sweep", "retry", str(job.root.parent), job.root.name]
+    print(there + shlex.join(["dtt", *argv]))
 
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dtt
 from dtt.artifacts import TokensManifest
+from dtt.commands.home import enter
 from dtt.commands.train import find_job
 from dtt.config import explain
 from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs
@@ -90,12 +91,16 @@ def prepare(
     """The configuration, where the job goes, and the parameters of its script."""
     base: str | Layer | None = config
     if cluster is not None:  # a profile lies below the config, and above a job's own
-        names = [str(_profile(cluster)), *([config] if config else [])]
+        names = [str(_profile(cluster).absolute()), *([config] if config else [])]
         base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     match command:
         case "train":
+            if folders:  # its paths, and so the job script's, start from its own home
+                root, overrides = enter(Path(folders[0]), overrides)
+                folders[0] = str(root)
+                arguments = [*folders, *overrides]
             resolved, trained = find_job(config if folders else base, arguments, allow_change)
             if folders and cluster is not None:  # changes nothing but `launch`
                 resolved = resolve(base, overrides, job_config=trained.config)

@@ -14,6 +14,7 @@ from dtt import __version__
 from dtt.artifacts import fingerprint
 from dtt.commands import branch
 from dtt.commands.begin import begin_with
+from dtt.commands.home import enter
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
@@ -58,6 +59,7 @@ def run(
     """
     requests = Requests()  # from here on signals are heard; what follows is slow to import
     ranks = Ranks.detect()
+    here = Path.cwd()  # a job is entered, which changes the current folder
     try:
         begun = None
         with after_the_first(ranks, requests):
@@ -69,7 +71,7 @@ def run(
                 )
     except DttError:
         alone = config is None and branch_of is None and len(arguments) == 1
-        if alone and (named := JobDir(Path(arguments[0]))).exists:
+        if alone and (named := JobDir(here / arguments[0])).exists:
             with holding(named, ranks), attempt(named, ranks, requests):
                 raise  # a job script reads exit.json, not what we say
         raise
@@ -112,7 +114,8 @@ def find_job(
             next="dtt train -c quickstart, or dtt train jobs/quickstart",
         )
     if folders:
-        job = JobDir(Path(folders[0]))
+        root, overrides = enter(Path(folders[0]), overrides)
+        job = JobDir(root)
         load_job(job.root)  # InputError if it is none
     else:
         job = JobDir(resolve(config, overrides).config.job_dir)

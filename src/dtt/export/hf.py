@@ -112,7 +112,11 @@ def export(
 def _write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
     shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     for name, keys in shards.filename_to_tensors.items():
-        save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
+        path = folder / name
+        path.touch()
+        mode = path.stat().st_mode  # what the umask says; safetensors writes a private file
+        save_file({key: tensors[key] for key in keys}, path, metadata={"format": "pt"})
+        path.chmod(mode)
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)

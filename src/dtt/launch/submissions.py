@@ -48,6 +48,11 @@ def argv(job: JobDir) -> list[str]:
     return _last(job)[0]
 
 
+def directory(job: JobDir) -> Path:
+    """The folder that these arguments are relative to."""
+    return _last(job)[1] or Path.cwd()
+
+
 def _last(job: JobDir) -> tuple[list[str], Path | None]:
     """Arguments and working directory of the newest submission that tells them."""
     told = [record for record in tail(job.submissions) if "argv" in record]
