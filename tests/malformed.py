@@ -43,6 +43,20 @@ def corrupt_page() -> bytes:
     return bytes(content)
 
 
+def corrupt_page_of_many() -> bytes:
+    """The last of twenty pages of the only row group has a header that is overwritten."""
+    stream = io.BytesIO()
+    table = pa.table({"text": [f"row {i:05d}" for i in range(10_000)]})
+    pq.write_table(
+        table, stream, compression="none", use_dictionary=False, data_page_size=1,
+        write_batch_size=500, write_statistics=False,
+    )  # fmt: skip
+    content = bytearray(stream.getvalue())
+    at = content.index(b"row 09500") - 20
+    content[at : at + 12] = b"\xff" * 12
+    return bytes(content)
+
+
 def comma(*rows: str, header: str = "id,text") -> bytes:
     return "\n".join([header, *rows, ""]).encode()
 
@@ -93,14 +107,18 @@ FAULTS = [
     Fault("another file's magic bytes", "parquet",
           lambda: b"GIF8" + parquet(*ROWS)[4:-4] + b"GIF8", 0, 1,
           "b.parquet: cannot be read: Parquet magic bytes not"),
-    Fault("a corrupt page", "parquet", corrupt_page, 8, 1,
-          "b.parquet, row 4: the rest of row group 1 cannot be read"),
-    Fault("a binary column", "parquet", lambda: parquet(b"x", b"\xff", kind=pa.binary()), 0, 2,
-          "b.parquet, row 0: the text is bytes"),
-    Fault("a column of integers", "parquet", lambda: parquet(1, 2), 0, 2,
-          "b.parquet, row 0: the text is int"),
-    Fault("a column of lists", "parquet", lambda: parquet(["x"], ["y", "z"]), 0, 2,
-          "b.parquet, row 0: the text is list"),
+    Fault("a corrupt page", "parquet", corrupt_page, 8, 4,
+          "b.parquet, row 4: the rest of row group 1, 4 rows, cannot be read"),
+    Fault("a corrupt page among many", "parquet", corrupt_page_of_many, 9_500, 500,
+          "b.parquet, row 9500: the rest of row group 0, 500 rows, cannot be read"),
+    Fault("a binary column", "parquet", lambda: parquet(b"x", b"\xff", kind=pa.binary()),
+          refused="column 'text' does not hold text, but binary"),
+    Fault("a column of integers", "parquet", lambda: parquet(1, 2),
+          refused="column 'text' does not hold text, but int64"),
+    Fault("a column of lists", "parquet", lambda: parquet(["x"], ["y", "z"]),
+          refused="column 'text' does not hold text, but list<"),
+    Fault("a column of structs", "parquet", lambda: parquet({"body": "x"}, {"body": "y"}),
+          refused="column 'text' does not hold text, but struct<"),
     Fault("nulls", "parquet", lambda: parquet("x", None, "y", None), 2, 2,
           "b.parquet, row 1: the text is null"),
     Fault("a column of nothing but nulls", "parquet", lambda: parquet(None, None), 0, 2,
@@ -120,6 +138,8 @@ FAULTS = [
           "b.jsonl:3: no key 'text'"),
     Fault("text of the wrong type", "jsonl", after(b'{"text": 3}\n'), 4, 1,
           "b.jsonl:3: the text is int"),
+    Fault("nothing but objects for text", "jsonl", lambda: b'{"text": {"body": "x"}}\n' * 3,
+          refused="column 'text' does not hold text, but an object"),
     Fault("null for text", "jsonl", after(b'{"text": null}\n'), 4, 1,
           "b.jsonl:3: the text is null"),
     Fault("not an object", "jsonl", after(b'"text"\n'), 4, 1,
@@ -153,8 +173,8 @@ FAULTS = [
           "b.jsonl:1: the file is empty"),
     Fault("cut off", "jsonl.gz", lambda: gz(MANY)[:-2000], None, 1,
           ": the rest of the file cannot be read: Truncated compressed stream"),
-    Fault("garbage behind it", "jsonl.gz", lambda: gz(b"".join(LINES)) + b"garbage", 0, 1,
-          "b.jsonl.gz:1: the rest of the file cannot be read"),
+    Fault("garbage behind it", "jsonl.gz", lambda: gz(b"".join(LINES)) + b"garbage", 4, 1,
+          "b.jsonl.gz:5: the rest of the file cannot be read"),
     Fault("not compressed", "jsonl.gz", lambda: b"".join(LINES), 0, 1,
           "b.jsonl.gz:1: the rest of the file cannot be read"),
     Fault("no bytes", "jsonl.gz", lambda: b"", 0, 1,
@@ -166,8 +186,8 @@ FAULTS = [
           "b.jsonl.gz:"),
     Fault("cut off", "jsonl.zst", lambda: zst(MANY)[:-2000], None, 1,
           ": the rest of the file cannot be read: Truncated compressed stream"),
-    Fault("garbage behind it", "jsonl.zst", lambda: zst(b"".join(LINES)) + b"garbage", 0, 1,
-          "b.jsonl.zst:1: the rest of the file cannot be read"),
+    Fault("garbage behind it", "jsonl.zst", lambda: zst(b"".join(LINES)) + b"garbage", 4, 1,
+          "b.jsonl.zst:5: the rest of the file cannot be read"),
     Fault("not compressed", "jsonl.zst", lambda: b"".join(LINES), 0, 1,
           "b.jsonl.zst:1: the rest of the file cannot be read"),
     Fault("no bytes", "jsonl.zst", lambda: b"", 0, 1,

@@ -1,8 +1,10 @@
 """A manifest may come from somebody else: its names must not lead out of its folder."""
 
+import json
 from pathlib import Path
 
 import pytest
+from running import Dtt
 
 from dtt.artifacts import checked_file, checked_name
 from dtt.errors import DamagedError, ExitCode
@@ -62,3 +64,51 @@ def test_a_link_may_lead_within_the_folder_only(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match="outside the folder") as caught:
             checked_file(name, manifest)
         assert str(target) in str(caught.value)
+
+
+def test_a_corpus_that_names_files_elsewhere_is_refused_by_every_command(dtt: Dtt) -> None:
+    (dtt.folder / "victim.txt").write_text("a secret\n")
+    corpus = dtt.folder / "corpus"
+    dtt("download", "-d", "python-stdlib", "--out", "corpus")
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    read = ("tokenize", "tokenize.corpus=corpus", "tokenizer.vocab_size=260")
+    again = ("download", "-d", "python-stdlib", "--out", "corpus")
+    for name in ("../victim.txt", str(dtt.folder / "victim.txt")):
+        manifest["files"][0]["path"] = name
+        (corpus / "manifest.json").write_text(json.dumps(manifest))
+        for command in (read, again, ("data", "inspect", "corpus", "--verify")):
+            refused = dtt(*command, expect=65)
+            assert "names a file outside its folder" in refused.stderr
+            assert f"corpus/manifest.json\n  why:   '{name}'" in refused.stderr
+    manifest["files"][0] |= {"path": "a.parquet", "bytes": 9}
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    (corpus / "a.parquet").symlink_to("../victim.txt")
+    assert "is a link to" in dtt(*read, expect=65).stderr
+
+
+def test_token_files_that_lie_elsewhere_are_refused_by_every_command(dtt: Dtt) -> None:
+    (dtt.folder / "source.txt").write_text("\n".join(f"line {i} of many" for i in range(300)))
+    dtt(
+        "download", "-d", "source.txt", "--out", "corpus", "download.txt_documents=line"
+    )  # fmt: skip
+    make = ("tokenize", "tokenize.corpus=corpus", "tokenize.out=tokens", "tokenizer.vocab_size=260")
+    dtt(*make)
+    tokens = dtt.folder / "tokens"
+    sound = (tokens / "manifest.json").read_text()
+    train = (
+        "train", "data.tokens=tokens", "model.dim=16", "model.n_layers=1", "model.n_heads=2",
+        "train.seq_len=16", "train.micro_batch=2", "train.global_batch_tokens=32", "train.steps=1",
+    )  # fmt: skip
+    for name in ("../train-00000", "/etc/train-00000", "train-00000/../x"):
+        changed = json.loads(sound)
+        changed["shards"][0]["stem"] = name
+        (tokens / "manifest.json").write_text(json.dumps(changed))
+        for command in (train, ("data", "inspect", "tokens")):
+            refused = dtt(*command, expect=65)
+            assert f"tokens/manifest.json\n  why:   {name!r}" in refused.stderr
+    (tokens / "manifest.json").write_text(sound)
+    (tokens / "train-00000.bin").rename(dtt.folder / "elsewhere.bin")
+    (tokens / "train-00000.bin").symlink_to("../elsewhere.bin")
+    refused = dtt(*train, expect=65)
+    assert "'train-00000.bin' is a link to" in refused.stderr
+    assert "outside the folder" in refused.stderr

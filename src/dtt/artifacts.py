@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -117,7 +118,7 @@ class Manifest(Record):
         """Read the manifest of `folder`; InputError if absent, DamagedError if not as written."""
         path = folder / cls.filename
         try:
-            return cls.model_validate_json(path.read_bytes())
+            manifest = cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             raise InputError(
                 f"no {cls.holds} in {folder}",
@@ -134,6 +135,13 @@ class Manifest(Record):
                 why=f"{key}: {first['msg']}",
                 next=f"make it again with `{cls.made_by}`",
             ) from None
+        for name in manifest.names():
+            checked_name(name, path)
+        return manifest
+
+    def names(self) -> Iterable[str]:
+        """Return the names of files that must lie below the folder: `read` checks them."""
+        return ()
 
     def dump(self) -> str:
         """The text of the file."""
@@ -186,6 +194,11 @@ class CorpusManifest(Manifest):
     """Column or key of the text; None for txt."""
     txt_documents: Literal["file", "line", "section"] | None
     files: tuple[CorpusFile, ...]
+
+    def names(self) -> Iterable[str]:
+        """Return all names, but absolute ones of a local corpus: its files stay where they are."""
+        local = self.source.kind == "local"
+        return (file.path for file in self.files if not (local and file.path.startswith("/")))
 
     def content_key(self) -> str:
         """Identity of the documents, wherever the files lie."""
@@ -281,6 +294,14 @@ class TokensManifest(Manifest):
     """Documents that could not be read."""
     empty_documents: int
     """Documents without any text, left out."""
+    blank_documents: int = 0
+    """Documents of nothing but white space, which are kept."""
+    lost_bytes: int = 0
+    """About how many bytes of damaged files could not be read."""
+
+    def names(self) -> Iterable[str]:
+        """Return the stems of all shards."""
+        return (shard.stem for shard in self.shards)
 
     def counts(self, split: str) -> SplitCounts:
         """Totals of one split."""

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -128,19 +129,47 @@ def test_the_first_bad_document_stops_where_that_is_asked(corpora: Any) -> None:
         list(read_unit(corpus, corpus.units(10**6)[0], BadDocuments(stop=True)))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz"])
-def test_a_truncated_compressed_file_gives_what_is_whole_and_is_named(
-    corpora: Any, read_all: Any, name: str
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.txt.gz"])
+@pytest.mark.parametrize("kept", [0.3, 0.5, 0.9, 0.999])
+def test_a_truncated_compressed_file_gives_all_that_is_whole_and_is_named(
+    corpora: Any, read_all: Any, name: str, kept: float
 ) -> None:
+    """Judged by what zlib and zstandard themselves get out of it."""
     many = [f"{i * 7919 % 10007} {i * i % 10009}" for i in range(50_000)]
-    whole = FORMATS[name](many)
-    corpus = corpora.make({name: whole[: len(whole) // 2]})
+    make = FORMATS.get(name) or (lambda texts: gzip.compress("\n".join(texts).encode()))
+    torn = make(many)[: int(len(make(many)) * kept)]
+    unpack = zstandard.ZstdDecompressor() if name.endswith("zst") else zlib
+    content = unpack.decompressobj(*[31] * name.endswith("gz")).decompress(torn)
+    whole, _, part = content.rpartition(b"\n")
+    header = name == "a.csv.gz"
+    corpus = corpora.make({name: torn}, txt_documents="line")
     texts, bad = read_all(corpus, 10**6)
-    assert 0 < len(texts) < len(many)
-    assert texts[:-1] == many[: len(texts) - 1]
+    assert len(texts) == len(whole.splitlines()) - header
+    assert texts == many[: len(texts)]
     assert bad.count == 1
-    assert name in bad.examples[0]
-    assert "rest of the file" in bad.examples[0]
+    assert f"{name}:" in bad.examples[0]
+    assert "the rest of the file cannot be read: Truncated" in bad.examples[0]
+    if not header:
+        assert bad.lost_bytes == len(part)
+        assert not part or f"lost: about {len(part):,} bytes" in bad.examples[0]
+
+
+def test_of_a_damaged_compressed_file_the_bytes_that_cannot_be_read_are_told(
+    corpora: Any, read_all: Any
+) -> None:
+    lines = [b'{"text": "%d"}\n' % i for i in range(1000)]
+    members = [gzip.compress(b"".join(lines[i : i + 100])) for i in range(0, 1000, 100)]
+    bad_header = b"".join([*members[:7], b"XX", *members[7:]])
+    corpus = corpora.make({"a.jsonl.gz": bad_header})
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == [str(i) for i in range(700)]
+    left = sum(map(len, members[7:])) + len(b"XX")
+    assert left - 2 <= bad.lost_bytes <= left, "zlib looks at two bytes of a header"
+    assert (
+        "a.jsonl.gz:701: the rest of the file cannot be read: zlib inflate failed"
+        in (bad.examples[0])
+    )
+    assert f"lost: about {bad.lost_bytes:,} bytes" in bad.examples[0]
 
 
 def test_damaged_parquet_is_named_and_the_other_files_are_read(corpora: Any, read_all: Any) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +20,18 @@ from running import ROOT, Dtt
 
 from dtt.artifacts import TokensManifest
 from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
+from dtt.data.corpus import Corpus
+from dtt.data.documents import BadDocuments
 from dtt.data.download import download
 from dtt.data.encode import Tokenized, tokenize
+from dtt.data.inspect.look import look
+from dtt.data.inspect.report import Wishes
+from dtt.data.sources.row import Documents
 from dtt.data.tokenfile import TokenFile
-from dtt.errors import DamagedError, DttError
+from dtt.errors import ConfigError, DamagedError, DttError
 from dtt.runtime.comm import Serial
 
+WISHES = Wishes(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
 PAGE = ROOT / "docs/bad-input.md"
 HEAD = """\
 # Bad input
@@ -35,8 +42,25 @@ Each row is a folder with a whole file of three documents and `b`, a file with o
 `tokenize.on_bad_document=skip`, the default, what cannot be read is counted, the first five are
 named, and the rest becomes tokens; with `stop` the first one ends `dtt tokenize` with exit code 65
 and the same words. Where `dtt download` sees the fault it turns the dataset away, with exit code 2.
-A document of more than 64 MiB is taken for a mistake. Of a compressed file that breaks off, up to
-64 KiB before that are lost with the rest.
+A document of more than 64 MiB is taken for a mistake.
+
+All is judged alike wherever a file stands in the order, by `dtt download`, `dtt tokenize`,
+`dtt data inspect` and a run with `data.type=text`. Of a compressed file that is damaged or breaks
+off, every document before that is kept. The bytes that are lost with the rest of a damaged file
+are told, as far as they can be: those that were cut off cannot. `skipped` counts documents; the
+rest of a damaged file, of which nobody knows how many it holds, counts once.
+
+A column named `text`, `content`, `document` or `body` is taken for the text, in this order. If the
+first of them that is there holds something else, such as structs, the dataset is turned away: no
+other column stands in for it, unless `download.text_column` names it.
+
+Hidden files, those whose name begins with `_`, files of formats that dtt does not read, links that
+lead nowhere and links to what is read already are left out of a folder. The log has a line for each
+of these reasons, with the number of files. Links to other files and folders are followed.
+
+Empty documents are left out and counted. Documents of nothing but white space are kept and counted,
+with a warning; a corpus that holds nothing else ends `dtt tokenize`, and training from text, with
+exit code 66.
 
 | fault | kept | skipped | what is printed |
 | --- | --- | --- | --- |
@@ -140,6 +164,46 @@ def test_the_page_shows_what_they_print(rows: dict[str, str]) -> None:
     assert PAGE.read_text(encoding="utf-8") == page, "write it again with DTT_WRITE_DOCS=1"
 
 
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.kept is not None and not fault.refused
+              and not any(word in fault.what for word in ("70 MB", "100,000", "of many"))],
+    ids=lambda fault: f"{fault.suffix} {fault.what}",
+)  # fmt: skip
+def test_the_verdict_does_not_depend_on_the_place_of_the_file(
+    fault: Fault, run: Run, tmp_path: Path
+) -> None:
+    """`A`, with the fault, stands before the whole file `a`; text on the fly is judged alike."""
+    write_source(fault, tmp_path / "source")
+    (tmp_path / f"source/b.{fault.suffix}").rename(tmp_path / f"source/A.{fault.suffix}")
+    download(
+        DownloadConfig(dataset=str(tmp_path / "source"), txt_documents="line"), tmp_path / "corpus"
+    )
+    manifest = run("skip").manifest
+    assert manifest.counts("train").documents - len(GOOD) == fault.kept
+    assert manifest.skipped_documents == fault.skipped
+    documents = Documents(Corpus(tmp_path / "corpus"))
+    bad = BadDocuments()
+    texts = [d.text for unit in documents.units for d in documents.of(unit, bad) if d.text]
+    assert (len(texts) - len(GOOD), bad.count) == (fault.kept, fault.skipped)
+    if tmp_path.joinpath(f"source/A.{fault.suffix}").suffix != ".txt":
+        seen = look(tmp_path / "source", WISHES)
+        assert seen.documents == manifest.counts("train").documents + manifest.empty_documents
+        told = f"documents that cannot be read: {fault.skipped}"
+        assert any(odd.startswith(told) for odd in seen.oddities) == bool(fault.skipped)
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.refused],
+    ids=lambda fault: f"{fault.suffix} {fault.what}",
+)  # fmt: skip
+def test_a_refusal_does_not_depend_on_the_place_of_the_file(fault: Fault, tmp_path: Path) -> None:
+    write_source(fault, tmp_path / "source")
+    (tmp_path / f"source/b.{fault.suffix}").rename(tmp_path / f"source/A.{fault.suffix}")
+    with pytest.raises(ConfigError) as refused:
+        download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
+    assert "download.text_column" in str(refused.value) or "jq" in str(refused.value)
+
+
 # ---- the command, with real processes ------------------------------------------------------------
 
 JSON_SKIP = ("tokenize", "--json", "tokenize.corpus=corpus", "tokenizer.vocab_size=260")
@@ -226,3 +290,56 @@ def test_a_file_that_shrinks_while_it_is_read_gives_no_wrong_token(
     assert result.manifest.counts("train").documents == len(GOOD) + (2 if kind == "jsonl" else 0)
     assert any("has become shorter" in why for why in result.problems) == (kind == "jsonl")
     assert ids_outside(tmp_path / "skip", result.manifest) == 0
+
+
+@pytest.mark.parametrize("files", [{"a.txt": " \n\t\n"}, {"a.jsonl": '{"text": " \\n "}\n' * 9}])
+def test_a_corpus_of_white_space_is_refused_by_tokenize_and_by_training_from_text(
+    dtt: Dtt, tokenizer: Path, files: dict[str, str]
+) -> None:
+    ((name, content),) = files.items()
+    (dtt.folder / name).write_text(content * 20)
+    dtt("download", "-d", name, "--out", "corpus")
+    given = ("tokenizer.type=file", f"tokenizer.path={tokenizer}")
+    for options in (("tokenizer.vocab_size=260",), given):
+        refused = dtt(
+            "tokenize", "tokenize.corpus=corpus", "tokenize.validation_fraction=0", *options,
+            "tokenize.out=tokens", expect=66,
+        )  # fmt: skip
+        assert "nothing but white space" in refused.stderr
+        assert not TokensManifest.exists(dtt.folder / "tokens")
+    refused = dtt(
+        "train", "data.type=text", "data.corpus=corpus", *given, "model.dim=16",
+        "model.n_layers=1", "model.n_heads=2", "train.seq_len=16", "train.micro_batch=1",
+        "train.global_batch_tokens=16", "train.steps=1", expect=66,
+    )  # fmt: skip
+    assert "nothing but white space" in refused.stderr
+    seen = json.loads(dtt("data", "inspect", "corpus", "--json").stdout)
+    assert any("nothing but white space" in odd for odd in seen["oddities"])
+
+
+def test_some_documents_of_white_space_are_kept_counted_and_told(dtt: Dtt) -> None:
+    lines = [json.dumps({"text": text}) for text in ["a word", "  ", "", "\n", "another"] * 4]
+    (dtt.folder / "a.jsonl").write_text("\n".join(lines))
+    dtt("download", "-d", "a.jsonl", "--out", "corpus")
+    options = ("tokenize.validation_fraction=0", "tokenize.out=tokens")
+    done = dtt(*JSON_SKIP, *options)
+    facts = json.loads(done.stdout)
+    assert facts["splits"]["train"]["documents"] == 16
+    assert (facts["empty_documents"], facts["blank_documents"]) == (4, 8)
+    assert "nothing but white space, and are kept: 8" in done.stderr
+    assert TokensManifest.read(dtt.folder / "tokens").blank_documents == 8
+
+
+def test_a_file_that_breaks_off_is_told_with_what_is_lost(dtt: Dtt) -> None:
+    """Also where it is the only one; nothing that can be read is lost with it."""
+    fault = next(f for f in FAULTS if (f.suffix, f.what) == ("jsonl.gz", "cut off"))
+    (dtt.folder / "b.jsonl.gz").write_bytes(fault.content())
+    whole, _, part = zlib.decompressobj(31).decompress(fault.content()).rpartition(b"\n")
+    dtt("download", "-d", "b.jsonl.gz", "--out", "corpus")
+    options = ("tokenizer.vocab_size=260", "tokenize.out=tokens", "tokenize.validation_fraction=0")
+    done = dtt("tokenize", "tokenize.corpus=corpus", *options)
+    assert f"{len(whole.splitlines()):,} documents" in done.stdout
+    lost = f"about {len(part):,} bytes"
+    assert f"1 that cannot be read ({lost} are lost), 0 empty" in done.stdout
+    assert f"Truncated compressed stream; lost: {lost}" in done.stderr
+    assert TokensManifest.read(dtt.folder / "tokens").lost_bytes == len(part)

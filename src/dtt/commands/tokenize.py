@@ -40,6 +40,8 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.info("already done: %s is complete for this corpus, tokenizer and options", out)
         for problem in result.problems[:5]:
             log.warning("skipped %s", problem)
+        if blank := result.manifest.blank_documents:
+            log.warning("documents that hold nothing but white space, and are kept: %d", blank)
         compared = _compared(out, str(compare), other) if other else None
         if as_json:
             print(json.dumps(_facts(out, result) | {"compared": compared}))
@@ -92,6 +94,8 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         },
         "skipped_documents": manifest.skipped_documents,
         "empty_documents": manifest.empty_documents,
+        "blank_documents": manifest.blank_documents,
+        "lost_bytes": manifest.lost_bytes,
         "file_bytes": sum(path.stat().st_size for path in files),
         "engine": result.engine,
         "seconds": round(result.seconds, 3),
@@ -158,8 +162,9 @@ def _report(out: Path, result: Tokenized) -> str:
                 f"{sum(shard.split == split for shard in manifest.shards)} shards"
             )
     if manifest.skipped_documents or manifest.empty_documents:
+        lost = f" (about {manifest.lost_bytes:,} bytes are lost)" if manifest.lost_bytes else ""
         lines.append(
-            f"left out    {manifest.skipped_documents} that cannot be read, "
+            f"left out    {manifest.skipped_documents} that cannot be read{lost}, "
             f"{manifest.empty_documents} empty"
         )
     if result.units:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.artifacts import CorpusManifest
+from dtt.artifacts import CorpusManifest, checked_file
 from dtt.data.formats import is_compressed
 from dtt.errors import DamagedError, InputError
 from dtt.runtime.comm import Comm, Serial
@@ -63,10 +63,12 @@ class Corpus:
         `manifest` is the folder's own if absent. The ranks of `comm` share the files, as each
         takes a few accesses to the disk, or a file server; without it one process looks at all.
 
-        Raises InputError for a missing file, DamagedError for one whose size has changed.
+        Raises InputError for a missing file, DamagedError for one whose size has changed or that
+        is a link out of the folder.
         """
         self.folder = folder
         self.manifest = manifest or CorpusManifest.read(folder)
+        self._below = frozenset(self.manifest.names())
         comm = comm or Serial()
         files = range(len(self.manifest.files))
         shares = comm.gather([self._look(file) for file in files[comm.rank :: comm.size]])
@@ -75,6 +77,8 @@ class Corpus:
     def _look(self, file: int) -> list[int]:
         """Check a file; returns about how many bytes of text each row group of Parquet holds."""
         path = self.path(file)
+        if self.manifest.files[file].path in self._below:
+            checked_file(self.manifest.files[file].path, self.folder / CorpusManifest.filename)
         again = f"dtt download -d {self.manifest.source.id}"
         if not path.is_file():
             raise InputError("a file of the corpus is missing", where=path, next=again)

@@ -9,14 +9,15 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.data.corpus import Corpus, Span, Unit
+from dtt.data.compressed import lost_bytes
+from dtt.data.corpus import Corpus, Span, Unit, text_chunks
 from dtt.data.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
@@ -42,14 +43,23 @@ class BadDocuments:
 
     def __init__(self, *, stop: bool = False, shown: int = 5) -> None:
         """With `stop`, the first one raises DamagedError."""
-        self.count = 0
+        self.count = self.lost_bytes = 0
         self.examples: list[str] = []
         self._stop, self._shown = stop, shown
 
-    def add(self, where: Callable[[], str], why: str) -> None:
-        """Note one; `where` is only called for those that are shown, as it may be slow."""
-        self.count += 1
+    def add(
+        self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1
+    ) -> None:
+        """Note one; `where` is only called for those that are shown, as it may be slow.
+
+        Where the rest of a damaged file goes with it, `lost_bytes` is about the size of that, and
+        `count` the number of documents, if known.
+        """
+        self.count += count
+        self.lost_bytes += lost_bytes
         why = " ".join("".join(c if c.isprintable() else " " for c in why).split())
+        if lost_bytes:
+            why += f"; lost: about {lost_bytes:,} bytes"
         if self._stop:
             raise DamagedError(
                 "a document cannot be read",
@@ -123,6 +133,7 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     """Lines that start in the span, line ends kept; a compressed file is read to its end."""
     position = span.start
     number = 0
+    stream = None
     try:
         with open_stream(path) as stream:
             if stream.peek(2)[:2] in UTF_16_MARKS:
@@ -148,7 +159,8 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     except OSError as error:
         _raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
-        bad.add(partial(_location, path, span.start, number + 1), why)
+        lost = lost_bytes(stream, position, span.stop)
+        bad.add(partial(_location, path, span.start, number + 1), why, lost_bytes=lost)
 
 
 def _raise_if_refused(error: Exception) -> None:
@@ -219,12 +231,13 @@ def _whole(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     def where() -> str:
         return f"{path}:1"
 
+    stream = None
     try:
         with open_stream(path) as stream:
             content = stream.read(MAX_DOCUMENT_BYTES + 1)
     except OSError as error:
         _raise_if_refused(error)
-        bad.add(where, f"cannot be read: {error}")
+        bad.add(where, f"cannot be read: {error}", lost_bytes=lost_bytes(stream, 0, span.stop))
         return
     if len(content) > MAX_DOCUMENT_BYTES:
         bad.add(where, TOO_LONG)
@@ -264,6 +277,7 @@ def _json(line: bytes, key: str, where: Callable[[], str], bad: BadDocuments) ->
 
 def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
     number = 0
+    stream = None
     try:
         stream, rows = open_csv(path)
         with stream:
@@ -283,9 +297,9 @@ def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
                     yield from _encoded(row[column], where, bad)
     except OSError as error:
         _raise_if_refused(error)
-        bad.add(
-            partial(_location, path, 0, number), f"the rest of the file cannot be read: {error}"
-        )
+        why = f"the rest of the file cannot be read: {error}"
+        lost = lost_bytes(stream and stream.buffer)
+        bad.add(partial(_location, path, 0, number), why, lost_bytes=lost)
 
 
 def _parquet(
@@ -300,7 +314,8 @@ def _parquet(
                 yield from _row_group(file, path, group, column, at_once, bad)
     except (OSError, pa.ArrowException) as error:
         _raise_if_refused(error)
-        bad.add(lambda: str(path), f"cannot be read: {error}")
+        lost = path.stat().st_size
+        bad.add(lambda: str(path), f"cannot be read: {error}", lost_bytes=lost)
 
 
 def _row_group(
@@ -308,25 +323,45 @@ def _row_group(
 ) -> Iterator[list[bytes]]:
     row = 0
     try:
-        for batch in file.iter_batches(
-            min(at_once, MAX_PARQUET_ROWS), row_groups=[group], columns=[column], use_threads=False
-        ):
-            texts = batch.column(0)
-            if _is_sound(texts):
-                binary = pa.binary()  # a view, as `cast` loads all functions of pyarrow.compute
-                plain = pa.types.is_string(texts.type)
-                yield (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
-            else:
-                yield [
-                    document
-                    for number, value in enumerate(texts, row)
-                    for document in _value(value, partial(_row, path, group, number), bad)
-                ]
+        for texts in _columns(file, group, column, at_once):
+            yield _documents_of(texts, partial(_row, path, group), row, bad)
             row += len(texts)
+        return
     except (OSError, pa.ArrowException) as error:
         _raise_if_refused(error)
-        why = f"the rest of row group {group} cannot be read: {error}"
-        bad.add(partial(_row, path, group, row), why)
+    try:  # what could be read of the batch that failed, row by row
+        for texts in islice(_columns(file, group, column, 1), row, None):
+            yield _documents_of(texts, partial(_row, path, group), row, bad)
+            row += 1
+    except (OSError, pa.ArrowException) as error:
+        _raise_if_refused(error)
+        rows = file.metadata.row_group(group).num_rows
+        why = f"the rest of row group {group}, {rows - row} rows, cannot be read: {error}"
+        (chunks,) = text_chunks(path, column, slice(group, group + 1))
+        lost = sum(chunk.total_compressed_size for chunk in chunks) * (rows - row) // rows
+        bad.add(partial(_row, path, group, row), why, lost_bytes=lost, count=rows - row)
+
+
+def _columns(file: pq.ParquetFile, group: int, column: str, rows: int) -> Iterator[pa.Array]:
+    rows = min(rows, MAX_PARQUET_ROWS)
+    found = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
+    return (batch.column(0) for batch in found)
+
+
+def _documents_of(
+    texts: pa.Array, where: Callable[[int], str], first: int, bad: BadDocuments
+) -> list[bytes]:
+    """Return the values that are documents; `first` is the row of the first one in its group."""
+    if _is_sound(texts):
+        binary = pa.binary()  # a view, as `cast` loads all functions of pyarrow.compute
+        plain = pa.types.is_string(texts.type)
+        found: list[bytes] = (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
+        return found
+    return [
+        document
+        for number, value in enumerate(texts, first)
+        for document in _value(value, partial(where, number), bad)
+    ]
 
 
 def _is_sound(texts: pa.Array) -> bool:

@@ -203,6 +203,8 @@ def _finish(
         shards=tuple(shard for marker in markers for shard in marker.shards),
         skipped_documents=skipped,
         empty_documents=sum(marker.empty for marker in markers),
+        blank_documents=sum(marker.blank for marker in markers),
+        lost_bytes=sum(marker.lost_bytes for marker in markers),
     )
     _check_splits(cfg, corpus, out, manifest, problems)
     write_atomically(out / TokensManifest.filename, manifest.dump())
@@ -260,6 +262,14 @@ def _check_splits(
             why=f"{manifest.skipped_documents} could not be read, such as {problems[0]}"
             if problems
             else "all of its files are empty",
+            next="dtt download -d DATASET",
+        )
+    if manifest.blank_documents == train + validation:
+        clear(cfg, out)
+        raise InputError(
+            "the corpus holds nothing but white space",
+            where=corpus.folder,
+            why=f"{train + validation} documents, and none with a word to learn from",
             next="dtt download -d DATASET",
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):

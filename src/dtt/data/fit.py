@@ -12,6 +12,7 @@ from dtt.artifacts import (
     CheckpointManifest,
     SplitCounts,
     TokensManifest,
+    checked_file,
     fingerprint,
     shard_stem,
 )
@@ -135,11 +136,16 @@ def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
             continue
         for path, expected in _expected_sizes(stem, shard.counts, tokens.dtype):
             try:
+                if path.parent == folder:
+                    checked_file(path.name, folder / TokensManifest.filename)
                 size = path.stat().st_size  # once: a file server answers each of these calls
             except FileNotFoundError:
                 yield InputError(
                     "a token file is missing", where=path, next="make it again: dtt tokenize"
                 )
+                continue
+            except DamagedError as error:
+                yield error
                 continue
             if size != expected:
                 yield DamagedError(

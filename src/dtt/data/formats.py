@@ -13,7 +13,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dtt.data.compressed import CHUNK_BYTES, Decompressed
 from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.log import log
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 
@@ -31,12 +33,16 @@ KNOWN = "parquet, jsonl, json (one object a line), csv and txt, the last four al
 TEXT_COLUMNS = ("text", "content", "document", "body")
 FIRST_LINES = 100
 """Of a .jsonl file, in which its columns are looked for."""
+JSON_KINDS = {
+    str: "text", type(None): "null", dict: "an object", list: "a list",
+    bool: "true or false", int: "a number", float: "a number",
+}  # fmt: skip
+SHOWN = 3
+"""Number of unreadable files that are named."""
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 """What the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-BUFFER_BYTES = 2**16
-"""Of a compressed file that breaks off, at most so much that could be read is lost."""
 MAX_DOCUMENT_BYTES = 64 * 2**20
 """A longer document is taken for a mistake; it also bounds memory."""
 
@@ -61,8 +67,7 @@ def open_stream(path: Path) -> io.BufferedReader:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
-    stream = pa.CompressedInputStream(pa.OSFile(str(path)), compression)
-    return io.BufferedReader(stream, buffer_size=BUFFER_BYTES)
+    return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
 
 
 def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
@@ -75,79 +80,131 @@ def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
 
 
 def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
-    """The column of `paths` to read: the one `asked` for, or what looks like the text in the first.
+    """Return the column of `paths` to read: `asked`, or what looks like the text.
 
-    Raises ConfigError that lists the columns when a file has no such column or there is no telling,
-    and DamagedError when the first cannot be read; others are left to the reader of documents.
+    Every file is judged alike, wherever it stands in the order. One that cannot be read is logged
+    and left to the reader of documents, which keeps what it can.
+
+    Raises ConfigError that lists the columns when a file has no such column, when it does not hold
+    text, or when there is no telling; DamagedError or InputError when no file can be read.
     """
-    column = _choose_column(paths[0], asked)
-    for path in paths[1:]:
+    column = asked
+    undecided: list[tuple[Path, Kinds]] = []
+    unreadable: dict[Path, DamagedError | InputError] = {}
+    for path in paths:
         try:
-            columns, texts = _columns(path, objects=1)
-        except UNREADABLE:
+            kinds = _kinds(path, column)
+        except (DamagedError, InputError) as error:
+            unreadable[path] = error
             continue
-        if columns and column not in columns:
-            raise _no_column(path, f"there is no column {column!r}", columns, texts)
+        column = column or _choose_column(path, kinds)
+        undecided.append((path, kinds))
+        if column is not None:
+            for found in undecided:
+                _check_column(*found, column)
+            undecided.clear()
+    if undecided:
+        raise _no_column(*undecided[0], "cannot tell which column holds the text")
+    if len(unreadable) == len(paths):
+        raise unreadable[paths[0]]
+    for problem in islice(unreadable.values(), SHOWN):
+        log.warning("%s", problem)
+    if unreadable:
+        log.warning("files that cannot be read: %d; tokenize leaves them out", len(unreadable))
+    assert column is not None
     return column
 
 
-def _choose_column(path: Path, asked: str | None) -> str:
+Kinds = dict[str, str]
+"""The columns of a file, each with the kind of its values."""
+TEXT, NOTHING = "text", "null"
+"""Kinds of columns: with text, and with nothing but nulls as far as is known."""
+
+
+def _choose_column(path: Path, kinds: Kinds) -> str | None:
+    """Return the column that should be the text; None if the file holds nothing but nulls."""
+    likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
+    if likely is None:
+        texts = [name for name, kind in kinds.items() if kind == TEXT]
+        if len(texts) == 1:
+            return texts[0]
+        if set(kinds.values()) <= {NOTHING}:
+            return None
+        raise _no_column(path, kinds, "cannot tell which column holds the text")
+    # The first likely name decides, so that no `body` stands in for an unusual `text`.
+    return None if kinds[likely] == NOTHING else likely
+
+
+def _check_column(path: Path, kinds: Kinds, column: str) -> None:
+    if kinds and column not in kinds:
+        raise _no_column(path, kinds, f"there is no column {column!r}")
+    if kinds.get(column, NOTHING) not in (TEXT, NOTHING):
+        raise _no_column(path, kinds, f"column {column!r} does not hold text, but {kinds[column]}")
+
+
+def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
+    texts = [name for name, kind in kinds.items() if kind == TEXT]
+    return ConfigError(
+        what,
+        where=path,
+        why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
+        next=f"download.text_column={texts[0] if texts else 'NAME'}",
+    )
+
+
+def _kinds(path: Path, wanted: str | None) -> Kinds:
+    """Return the columns of a file and what they hold; of JSON, in its first lines.
+
+    Of JSON no more is read once `wanted` is known to hold text. Empty if CSV has no header.
+    Raises DamagedError, or InputError if there is no JSON object.
+    """
     try:
-        columns, texts = _columns(path, objects=FIRST_LINES)
-    except UNREADABLE as error:
+        match file_format(path):
+            case "parquet":
+                return {field.name: _kind(field.type) for field in pq.read_schema(path)}
+            case "csv":
+                stream, rows = open_csv(path)
+                with stream:
+                    return {name: TEXT for name in rows.fieldnames or () if name}
+            case _:
+                return _json_kinds(path, wanted)
+    except UNREADABLE as damage:
+        if isinstance(damage, OSError) and damage.errno is not None:
+            raise  # the disk failed: the file may be well
         raise DamagedError(
             "cannot read a file of the dataset",
             where=path,
-            why=str(error).splitlines()[0],
+            why=str(damage).splitlines()[0],
             next="fetch or write the file again",
         ) from None
-    if not columns and file_format(path) == "jsonl":
+
+
+def _json_kinds(path: Path, wanted: str | None) -> Kinds:
+    kinds: Kinds = {}
+    try:
+        for value in _json_objects(path):
+            for key, inner in value.items():
+                if kinds.get(key, NOTHING) == NOTHING or isinstance(inner, str):
+                    kinds[key] = JSON_KINDS[type(inner)]
+            if wanted is not None and kinds.get(wanted) == TEXT:
+                break
+    except OSError as error:
+        if error.errno is not None or not kinds:
+            raise
+    if not kinds:
         raise InputError(
             "no JSON object at the start of the file",
             where=path,
             why=f"looked at the first {FIRST_LINES} lines",
             next='check that each line is an object such as {"text": "…"}',
         )
-    if asked is not None:
-        if asked not in columns:
-            raise _no_column(path, f"there is no column {asked!r}", columns, texts)
-        if asked not in texts:
-            raise _no_column(path, f"column {asked!r} does not hold text", columns, texts)
-        return asked
-    for name in TEXT_COLUMNS:
-        if name in texts:
-            return name
-    if len(texts) == 1:
-        return texts[0]
-    raise _no_column(path, "cannot tell which column holds the text", columns, texts)
+    return kinds
 
 
-def _no_column(path: Path, what: str, columns: list[str], texts: list[str]) -> ConfigError:
-    return ConfigError(
-        what,
-        where=path,
-        why=f"columns: {', '.join(columns) or 'none'}; with text: {', '.join(texts) or 'none'}",
-        next=f"download.text_column={texts[0] if texts else 'NAME'}",
-    )
-
-
-def _columns(path: Path, objects: int) -> tuple[list[str], list[str]]:
-    """All columns, and those that hold text; of JSON, in the first so many objects."""
-    match file_format(path):
-        case "parquet":
-            schema = pq.read_schema(path)
-            return schema.names, [field.name for field in schema if is_text(field.type)]
-        case "csv":
-            stream, rows = open_csv(path)
-            with stream:
-                names = [name for name in rows.fieldnames or () if name]
-            return names, names
-        case _:
-            keys: dict[str, bool] = {}
-            for value in islice(_json_objects(path), objects):
-                for key, inner in value.items():
-                    keys[key] = keys.get(key, False) or isinstance(inner, str)
-            return list(keys), [key for key, is_text in keys.items() if is_text]
+def _kind(column: pa.DataType) -> str:
+    if is_text(column):
+        return TEXT
+    return NOTHING if pa.types.is_null(column) else str(column)
 
 
 def is_text(kind: pa.DataType) -> bool:

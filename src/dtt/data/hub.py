@@ -28,6 +28,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 from huggingface_hub.hf_api import RepoFile
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from dtt.artifacts import checked_name
 from dtt.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError, StorageError
 from dtt.runtime.files import sha256_file
 from dtt.runtime.log import progress
@@ -90,7 +91,7 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
     elsewhere = [path for path in paths if path not in found]
     if elsewhere:
         raise InputError(f"{repo} names files that it does not hold", where=elsewhere[0])
-    return [found[path] for path in paths]
+    return [found[checked_name(path, Path(repo))] for path in paths]
 
 
 def fetch(repo: str, commit: str, files: list[RemoteFile], folder: Path) -> list[str]:

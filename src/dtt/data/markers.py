@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts import Record, TokenShard, TokensManifest
+from dtt.artifacts import Record, TokenShard, TokensManifest, checked_name
 from dtt.data.tokenfile import bin_path, idx_path
+from dtt.errors import DamagedError
 from dtt.runtime.files import write_atomically
 
 WORK = TokensManifest.work
@@ -30,6 +31,10 @@ class UnitMarker(Record):
     """One per split that got a document."""
     skipped: int
     empty: int
+    blank: int = 0
+    """Documents of nothing but white space."""
+    lost_bytes: int = 0
+    """About how much of damaged files went with what was skipped."""
     problems: tuple[str, ...]
     """`file:line: why` of the first documents that were skipped."""
 
@@ -43,7 +48,9 @@ def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     """What a unit gave, if it was finished for `key`; its shards are not looked at."""
     try:
         marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
-    except (FileNotFoundError, ValidationError):
+        for shard in marker.shards:
+            checked_name(shard.stem, marker_path(out, unit))
+    except (FileNotFoundError, ValidationError, DamagedError):
         return None
     return marker if marker.key == key else None
 

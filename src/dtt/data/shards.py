@@ -96,6 +96,7 @@ def encode_units(
                 total += counts
                 behind.do(shards.append, split, row, counts)
             shards.empty += batch.count(b"")
+            shards.blank += sum(map(bytes.isspace, batch))
     seconds = time.monotonic() - start
     return Work(len(units), total.documents, total.tokens, total.bytes, seconds)
 
@@ -137,7 +138,7 @@ class _UnitShards:
             for split, aside in self._asides.items()
         }
         self._counts = dict.fromkeys(splits, SplitCounts())
-        self.empty = 0
+        self.empty = self.blank = 0
 
     def append(self, split: Split, row: Row, counts: SplitCounts) -> None:
         self._writers[split].append(row.ids, row.lengths)
@@ -168,6 +169,8 @@ class _UnitShards:
             shards=tuple(shards),
             skipped=self._bad.count,
             empty=self.empty,
+            blank=self.blank,
+            lost_bytes=self._bad.lost_bytes,
             problems=tuple(self._bad.examples),
         )
         write_marker(self._out, self._unit, self._place, marker)

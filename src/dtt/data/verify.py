@@ -87,7 +87,10 @@ def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
         return None
     shards: dict[int, list[TokenShard]] = {}
     for shard in manifest.shards:
-        shards.setdefault(int(shard.stem.rpartition("-")[2]), []).append(shard)
+        number = shard.stem.rpartition("-")[2]
+        if not number.isdecimal():
+            return None  # it is not what `tokenize` writes
+        shards.setdefault(int(number), []).append(shard)
     return shards
 
 

@@ -90,7 +90,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.lengths = Lengths()
-        self.bytes = self.documents = 0
+        self.bytes = self.documents = self._blank = 0
         self._bad = BadDocuments(shown=SHOWN)
         self._firsts: list[Sample] = []
         self._waiting: list[int] = []
@@ -102,6 +102,7 @@ class _Seen:
         for number, text in enumerate(read_unit(corpus, unit, self._bad)):
             size = len(text)
             self._add(size)
+            self._blank += text.isspace()
             if number == 0:
                 start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
                 self._firsts.append(Sample(f"{where}, unit {unit.index}", start))
@@ -131,6 +132,10 @@ class _Seen:
         """What a person should know."""
         if self.lengths.empty:
             yield f"empty documents, which tokenize leaves out: {self.lengths.empty:,}"
+        if self._blank:
+            yield f"documents of nothing but white space: {self._blank:,}"
         if self._bad.count:
-            yield f"documents that cannot be read: {self._bad.count:,}"
+            lost = self._bad.lost_bytes
+            told = f"; about {lost:,} bytes are lost" if lost else ""
+            yield f"documents that cannot be read: {self._bad.count:,}{told}"
             yield from self._bad.examples

@@ -88,17 +88,19 @@ class TextStream:
     def beginning(self) -> tuple[Row, int]:
         """About the first megabyte that is a sample at least, and an estimate of all tokens.
 
-        Raises InputError when the corpus has no text to train on.
+        Raises InputError when the corpus has no text to train on, or nothing but white space.
         """
         bad = BadDocuments()
+        blank = False
         for unit in self._documents.units:
             for documents in _cut(self._documents.of(unit, bad), ESTIMATE_BYTES):
                 row = self._encode(documents)
-                if len(row):
+                if len(row) and not all(document.text.isspace() for document in documents):
                     text_bytes = sum(unit.text_bytes for unit in self._documents.units)
                     train = text_bytes * (1 - self._fraction)
                     return row, max(int(train * len(row.ids) / row.text_bytes), len(row.ids))
-        raise self._no_documents(bad)
+                blank |= len(row) > 0
+        raise self._no_documents(bad, blank=blank)
 
     def parts(self, cursor: Cursor) -> Iterator[tuple[Part, Row]]:
         """All parts that have samples from `cursor` on, for ever."""
@@ -161,8 +163,10 @@ class TextStream:
                 next="make token files of it: dtt tokenize",
             )
 
-    def _no_documents(self, bad: BadDocuments) -> InputError:
+    def _no_documents(self, bad: BadDocuments, *, blank: bool = False) -> InputError:
         unread = f"{bad.count} could not be read, such as {bad.examples[0]}" if bad.count else None
+        if blank:
+            unread = "; ".join(filter(None, ["there is nothing but white space", unread]))
         return InputError(
             "the corpus holds no documents to train on",
             where=self._documents.corpus.folder,
