@@ -69,7 +69,7 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
     yield Phase(home + applying, 0)
 
 
-def _applying(case: Case, batch: int) -> float:
+def _applying(case: Case, batch: float) -> float:
     """Bytes beside the updates: old weights, and updates as wide as these, which NorMuon scales
     into new ones. Cautious decay compares old weights with updates, a byte a number."""
     assert case.muon is not None
