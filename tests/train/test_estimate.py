@@ -19,6 +19,7 @@ from dtt.errors import ConfigError
 from dtt.model import count
 from dtt.model.decoder import Decoder, roles
 from dtt.optim import groups
+from dtt.optim.ema import Ema
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.mesh import make_layout
 from dtt.runtime.dist import World
@@ -287,6 +288,62 @@ def test_muon_sends_as_much_as_real_ranks_do() -> None:
     for mesh, counts in zip(MESHES, zip(*by_rank, strict=True), strict=True):
         (planned,) = (e.bytes for e in exchanges(of_four(mesh)) if e.kind == "Muon's matrices")
         assert planned == max(max(count) for count in counts), mesh
+
+
+def _step_peaks(pipe: object) -> None:
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from simulate import Trace
+
+    found = []
+    for settings in STEPS:
+        one = of_step(settings)
+        model = Decoder(one.arch).to(one.precision.weights)
+        parameters = dict(model.named_parameters())
+        dtype = one.precision.products
+        optimizers = groups.build(one.cfg.optim, parameters, roles(model), dtype).values()
+        with Trace() as trace:
+            for parameter in parameters.values():
+                trace.see(parameter.data.zero_())
+            ema = Ema(parameters, 0.9)  # made of what is seen
+            for _ in range(2):  # the first one makes the state
+                for parameter in parameters.values():
+                    parameter.grad = torch.zeros_like(parameter)
+                trace.forget_peak()
+                for optimizer in optimizers:
+                    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ema.update(torch.zeros(()))
+        found.append(trace.peak)
+    pipe.send(found)  # type: ignore[attr-defined]
+
+
+STEPS = [
+    [f"model.family={family}", f"train.precision={precision}", *muon]
+    for family in ("llama", "gemma3")
+    for precision in ("bf16", "fp32")
+    for muon in ([], ["optim.normuon_beta2=0.95"], ["optim.cautious_weight_decay=true"])
+]
+
+
+def of_step(settings: list[str]) -> Case:
+    return case(*SMALL, "model.dim=128", "optim.type=muon", "train.ema_decay=0.9", *settings)
+
+
+def test_a_step_of_muon_holds_what_the_formulas_say_of_its_variants() -> None:
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_step_peaks, args=(there,))
+    process.start()
+    there.close()
+    peaks = here.recv()  # EOFError: see its traceback
+    process.join()
+    for settings, peak in zip(STEPS, peaks, strict=True):
+        step = next(m for m in moments(of_step(settings)) if m.moment == "the optimizer's step")
+        planned = step.total - step.parts["framework"] - step.parts["batches"]
+        assert planned == pytest.approx(peak, rel=0.02), settings
 
 
 def _simulate(pipe: object) -> None:

@@ -12,6 +12,8 @@ from dtt.optim.newton_schulz import HALVED
 from dtt.optim.owners import Matrix, buckets
 from dtt.train.estimate.case import Case
 
+FP32 = 4
+
 
 class Phase(NamedTuple):
     """Of the update of a bucket, as `Muon` takes turns at them; bytes."""
@@ -50,8 +52,8 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
         for shape in {matrix.shape for matrix in bucket}
     )
     averaging = w * (held + 2 * batch)  # all gradients, and momenta of a batch, old and new
-    applying = w * batch * (1 if e == w else 2)  # weights, and updates as wide as these
-    orthogonalizing = _newton_schulz(case, owned)
+    applying = _applying(case, batch)
+    orthogonalizing = max(_newton_schulz(case, owned), _row_norms(case, owned))
     if case.devices == 1:
         yield Phase(max(averaging, w * held + orthogonalizing, e * held + applying), 0)
         return
@@ -65,6 +67,27 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
     else:
         yield Phase(max(asking, answering), home)
     yield Phase(home + applying, 0)
+
+
+def _applying(case: Case, batch: float) -> float:
+    """Bytes beside the updates: old weights, and updates as wide as these, which NorMuon scales
+    into new ones. Cautious decay compares old weights with updates, a byte a number."""
+    assert case.muon is not None
+    w, e = case.weight_bytes, case.product_bytes
+    wide = (e != w) + (case.muon.normuon_beta2 is not None)
+    # The product that is compared, then the decayed weights beside the result of the comparison.
+    cautious = w + 1 if case.muon.cautious_weight_decay else 0
+    return batch * (w * (1 + wide) + cautious)
+
+
+def _row_norms(case: Case, owned: Sequence[Matrix]) -> float:
+    """Bytes of all updates and, for NorMuon, of the largest stack in fp32 with its squares."""
+    if case.muon is None or case.muon.normuon_beta2 is None:
+        return 0
+    shapes = [matrix.shape for matrix in owned]
+    stack = max((shapes.count(shape) * prod(shape) for shape in set(shapes)), default=0)
+    copies = 1 if case.product_bytes == FP32 else 2
+    return case.product_bytes * _numbers(owned) + FP32 * copies * stack
 
 
 def exchanged(case: Case) -> float:
