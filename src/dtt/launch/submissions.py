@@ -15,7 +15,7 @@ from dtt.launch import slurm
 from dtt.launch.evidence import tail
 from dtt.launch.slurm import Script
 from dtt.reading import read_small, tolerant
-from dtt.runtime.files import remove, write_atomically
+from dtt.runtime.files import append, remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.secrets import redacted
 
@@ -65,8 +65,7 @@ def _record(job: JobDir, id: str, argv: Sequence[str], directory: Path | None) -
         "argv": list(argv),
         "directory": str(directory or Path.cwd()),
     }
-    with job.submissions.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append(job.submissions, json.dumps(record) + "\n")
 
 
 @contextmanager
