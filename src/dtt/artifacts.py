@@ -126,7 +126,7 @@ class Manifest(Record):
         path = folder / cls.filename
         try:
             manifest = cls.model_validate_json(read_small(path, LARGEST))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise InputError(
                 f"no {cls.holds} in {folder}",
                 why=f"{path.name} is missing, so nothing finished writing there"

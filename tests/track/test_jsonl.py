@@ -86,7 +86,7 @@ def test_going_back_drops_what_came_after_and_goes_on(metrics: Path, step: int) 
     assert list(jsonl.read(metrics)) == [*kept, {"kind": "train", "step": step + 1, "loss": 1.0}]
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
 def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: int) -> None:
     write(metrics, step, [])
     assert list(jsonl.read(metrics)) == [r for r in RECORDS if r["step"] <= step]
@@ -112,7 +112,19 @@ def test_a_line_torn_at_any_byte_is_dropped_and_the_rest_kept(tmp_path: Path) ->
         path.write_bytes(whole[:length])
         assert list(jsonl.read(path)) == RECORDS[:2]
     write(path, 3, RECORDS[3:])
-    assert list(jsonl.read(path)) == RECORDS[:2] + RECORDS[3:]
+    lost = {"kind": "gap", "step": 3, "steps": [[2, 3]]}
+    assert list(jsonl.read(path)) == [*RECORDS[:2], lost, *RECORDS[3:]]
+
+
+def test_steps_without_a_record_are_reported_once_and_kept_on_record(
+    metrics: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = {"kind": "gap", "step": 9, "steps": [[4, 9]]}
+    for told in (True, False):
+        caplog.clear()
+        write(metrics, 9, [])
+        assert list(jsonl.read(metrics)) == [*RECORDS, lost]
+        assert ("lacks the records of steps 4 to 9" in caplog.text) == told
 
 
 def test_flush_puts_the_records_on_the_disk(

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,13 @@ from dtt.errors import DttError
 from dtt.launch import slurm, squeue
 from dtt.launch.evidence import SUBMISSION, tail
 from dtt.launch.slurm import Script
-from dtt.reading import read_small, tolerant
-from dtt.runtime.files import remove, write_atomically
+from dtt.reading import Kind, fits, read_small, tolerant
+from dtt.runtime.files import append, remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.secrets import redacted
+
+UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, type(None))}
+"""Fields of the record of a submission that sbatch did not answer."""
 
 
 def submit(script: Script) -> str:
@@ -54,11 +57,10 @@ def submit_again(job: JobDir) -> str:
 
 def find_unanswered(job: JobDir) -> list[str]:
     """Return Slurm's ids of the newest submission if sbatch gave none and Slurm has accepted it."""
-    fields = {**SUBMISSION, "script": str, "task": (int, type(None))}
-    records = list(tail(job.submissions, fields))
-    if not records or records[-1]["job_id"] is not None:
+    records = list(tail(job.submissions, SUBMISSION))
+    newest = records[-1] if records else {}
+    if newest.get("job_id") is not None or not fits(newest, UNANSWERED):
         return []
-    newest = records[-1]
     earliest = newest["time"] - slurm.LONGEST_WAIT
     found = squeue.of_script(Path(newest["script"]), earliest)
     task = "" if newest["task"] is None else f"_{newest['task']}"
@@ -101,8 +103,7 @@ def _record(
     }
     if id is None:  # what it can be found by
         record |= {"script": str(script.absolute()), "task": task}
-    with job.submissions.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append(job.submissions, json.dumps(record) + "\n")
 
 
 @contextmanager

@@ -85,9 +85,11 @@ def write_once(path: Path, content: str) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line to a file that people read."""
+    """Append a line to a file; a FIFO in its place, which would block us for ever, is removed."""
 
     def write() -> None:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.unlink()
         with named(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
 
