@@ -76,17 +76,27 @@ def attempt(
 
     `start` is the stopwatch of this start, if it ran before the attempt began.
     """
-    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0, start=start or Laps())
-    this.clock = Clock(job, this.number, timed=timed) if ranks.first else None
-    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    this = Attempt(job, requests, 0, start=start or Laps())
 
     def record(error: DttError) -> None:
         if this.number:
             job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
 
-    try:
-        with launcher.recording(record):
+    with launcher.recording(record):
+        if ranks.first:
+            this.number = job.begin_attempt()
+            this.clock = Clock(job, this.number, timed=timed)
+        with _ending_recorded(this, ranks):
             yield this
+
+
+@contextmanager
+def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
+    """Write `exit.json` when the body has ended, however it did."""
+    job = this.job
+    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    try:
+        yield
         code, reason = ExitCode.DONE, "done"
     except DttError as error:
         code, reason, (rank, node) = error.exit_code, str(error), _culprit(error, ranks)
