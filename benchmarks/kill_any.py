@@ -96,6 +96,11 @@ def _role(process: psutil.Process) -> str:
     return "rank" if "RANK" in env or "PMI_RANK" in env else "starting"
 
 
+def _moment(rng: random.Random, length: float) -> float:
+    """When to kill, in seconds from the start: a third of the times in the first two."""
+    return rng.random() * (min(2.0, length) if rng.random() < 1 / 3 else length)
+
+
 class Tally:
     """What was seen."""
 
@@ -147,10 +152,9 @@ def train(folder: Path, tokens: Path, kills: int, rng: random.Random, tally: Tal
     for number in count():
         if kills <= 0:
             return
-        ranks, name = 1 + number % 2, f"disturbed-{number}"
+        ranks, name = 2 - number % 2, f"disturbed-{number}"
         most = min(KILLS_PER_JOB, kills)
-        kills -= most
-        disturb(folder, name, ranks, tokens, most, lengths[ranks], rng, tally)
+        kills -= disturb(folder, name, ranks, tokens, most, lengths[ranks], rng, tally)
         tally.jobs += 1
         tally.different += differs(JobDir(folder / f"jobs/{name}"), right[ranks])
 
@@ -164,9 +168,12 @@ def disturb(
     length: float,
     rng: random.Random,
     tally: Tally,
-) -> None:
-    """Run a job to its end through `kills` kills; `length`: seconds that it takes without."""
-    refused = 0
+) -> int:
+    """Run a job to its end through up to `kills` kills, and return how many there were.
+
+    `length`: seconds that the job takes without.
+    """
+    refused = struck = 0
     before: tuple[Processes, float] | None = None
     while True:
         processes, began = Processes(), time.monotonic()
@@ -174,28 +181,26 @@ def disturb(
         if before is not None:
             tally.ended(*before)
             before = None
-        moment = began + length * rng.random() if kills else began + PATIENCE
+        moment = began + (_moment(rng, length) if struck < kills else PATIENCE)
         wait_until(partial(over, launcher), moment - time.monotonic(), pause=0.01)
         if launcher.poll() is None and (what := processes.strike(rng)) is not None:
             killed = time.monotonic()
             tally.struck(f"train, {ranks} ranks", what, killed - began)
-            kills -= 1
+            struck += 1
             wait_until(partial(over, launcher), LIMIT)
             if rng.random() < 0.5:
                 tally.ended(processes, killed)
             else:
                 before = processes, killed
         elif launcher.wait() == 0:
-            if kills == 0:
-                return
-            kills -= 1  # it was done before its moment came
+            return struck
         else:
             tail = "\n".join((folder / f"{name}.log").read_text().splitlines()[-30:])
             tally.manual.append(f"{name} was refused or failed:\n{tail}")
             print(tally.manual[-1], flush=True)
             refused += 1
             if refused == 3:
-                return
+                return struck
 
 
 def tokenize(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None:
@@ -211,7 +216,7 @@ def tokenize(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None
         ranks, out = rng.choice([1, 2, 3]), folder / "out"
         processes, began = Processes(), time.monotonic()
         job = tokenize_kills.Job(folder, out.name, "mpirun", ranks)
-        job.wait(length * rng.random())
+        job.wait(_moment(rng, length))
         what = processes.strike(rng) if job.running() else None
         if what is not None:
             kills -= 1

@@ -77,19 +77,28 @@ def attempt(
 
     `start` is the stopwatch of this start, if it ran before the attempt began.
     """
-    if ranks.first:
-        job.remove_litter()
-    this = Attempt(job, requests, job.begin_attempt() if ranks.first else 0, start=start or Laps())
-    this.clock = Clock(job, this.number, timed=timed) if ranks.first else None
-    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    this = Attempt(job, requests, 0, start=start or Laps())
 
     def record(error: DttError) -> None:
         if this.number:
             job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
 
-    try:
-        with launcher.recording(record):
+    with launcher.recording(record):
+        if ranks.first:
+            job.remove_litter()
+            this.number = job.begin_attempt()
+            this.clock = Clock(job, this.number, timed=timed)
+        with _ending_recorded(this, ranks):
             yield this
+
+
+@contextmanager
+def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
+    """Write `exit.json` when the body has ended, however it did."""
+    job = this.job
+    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    try:
+        yield
         code, reason = ExitCode.DONE, "done"
     except (DttError, OSError) as error:
         told = in_words(error) if isinstance(error, OSError) else error
@@ -109,7 +118,12 @@ def attempt(
         if this.number and (ranks.first or not together):
             try:
                 job.end_attempt(
-                    code, reason, rank, attempt=this.number, node=node, asked_by=requests.reason
+                    code,
+                    reason,
+                    rank,
+                    attempt=this.number,
+                    node=node,
+                    asked_by=this.requests.reason,
                 )
             except OSError as error:
                 log.warning("exit.json could not be written: %s", in_words(error))
