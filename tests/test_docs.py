@@ -168,10 +168,11 @@ def test_every_link_and_path_leads_somewhere(page: Path) -> None:
 
 
 def tree() -> dict[str, str]:
-    """Each path in the README's tree, with what is said of it."""
+    """Return each path of the tree in docs/architecture.md with its description."""
     said: dict[str, str] = {}
     parents: list[str] = []
-    for line in README.split("## The tree")[1].split("```")[1].strip().splitlines():
+    page = TEXT[ROOT / "docs/architecture.md"]
+    for line in page.split("## The tree")[1].split("```")[1].strip().splitlines():
         name, _, clause = line.strip().partition(" ")
         parents[(len(line) - len(line.lstrip())) // 2 :] = [name]
         said["".join(parents)] = clause.strip()
