@@ -189,3 +189,10 @@ def test_the_tree_names_every_file_and_no_other() -> None:
     names = {f"{p.relative_to(ROOT)}{'/' if p.is_dir() else ''}" for p in files}
     names = {name for name in names if "__pycache__" not in name}
     assert names - packages - said.keys() == set()
+
+
+def test_the_pages_build_into_a_site_without_broken_links(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "tutorial-laptop" in (tmp_path / "index.html").read_text()
