@@ -168,10 +168,11 @@ def test_every_link_and_path_leads_somewhere(page: Path) -> None:
 
 
 def tree() -> dict[str, str]:
-    """Each path in the README's tree, with what is said of it."""
+    """Return each path of the tree in docs/architecture.md with its description."""
     said: dict[str, str] = {}
     parents: list[str] = []
-    for line in README.split("## The tree")[1].split("```")[1].strip().splitlines():
+    page = TEXT[ROOT / "docs/architecture.md"]
+    for line in page.split("## The tree")[1].split("```")[1].strip().splitlines():
         name, _, clause = line.strip().partition(" ")
         parents[(len(line) - len(line.lstrip())) // 2 :] = [name]
         said["".join(parents)] = clause.strip()
@@ -188,3 +189,10 @@ def test_the_tree_names_every_file_and_no_other() -> None:
     names = {f"{p.relative_to(ROOT)}{'/' if p.is_dir() else ''}" for p in files}
     names = {name for name in names if "__pycache__" not in name}
     assert names - packages - said.keys() == set()
+
+
+def test_the_pages_build_into_a_site_without_broken_links(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "tutorial-laptop" in (tmp_path / "index.html").read_text()
