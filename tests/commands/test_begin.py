@@ -34,7 +34,7 @@ from dtt.model.init import initialize
 from dtt.runtime import dist
 from dtt.runtime.ranks import Ranks
 
-README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorial-laptop.md").read_text()
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "rope_theta": 5e5}
 
 
@@ -196,7 +196,7 @@ def write_gpt2(folder: Path, tokenizer: Path, **settings: Any) -> None:
 
 
 def write_run(folder: Path, tokens: Path, more: str = "") -> None:
-    """The README's run.yaml, shortened: it extends a Llama."""
+    """The tutorial's run.yaml, shortened: it extends a Llama."""
     (folder / "run.yaml").write_text(
         f"extends: [models/llama-tiny.yaml]\nname: stories\ndata: {{tokens: {tokens}}}\n"
         "train: {steps: 4, seq_len: 32, micro_batch: 4, global_batch_tokens: 256, eval_every: 2}\n"
@@ -205,12 +205,12 @@ def write_run(folder: Path, tokens: Path, more: str = "") -> None:
 
 
 def readme_command() -> list[str]:
-    """The README's command that begins with released weights, without its comment."""
-    [line] = [line for line in README.splitlines() if re.match("dtt .*init.from=hf:", line)]
+    """The tutorial's command that begins with released weights, without its comment."""
+    [line] = [line for line in TUTORIAL.splitlines() if re.match("dtt .*init.from=hf:", line)]
     return shlex.split(line, comments=True)
 
 
-def test_the_readmes_command_adopts_the_family_and_sizes_of_the_source(
+def test_the_command_of_the_tutorial_adopts_the_family_and_sizes_of_the_source(
     dtt: Dtt, tokens: Path
 ) -> None:
     program, *arguments = readme_command()
