@@ -156,7 +156,8 @@ def test_a_signal_in_the_rendezvous_ends_a_rank_at_once(
     dtt: Dtt, tiny: Settings, clean: list[psutil.Process], number: signal.Signals
 ) -> None:
     """torchrun sends it on; without a thread that acts on it, it takes 30 s and a SIGKILL."""
-    late = "import os, time; time.sleep(600 * (os.environ.get('RANK') == '1'))"
+    late = "import os, signal, time\nif os.environ.get('RANK') == '1':\n"
+    late += f"    signal.signal({int(number)}, signal.SIG_IGN)\n    time.sleep(600)"
     (dtt.folder / "sitecustomize.py").write_text(late)
     job = dtt.folder / "jobs/t"
     agent = torchrun(
@@ -166,8 +167,10 @@ def test_a_signal_in_the_rendezvous_ends_a_rank_at_once(
     ranks = psutil.Process(agent.pid).children()
     clean.extend([*ranks, psutil.Process(agent.pid)])
     time.sleep(1)
+    waiting, late_one = sorted(ranks, key=lambda process: process.environ()["RANK"])
     agent.send_signal(number)
-    wait_until(lambda: not any(map(running, ranks)), SECONDS)
+    wait_until(lambda: not running(waiting), SECONDS)
+    late_one.kill()
     stopped = Dtt.wait(agent)
     assert "stopped before the first step of this attempt" in stopped.stderr
     record = json.loads((job / "attempts/1/exit.json").read_text())

@@ -191,8 +191,13 @@ def _take_back(trigger: Path) -> None:
 
 
 def _ended_early(name: str, ranks: Ranks) -> DttError:
-    """Return why a rank ends that got the signal `name` before its first step."""
-    if launcher.sibling_ended(ranks):
+    """Return why a rank ends that got the signal `name` before its first step.
+
+    torchrun passes on what it got itself; only SIGTERM may be its own, after a rank has failed. If
+    a rank died of a person's SIGTERM before this one looks, a stop passes for a failure: the job
+    then continues by itself where it need not, which does less harm than the reverse.
+    """
+    if name == "SIGTERM" and launcher.sibling_ended(ranks):
         return PeerLost(
             "another rank on this node has ended before the first step",
             why=f"torchrun sent {name} to the others",
