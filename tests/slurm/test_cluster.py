@@ -187,8 +187,6 @@ def test_a_rival_ends_at_once_and_a_suspended_job_is_told_so(
     rival = cluster.run("sbatch", "--parsable", f"--chdir={job.dtt.folder}", str(script))
     cluster.run("scontrol", "suspend", job.id)
     assert job.told()["state"] == "suspended"
-    assert "the request stays" in job.dtt("job", "stop", job.path).stdout
-    (script.parent / "control/stop").unlink()
     cluster.wait_for_state(rival, "FAILED")
     assert cluster.field(rival, "ExitCode") == "78:0"
     assert cluster.field(rival, "Restarts") == "0"
