@@ -200,7 +200,7 @@ def test_a_rival_ends_at_once_and_a_suspended_job_is_told_so(
 def test_a_person_stops_it_and_it_stays_stopped(
     continuation: str, cluster: Any, submit: Submit
 ) -> None:
-    job = submit(launch__continuation=continuation)
+    job = submit(launch__continuation=continuation, train__steps=100_000)
     job.wait_for_step(20)
     assert "acknowledged at step" in job.dtt("job", "save", job.path).stdout
     assert "acknowledged at step" in job.dtt("job", "stop", job.path).stdout
