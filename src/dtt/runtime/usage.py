@@ -21,14 +21,17 @@ def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
         if VERBOSE.intersection(args):
             raise typer.BadParameter(
                 "there is no --verbose: progress is logged without it, and DTT_DEBUG=1 shows the "
-                "traceback of an error"
+                "traceback of an error",
+                ctx=ctx,
             ) from None
         return
     for option, count in Counter(order).items():
         if count > 1 and option.param_type_name == "option" and not _repeatable(option):
             name = max(option.opts, key=len)
             how = "; one file can extend others (extends: [FILE, …])" if name == "--config" else ""
-            raise typer.BadParameter(f"{name} is given {count} times, and takes one value{how}")
+            raise typer.BadParameter(
+                f"{name} is given {count} times, and takes one value{how}", ctx=ctx
+            )
 
 
 def _repeatable(option: Any) -> bool:
