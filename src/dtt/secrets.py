@@ -53,7 +53,7 @@ def redacted(text: str) -> str:
 def _values() -> list[str]:
     """Return the secret values in this process's environment.
 
-    Values that begin with a slash are left out: they are paths of key files, not secrets.
+    Values that start with a slash are left out: they are paths of key files, not secrets.
     """
     return [
         value

@@ -40,9 +40,10 @@ class Branch:
     step: int
 
     def begin(self, child: JobDir) -> None:
-        """Copy the parent's record, metrics and verified checkpoint into a child that has none yet.
+        """Set up the job `child` from the parent run, unless it has a checkpoint already.
 
-        The checkpoint comes last: a call that was interrupted before is repeated in full.
+        Writes the parent record, and copies the metrics and the verified checkpoint. The checkpoint
+        comes last, so a call that was interrupted before is repeated in full.
         """
         if store.steps(child.checkpoints):
             return
@@ -51,20 +52,20 @@ class Branch:
         record = self.record(child) | {"checkpoint_sha256": sha256_file(manifest)}
         write_atomically(child.parent, json.dumps(record, indent=1) + "\n")
         if self.parent.metrics.exists():
-            # Records from after the branch point are dropped when the child resumes.
+            # Records from after the branch point are dropped when `child` resumes.
             shutil.copyfile(self.parent.metrics, child.metrics)
         child.run_id()
         store.adopt(found, child.checkpoints)
 
     def record(self, child: JobDir) -> dict[str, Any]:
-        """Return the parent record of a child: the step, and the parent's path relative to the
-        child's folder."""
+        """Return the parent record of the job `child`: the step, and the parent's path relative to
+        the folder of `child`."""
         return {"job": os.path.relpath(self.parent.root, child.root), "step": self.step}
 
     def check(self, decay: Decay | None, steps: int) -> None:
-        """Raise ConfigError unless a child of `steps` steps continues the parent's stable phase.
+        """Raise ConfigError unless a branch of `steps` steps continues the parent's stable phase.
 
-        It does not if it ends at or before the branch point, or if its `decay` begins before it.
+        It does not if it ends at or before the branch point, or if its `decay` starts before it.
         """
         if steps <= self.step:
             raise ConfigError(
@@ -81,7 +82,7 @@ class Branch:
 
 
 def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
-    """Return the decay recorded in the checkpoint `resume`, if a time limit began it in this job.
+    """Return the decay in the checkpoint `resume`, if a time limit started it in this job.
 
     Returns None for a run without a time limit, whose schedule alone determines the decay, and for
     the checkpoint taken over from the parent run, whose decay does not apply to this job.
@@ -100,10 +101,10 @@ def find(
     allow_change: Sequence[str],
     from_step: int | None = None,
 ) -> tuple[Resolved, JobDir, Branch]:
-    """Return the configuration of the child that `--branch` creates, its job, and its branch point.
+    """Return the configuration of the job that `--branch` creates, the job, and its branch point.
 
     Raises ConfigError if the parent's learning rate has left its peak before the branch point, or
-    if the child's configuration would have trained differently up to there.
+    if the new configuration would have trained differently up to there.
     """
     wrong = [key for key in arguments if "=" not in key]
     wrong += [f"-c {config}"] if config else []
@@ -138,7 +139,7 @@ def find(
         changed = changes_on_resume(load_job(job.root), resolved.config)
         _refuse(resolved, changed, job, allow_change, "name=ANOTHER begins another branch; ")
         return resolved, job, branch
-    store.locate(reference)  # a child with checkpoints, returned above, does not need it
+    store.locate(reference)  # a branch with own checkpoints, returned above, needs none
     changed = [
         key
         for key in changes_on_resume(parent, resolved.config)
@@ -167,7 +168,7 @@ def _refuse(
 
 
 def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Resolved:
-    """Return the child's configuration: the parent's, overridden by the arguments.
+    """Return the configuration of the branch: the parent's, overridden by the arguments.
 
     The name and the number of steps are derived from these unless they are given.
     """
@@ -190,7 +191,7 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
 
 
 def _horizon(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
-    """Return the number of steps of the shortest run whose decay does not begin before `step`."""
+    """Return the number of steps of the shortest run whose decay does not start before `step`."""
     tokens_before = stages.resolve(cfg.train).tokens_before
 
     def begin(steps: int) -> int:
@@ -232,7 +233,7 @@ def _trunk(branch: Branch, parent: RunConfig) -> Schedule:
 
 
 def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
-    """Raise ConfigError unless parent and child train identically up to the branch point."""
+    """Raise ConfigError unless parent and branch train identically up to the branch point."""
     step = branch.step
     trunk = _trunk(branch, parent)
     if trunk.decay is not None and trunk.decay.begin < step:

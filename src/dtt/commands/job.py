@@ -185,8 +185,9 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
     """Ask a running training job to save and stop.
 
     Cancels a queued job (with `yes`), and a running one of another command, which handles no
-    requests. Raises EnvironmentUnfit if the state of such a job is unknown. `wait` is the number of
-    seconds to wait for an acknowledgement.
+    requests; raises EnvironmentUnfit if the state of such a job is unknown. A suspended training
+    job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
+    acknowledgement.
     """
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
@@ -230,7 +231,10 @@ def save(path: Path, *, wait: float) -> None:
 
 
 def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
-    """Ask a running training job to profile its next steps; raise ConfigError if it does not run."""
+    """Ask a running training job to profile its next steps.
+
+    Raises ConfigError if it does not run. `kind` is the profiler; None: as configured.
+    """
     _ask(_training(path, "profile"), "profile", wait, kind or "")
 
 

@@ -166,7 +166,7 @@ def _means(losses: Losses) -> dict[float, float]:
 
 
 def _panels(name: str, measured: Mapping[int, Sequence[Sizes]]) -> list[Panel]:
-    """One for each kind: size against width, a curve for each step."""
+    """Return a panel for each kind of activation: size against width, one curve for each step."""
     widths = list(measured)
     steps = range(len(measured[widths[0]]))
     return [

@@ -109,7 +109,7 @@ def prepare(
 
 
 def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
-    """Open the data, and warn if it differs from what the configuration asks for."""
+    """Open the data; rank 0 warns if it differs from what the configuration asks for."""
     from dtt.data.dataset import open_dataset
 
     dataset = open_dataset(resolved.config)
