@@ -1,3 +1,3 @@
-"""Distributed Transformer Training: raw text to a released checkpoint."""
+"""Distributed Transformer Training: from raw text to a released checkpoint."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m dtt` is `dtt`."""
+"""Entry point of `python -m dtt`, which is the same as the command `dtt`."""
 
 from dtt.main import main
 

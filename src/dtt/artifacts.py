@@ -1,7 +1,8 @@
-"""What stages leave on disk for each other: typed manifests, read strictly, written canonically.
+"""Typed manifests of the artifacts that training stages write to disk for each other.
 
-Stages meet only through these files. A manifest is written last, so a folder that has one is
-complete. Paths inside a manifest are relative to its folder unless they are absolute.
+Stages communicate only through these files. A manifest is written last, so a folder that has one
+is complete. Reading is strict: unknown keys are errors. Paths inside a manifest are relative to its
+folder unless they are absolute.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from dtt.errors import DamagedError, InputError
 from dtt.reading import parse, read_small
 
 LARGEST = 2**28
-"""Bytes that a manifest may have: a million files."""
+"""Maximum size of a manifest in bytes, enough for a million files."""
 
 
 def fingerprint(value: Any) -> str:
-    """sha256 of a JSON-able value in canonical form: sorted keys, no spaces."""
+    """Return the SHA-256 of a JSON-serialisable value in canonical form: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -39,9 +40,9 @@ def fingerprint(value: Any) -> str:
 def checked_name(name: str, where: Path) -> str:
     """Return `name` if it is a relative path that stays in the folder of the manifest `where`.
 
-    A manifest may come from somebody else, and its names decide which files are read and written.
-    Raises DamagedError for an empty or absolute name, for one with `.` or `..` or an empty part,
-    and for one with a character that does not print, which could forge a line of a message.
+    A manifest may come from an untrusted source, and its names decide which files are read and
+    written. Raises DamagedError for an empty or absolute name, for one with `.` or `..` or an empty
+    part, and for one with a non-printable character, which could forge a line of a message.
     """
     parts = name.split("/")
     if not name.isprintable():
@@ -56,17 +57,18 @@ def checked_name(name: str, where: Path) -> str:
 
 
 def checked_file(name: str, where: Path) -> Path:
-    """Return the path of the file `name` beside the manifest `where`, once `name` is checked.
+    """Check `name` and return the path of that file in the folder of the manifest `where`.
 
-    Raises DamagedError for a bad name (`checked_name`) and for a link that leads out of the folder.
-    The file need not exist.
+    Raises DamagedError for an unsafe name (see `checked_name`) and for a symbolic link that leads
+    out of the folder. The file need not exist.
     """
     folder = where.parent
     path = folder / checked_name(name, where)
-    # One lstat for a name without a slash: a folder may hold ten thousand files on a file server.
+    # Check only the parts of `name`, one lstat each: a folder may hold ten thousand files on a
+    # network file system, where every further lstat is a round trip.
     through = [path, *path.parents][: name.count("/") + 1]
     if any(map(os.path.islink, through)):
-        target = Path(os.path.realpath(path))  # unlike Path.resolve, says nothing of a loop
+        target = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a loop
         if not target.is_relative_to(os.path.realpath(folder)):
             raise _unsafe(where, f"{name!r} is a link to {target}, outside the folder")
     return path
@@ -88,7 +90,7 @@ class Record(BaseModel):
 
 
 class Manifest(Record):
-    """The file that makes a folder an artifact."""
+    """Base class of manifests, the files that mark a folder as a complete artifact."""
 
     filename: ClassVar[str] = "manifest.json"
     holds: ClassVar[str]
@@ -96,14 +98,15 @@ class Manifest(Record):
 
     @classmethod
     def exists(cls, folder: Path) -> bool:
-        """Whether `folder` is a complete artifact."""
+        """Return True if `folder` is a complete artifact."""
         return (folder / cls.filename).is_file()
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """Whether `folder` has a manifest of this kind, sound or not.
+        """Return True if `folder` has a manifest of this kind, damaged or not.
 
-        A file of that name that is whole JSON without our format is another program's.
+        A file of that name that is valid JSON without the `format` of dtt belongs to another
+        program.
         """
         try:
             content = read_small(folder / cls.filename, LARGEST)
@@ -121,8 +124,11 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of `folder`; InputError if absent, DamagedError if not as written, or
-        if it names a file outside of its folder."""
+        """Read the manifest of `folder`.
+
+        Raises InputError if it does not exist, and DamagedError if its content is invalid or names
+        a file outside its folder.
+        """
         path = folder / cls.filename
         try:
             manifest = cls.model_validate_json(read_small(path, LARGEST))
@@ -153,11 +159,11 @@ class Manifest(Record):
         return manifest
 
     def names(self) -> Iterable[str]:
-        """Return the names of files and folders that must lie in the manifest's own folder."""
+        """Return the names of the files and folders that must lie in the manifest's folder."""
         return ()
 
     def dump(self) -> str:
-        """The text of the file."""
+        """Return the text of the manifest file."""
         return _text(self.model_dump(mode="json"))
 
 
@@ -166,7 +172,7 @@ def _text(content: dict[str, Any]) -> str:
 
 
 class FileRecord(Record):
-    """One file, by name, size and content."""
+    """The name, size and hash of one file."""
 
     path: str
     bytes: int
@@ -177,11 +183,12 @@ class CorpusFile(FileRecord):
     """A file of raw documents."""
 
     mtime_ns: int
-    """When the content was hashed it had this time; with the same size and time it is not again."""
+    """Modification time when the content was hashed. A file whose size and time have not changed is
+    not hashed again."""
 
 
 class CorpusSource(Record):
-    """Where documents came from: enough to fetch the same ones again."""
+    """The origin of documents, with everything needed to fetch the same ones again."""
 
     kind: Literal["stdlib", "local", "hub"]
     id: str
@@ -189,18 +196,21 @@ class CorpusSource(Record):
     split: str | None = None
     revision: str | None = None
     max_files: int | None = None
-    """Only the first so many files were taken."""
+    """Number of files that were taken from the start of the split; None: all."""
 
 
 class CorpusManifest(Manifest):
-    """Raw documents: files of one format. Made by `download`, read by `tokenize`."""
+    """The manifest of a corpus: raw documents in files of one format.
+
+    `dtt download` writes it, `dtt tokenize` reads it.
+    """
 
     holds: ClassVar[str] = "corpus"
     made_by: ClassVar[str] = "dtt download"
 
     format: Literal["dtt-corpus-1"] = "dtt-corpus-1"
     dataset: str
-    """Short name, used in default folder names."""
+    """Short name of the data set, used in default folder names."""
     source: CorpusSource
     file_format: Literal["parquet", "jsonl", "csv", "txt"]
     text_column: str | None
@@ -209,12 +219,15 @@ class CorpusManifest(Manifest):
     files: tuple[CorpusFile, ...]
 
     def names(self) -> Iterable[str]:
-        """Return all names, but absolute ones of a local corpus: its files stay where they are."""
+        """Return all names, without the absolute ones of a local corpus.
+
+        The files of a local corpus stay where they are, outside the folder of the manifest.
+        """
         local = self.source.kind == "local"
         return (file.path for file in self.files if not (local and file.path.startswith("/")))
 
     def content_key(self) -> str:
-        """Identity of the documents, wherever the files lie."""
+        """Return a hash of the documents' content, independent of where the files lie."""
         return fingerprint(
             {
                 "file_format": self.file_format,
@@ -226,13 +239,13 @@ class CorpusManifest(Manifest):
 
 
 class SplitCounts(Record):
-    """How much text a split holds."""
+    """The numbers of documents, tokens and bytes in a split."""
 
     documents: int = 0
     tokens: int = 0
-    """End-of-document tokens included."""
+    """Number of tokens, including end-of-document tokens."""
     bytes: int = 0
-    """UTF-8 bytes of the text."""
+    """Size of the text in UTF-8 bytes."""
 
     def __add__(self, other: SplitCounts) -> SplitCounts:
         return SplitCounts(
@@ -252,9 +265,9 @@ class TokenShard(Record):
     bin_sha256: str
     idx_sha256: str
     host: str | None = None
-    """Node whose own disk the files were left on; None: they are where `stem` says."""
+    """Node whose local disk holds the files; None: they are at `stem`."""
     path: str | None = None
-    """Absolute path there, without the suffix."""
+    """Absolute path on the local disk of `host`, without the suffix."""
 
     @model_serializer(mode="wrap")
     def _where_only_if_elsewhere(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -265,9 +278,9 @@ class TokenShard(Record):
 
 
 def shard_stem(folder: Path, shard: TokenShard) -> Path:
-    """Where the files of a shard are, without the suffix: in `folder`, or on this node's own disk.
+    """Return the path of a shard's files without the suffix, in `folder` or on this node's disk.
 
-    Raises InputError when they are on the disk of another node, with the line that fetches them.
+    Raises InputError, with the command that fetches them, if they are on another node's disk.
     """
     stem = folder / shard.stem
     if shard.path is None or stem.with_name(f"{stem.name}.idx").exists():
@@ -284,63 +297,64 @@ def shard_stem(folder: Path, shard: TokenShard) -> Path:
 
 
 class TokensManifest(Manifest):
-    """Token files. Made by `tokenize`, read by `train`."""
+    """The manifest of token files. `dtt tokenize` writes it, `dtt train` reads it."""
 
     work: ClassVar[str] = ".units"
-    """Folder, in that of the token files, of what `tokenize` needs to go on after a kill."""
+    """Subfolder with the state from which `dtt tokenize` continues after it was killed."""
     holds: ClassVar[str] = "token files"
     made_by: ClassVar[str] = "dtt tokenize"
 
     format: Literal["dtt-tokens-1"] = "dtt-tokens-1"
     key: str
-    """Fingerprint of everything that decides the content: corpus, tokenizer, options."""
+    """Fingerprint of everything that determines the content: corpus, tokenizer and options."""
     key_parts: dict[str, Any]
-    """What the key was made of, to name a difference."""
+    """The inputs of `key`, so that a mismatch can be reported by name."""
     corpus: CorpusSource
     tokenizer_sha256: str
     vocab_size: int
     dtype: Literal["uint16", "int32"]
     end_of_document: int
-    """Id of the token after every document."""
+    """Id of the token that follows every document."""
     shards: tuple[TokenShard, ...]
     skipped_documents: int
-    """Documents that could not be read."""
+    """Number of documents that could not be read."""
     empty_documents: int
-    """Documents without any text, left out."""
+    """Number of documents without any text, which are left out."""
     blank_documents: int = 0
-    """Documents of nothing but white space, which are kept."""
+    """Number of documents that consist of white space only, which are kept."""
     lost_bytes: int = 0
-    """About how many bytes of damaged files could not be read."""
+    """Approximate number of bytes in damaged files that could not be read."""
 
     def names(self) -> Iterable[str]:
         """Return the stems of all shards."""
         return (shard.stem for shard in self.shards)
 
     def counts(self, split: str) -> SplitCounts:
-        """Totals of one split."""
+        """Return the total counts of one split."""
         return sum((s.counts for s in self.shards if s.split == split), SplitCounts())
 
 
 class SourceFacts(Record):
-    """One body of text that a job trains on."""
+    """One data source that a job trains on."""
 
     name: str
     path: str
     key: str
-    """Identity of its content."""
+    """Hash of the content."""
     corpus: CorpusSource | None
-    """Where its documents came from, where known."""
+    """Origin of the documents, if known."""
     tokens: int
-    """In an epoch."""
+    """Number of tokens in one epoch."""
     samples: int
-    """In an epoch."""
+    """Number of samples in one epoch."""
     bytes_per_token: float | None
 
 
 class DataManifest(Manifest):
-    """What training reads. Made by `train` in the job directory, beside a copy of the tokenizer.
+    """A description of the training data, kept in the job directory with a copy of the tokenizer.
 
-    With it a checkpoint can be exported, and continue a text, wherever the token files are.
+    `dtt train` writes it. With it, a checkpoint can be exported and can generate text without the
+    token files.
     """
 
     filename: ClassVar[str] = "data.json"
@@ -349,16 +363,16 @@ class DataManifest(Manifest):
 
     format: Literal["dtt-data-1"] = "dtt-data-1"
     key: str
-    """Identity of all that is read, and of the order of its sources."""
+    """Hash of the content of all sources and of their order."""
     tokenizer_sha256: str
     vocab_size: int
     end_of_document: int
-    """Id of the token after every document."""
+    """Id of the token that follows every document."""
     sources: tuple[SourceFacts, ...]
 
 
 class CheckpointManifest(Manifest):
-    """A training state. Made by `train`; written last, so what it names is whole."""
+    """The manifest of a checkpoint. `dtt train` writes it last, when all files are complete."""
 
     filename: ClassVar[str] = "MANIFEST.json"
     holds: ClassVar[str] = "checkpoint"
@@ -372,14 +386,14 @@ class CheckpointManifest(Manifest):
     data_key: str
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
-    """All that belongs to the checkpoint: a file that is not named here is never read."""
+    """All files of the checkpoint. A file that is not listed here is never read."""
 
     def names(self) -> Iterable[str]:
         """Return the names of the files."""
         return (file.path for file in self.files)
 
     def dump(self) -> str:
-        """The text of the file, with a seal: damage to the manifest itself shows, too."""
+        """Return the text of the manifest file, with a hash that detects damage to the manifest."""
         content = self.model_dump(mode="json")
         return _text(content | {"seal": fingerprint(content)})
 
@@ -394,7 +408,7 @@ class CheckpointManifest(Manifest):
 
 
 class ExportManifest(Manifest):
-    """A Hugging Face folder that was verified against the model it came from."""
+    """The manifest of a Hugging Face folder that was verified against the trained model."""
 
     filename: ClassVar[str] = "dtt_export.json"
     holds: ClassVar[str] = "export"
@@ -404,13 +418,13 @@ class ExportManifest(Manifest):
     job: str
     step: int
     checkpoint_sha256: str
-    """Of the checkpoint's MANIFEST.json."""
+    """SHA-256 of the checkpoint's MANIFEST.json."""
     ema: bool = False
-    """Whether it is of the weights' moving average."""
+    """True if the export holds the exponential moving average of the weights."""
     dtype: str
     parameters: int
     max_logit_difference: float
-    """Largest absolute difference of fp32 logits to the trained model, seen by `transformers`."""
+    """Largest absolute difference between the fp32 logits of `transformers` and of dtt."""
     files: tuple[FileRecord, ...]
 
     def names(self) -> Iterable[str]:

@@ -1,7 +1,7 @@
-"""The ways dtt can fail, each with its exit code.
+"""Exceptions of dtt, each with its exit code.
 
-An error that is the user's to mend is one message in four parts: what happened, where, why, and
-what to type next. `str(error)` is that message; nobody formats it again.
+An error that the user can fix is one message in four parts: what failed, where, why, and what to
+type next. `str(error)` is the complete message; no caller formats it again.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a finished process tells the shell, the job script and `exit.json`."""
+    """Exit codes of a process, for the shell, the job script and `exit.json`."""
 
     DONE = 0
     BUG = 1
     USAGE = 2  # the command line or the config
-    DAMAGED = 65  # data or a checkpoint does not verify
+    DAMAGED = 65  # verification of data or of a checkpoint failed
     INPUT_MISSING = 66
     IO = 74  # disk full, permission denied
     PREEMPTED = 75  # stopped on request, checkpoint saved: run the same command again
     DIVERGED = 76
-    UNFIT = 78  # this machine or environment cannot do it, or a process of the run was lost
+    UNFIT = 78  # the machine or environment lacks something, or a process of the run was lost
     INTERRUPTED = 130
 
 
 class DttError(Exception):
-    """A failure with a message for a person; the base of every error dtt raises on purpose."""
+    """Base class of all errors that dtt raises on purpose, with a message for the user."""
 
     exit_code = ExitCode.BUG
 
     def __init__(
         self, what: str, *, where: object = None, why: str | None = None, next: str | None = None
     ) -> None:
-        """`what` happened, `where` (a path, `file:line`, a key), `why`, what to type `next`."""
+        """Format the message: `what` failed, `where` (a path, `file:line` or a key), `why`, and
+        what to type `next`."""
         parts = [what]
         for label, text in (("where", where), ("why", why), ("next", next)):
             if text is not None:
@@ -41,60 +42,60 @@ class DttError(Exception):
 
 
 class ConfigError(DttError):
-    """The command line or the configuration is wrong."""
+    """An error in the command line or the configuration."""
 
     exit_code = ExitCode.USAGE
 
 
 class InputError(DttError):
-    """Something that should be read is not there, or holds nothing."""
+    """An input that does not exist or is empty."""
 
     exit_code = ExitCode.INPUT_MISSING
 
 
 class DamagedError(DttError):
-    """Something that was read is not what was written: truncated, altered, inconsistent."""
+    """A file that differs from what was written: truncated, altered or inconsistent."""
 
     exit_code = ExitCode.DAMAGED
 
 
 class StorageError(DttError):
-    """The file system refused: no space, no permission, an I/O error."""
+    """A file system failure: no space, no permission, or an I/O error."""
 
     exit_code = ExitCode.IO
 
 
 class DiskFull(StorageError):
-    """There is no space left: it may come back, so this one can be waited out."""
+    """A full file system. Space may be freed later, so callers can wait and retry."""
 
 
 class EnvironmentUnfit(DttError):
-    """This machine lacks what was asked for: a GPU, a library, a launcher."""
+    """A requirement that this machine does not meet, such as a GPU, a library or a launcher."""
 
     exit_code = ExitCode.UNFIT
 
 
 class Diverged(DttError):
-    """The loss or a gradient is no longer a finite number, or far from what it was."""
+    """A loss or gradient that is non-finite or far from its earlier values."""
 
     exit_code = ExitCode.DIVERGED
 
 
 class PeerLost(DttError):
-    """Another process of the run has ended: a rank, or the launcher of this one.
+    """The end of another process of the run: a rank, or the launcher of this process.
 
-    The exit code is that of the other process where it told one, else `UNFIT`: a node or a process
-    was killed, which is no bug of dtt, and the same command may well succeed.
+    The exit code is that of the other process if it is known, else `UNFIT`: a killed node or
+    process is not a bug in dtt, and the same command may succeed when it is run again.
     """
 
     exit_code = ExitCode.UNFIT
     rank: int | None = None
-    """The rank that was lost, where it is known."""
+    """The rank that was lost, if known."""
     node: str | None = None
-    """The node that it ran on."""
+    """The node that the lost rank ran on, if known."""
 
 
 class Preempted(DttError):
-    """Training was asked to stop and has saved: the same command goes on from there."""
+    """A stop on request, after a checkpoint was saved. The same command resumes training."""
 
     exit_code = ExitCode.PREEMPTED

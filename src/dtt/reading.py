@@ -1,7 +1,8 @@
-"""Bounded reads of small files, and retries of what a file system refuses for a while.
+"""Bounded reads of small files, and retries of transient file system errors.
 
-A file that was damaged, or put there by somebody else, may be a FIFO, a directory, a sparse file of
-20 GB, or JSON of another shape. All of that is a ValueError here; an OSError is the disk's.
+A file that was damaged, or that another user created, may be a FIFO, a directory, a sparse file of
+20 GB, or JSON with other fields. All of these raise ValueError here; an OSError comes from the file
+system itself.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Kind = type | tuple[type, ...]
-"""What a field may be: `int`, `float` (a finite number), `str`, `dict`, `list`, `type(None)`."""
+"""Type of a JSON field: `int`, `float` (any finite number), `str`, `dict`, `list`, `type(None)`, or
+a tuple of these."""
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
-"""What a busy or just restarted file server answers, and a moment later no longer does."""
+"""Error numbers of a busy or just restarted file server, which often succeed on a retry."""
 PATIENCE = (0.5, 2.0, 8.0)
-"""Seconds to wait before each new try."""
+"""Seconds to wait before each retry."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SMALL = 2**24
-"""Bytes that the small files of a job, and the lines of its records, may have."""
+"""Maximum size in bytes of the small files of a job, and of a line in its record files."""
 LARGEST_INT = 2**63
 
 
@@ -43,7 +45,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 PLAIN = json.JSONDecoder()
 STRICT = json.JSONDecoder(object_pairs_hook=_unique)
-"""Refuses an object with a name that stands twice: readers differ in which of the two they take."""
+"""Decoder that rejects objects with duplicate names, because parsers differ in which one they
+keep."""
 log = logging.getLogger("dtt")
 _reported: set[Path] = set()
 
@@ -53,9 +56,9 @@ _give_up: ContextVar[Callable[[], bool] | None] = ContextVar("give_up", default=
 
 @contextmanager
 def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
-    """Let `retrying` wait on a full disk until `give_up()`; None: a full disk is an error.
+    """Let `retrying` wait for space on a full disk until `give_up()` returns True.
 
-    Holds for this thread alone.
+    With None, a full disk is an error. Applies to the current thread (context) only.
     """
     token = _give_up.set(give_up)
     try:
@@ -65,9 +68,11 @@ def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
 
 
 def retrying(action: Callable[[], T]) -> T:
-    """Return `action()`; call it again if the file system fails in a way that often passes.
+    """Return `action()`; retry it after transient file system errors.
 
-    `action` must begin from the start each time: after a failed fsync nothing it wrote is certain.
+    Waits for space as well, if `waiting_for_space` is active.
+    `action` must start over on each call: after a failed fsync, none of its earlier writes can be
+    relied on.
     """
     patience, waits = iter(PATIENCE), False
     while True:
@@ -89,7 +94,10 @@ def retrying(action: Callable[[], T]) -> T:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading; ValueError for anything else, a FIFO without waiting."""
+    """Open a regular file for reading and return its descriptor.
+
+    Raises ValueError for anything else, without blocking on a FIFO.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -99,7 +107,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small(path: Path, most: int = SMALL) -> bytes:
-    """Return the content of a regular file of at most `most` bytes; ValueError for any other."""
+    """Return the content of a regular file of at most `most` bytes; raise ValueError otherwise."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -108,10 +116,10 @@ def read_small(path: Path, most: int = SMALL) -> bytes:
 
 
 def parse(content: bytes, decoder: json.JSONDecoder | None = None) -> Any:
-    """Return a JSON value; ValueError for anything else, as for what UTF-8 cannot say."""
+    """Return a JSON value; raise ValueError for anything else, and for text that is not UTF-8."""
     try:
         value = (decoder or PLAIN).decode(content.decode())
-        if b"\\u" in content:  # half a surrogate pair could never be printed
+        if b"\\u" in content:  # a lone surrogate is valid JSON, but cannot be printed
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -119,7 +127,7 @@ def parse(content: bytes, decoder: json.JSONDecoder | None = None) -> Any:
 
 
 def read_json(path: Path, most: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file; ValueError if it holds anything else."""
+    """Return the JSON object in a file; raise ValueError if the file holds anything else."""
     value = parse(read_small(path, most))
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
@@ -127,26 +135,33 @@ def read_json(path: Path, most: int = SMALL) -> dict[str, Any]:
 
 
 def fits(record: Any, fields: Mapping[str, Kind]) -> bool:
-    """Return True if `record` is an object that has all these fields, each of its kind."""
+    """Return True if `record` is an object that has all `fields`, each of its type."""
     return isinstance(record, dict) and all(
         name in record and is_kind(record[name], kind) for name, kind in fields.items()
     )
 
 
 def is_kind(value: Any, kind: Kind) -> bool:
-    """Return True if a JSON value is of a kind; true and false are no numbers."""
+    """Return True if a JSON value has a type of `kind`.
+
+    Booleans do not count as numbers. Integers must be below `LARGEST_INT` in magnitude, floats
+    finite, and strings free of NUL.
+    """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, int) and not isinstance(value, bool):
         return (int in kinds or float in kinds) and abs(value) < LARGEST_INT
     if isinstance(value, float):
         return float in kinds and math.isfinite(value)
-    if isinstance(value, str) and "\0" in value:  # neither a path nor an argument
+    if isinstance(value, str) and "\0" in value:  # cannot be part of a path or an argument
         return False
     return type(value) in kinds
 
 
 def tolerant(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Return `read(path)`; None, with one warning in this process, if the file cannot be used."""
+    """Return `read(path)`, or None if the file does not exist or cannot be used.
+
+    An unusable file is reported with one warning per process.
+    """
     try:
         return read(path)
     except FileNotFoundError:
@@ -160,7 +175,7 @@ def tolerant(path: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def read_record(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any] | None:
-    """Return the JSON object in a small file; None if there is none that has these fields."""
+    """Return the JSON object in a small file, or None if there is no object with `fields`."""
 
     def read(path: Path) -> dict[str, Any]:
         record = read_json(path)
@@ -173,15 +188,15 @@ def read_record(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any] | None
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a small file; None if there is none, or it is not UTF-8."""
+    """Return the text of a small file, or None if it does not exist or is not UTF-8."""
     return tolerant(path, lambda path: read_small(path).decode())
 
 
 def read_lines(path: Path, last: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a file with their numbers: all, or those in its `last` bytes.
 
-    Of a file that is absent or cannot be used there are none. A line longer than `SMALL` is given
-    in parts.
+    Yields nothing for a file that does not exist or cannot be used. Of a line longer than `SMALL`
+    bytes, only the last part is yielded.
     """
     fd = tolerant(path, lambda path: retrying(lambda: open_regular(path)))
     if fd is None:
@@ -189,17 +204,20 @@ def read_lines(path: Path, last: int | None = None) -> Iterator[tuple[int, bytes
     with open(fd, "rb") as file:  # noqa: PTH123  a descriptor
         if last is not None and os.fstat(fd).st_size > last:
             file.seek(-last, os.SEEK_END)
-            file.readline(SMALL)  # the rest of a line that began before
+            file.readline(SMALL)  # skip the rest of a line that starts before
         for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
-            if line.endswith(b"\n"):  # else it was torn by a crash, or is no record
+            if line.endswith(b"\n"):  # else a crash cut the line off, or it is too long
                 yield number, line
 
 
 def read_records(
     path: Path, fields: Mapping[str, Kind], last: int | None = None, mark: bytes = b""
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file that have these fields; warn of the first that
-    has not. Lines without `mark` are passed over."""
+    """Yield the JSON objects in the lines of a file that have `fields`.
+
+    Lines that do not contain `mark` are skipped before they are parsed. The first other line that
+    holds no such object is reported with a warning.
+    """
     for number, line in read_lines(path, last):
         if mark not in line:
             continue

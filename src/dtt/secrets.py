@@ -1,4 +1,7 @@
-"""What must not be written anywhere: passwords in URLs, access tokens, variables that hold them."""
+"""Detection and redaction of secrets, which must not be written to any file or log.
+
+Secrets are passwords in URLs, access tokens, and the values of variables that hold them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import os
 import re
 
 WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN", "JWT", "CREDENTIAL")
-"""A variable with one of these in its name holds a secret,"""
+"""Substrings in the names of environment variables that hold secrets."""
 ENDINGS = ("_PAT", "_PWD", "_DSN", "COOKIE")
-"""or with one of these at its end."""
+"""Suffixes of the names of environment variables that hold secrets."""
 SHORTEST = 12
-"""Values of such variables that are shorter are words like `false`, which occur by chance."""
+"""Minimum length in characters of a secret value. Shorter values of such variables are words like
+`false`, which also occur in ordinary text."""
 
 _PATTERN = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/:@'\"]*:[^\s/@'\"]+@"  # URL with a password
@@ -25,26 +29,32 @@ _PATTERN = re.compile(
 
 
 def named_secret(variable: str) -> bool:
-    """Whether a variable of this name holds a secret."""
+    """Return True if an environment variable of this name holds a secret."""
     name = variable.upper()
     return any(word in name for word in WORDS) or name.endswith(ENDINGS)
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text has a URL with a password, an access token of a well-known form, or the value
-    of an environment variable that holds a secret in it."""
+    """Return True if a text contains a secret.
+
+    Secrets are URLs with a password, access tokens of a well-known form, and the values of
+    environment variables that `named_secret` recognises.
+    """
     return _PATTERN.search(text) is not None or any(value in text for value in _values())
 
 
 def redacted(text: str) -> str:
-    """`text` with such places blackened."""
+    """Return `text` with every secret replaced by `[secret]`."""
     for value in _values():
         text = text.replace(value, "[secret]")
     return _PATTERN.sub(lambda match: f"{match['scheme'] or ''}[secret]", text)
 
 
 def _values() -> list[str]:
-    """Values of this process's variables that hold secrets; paths (of keys) are none."""
+    """Return the secret values in this process's environment.
+
+    Values that start with a slash are left out: they are paths of key files, not secrets.
+    """
     return [
         value
         for name, value in os.environ.items()

@@ -1,2 +1,2 @@
-"""One file per command, with the wiring of its parts.
+"""Contains one module per command, which connects the parts that the command needs.
 May touch: everything but main."""

@@ -1,4 +1,4 @@
-"""`init.from`: the weights of another job, or released ones, into a new model."""
+"""`init.from`: initialise a new model from another job's checkpoint or from released weights."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ OTHER_SCALING = "scaling gives this one other multipliers"
 
 
 def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> None:
-    """Take the weights that `init.from` names; the first rank finds and verifies them for all.
+    """Initialise `model` from `source`, the value of `init.from`.
 
-    Says what was taken, and warns where another job's model computes otherwise, or ids of
-    `tokenizer` (of the data) meant other text before: no error, since more layers, renamed special
-    tokens, or the body of a model for another vocabulary, may be what is wanted. The validation
-    loss before the first step shows what it comes to.
+    Rank 0 finds and verifies the weights for all ranks. Logs which weights were loaded. Raises
+    ConfigError if a Hugging Face model has another architecture.
+
+    Warns if another job's architecture differs, or if ids of `tokenizer` (that of the data) stood
+    for other text in the source. These are no errors, since more layers, renamed special tokens, or
+    the body of a model for another vocabulary may be intended. The validation loss before the first
+    step shows the effect.
     """
     from dtt.checkpoint import store
     from dtt.train.begin import take_weights
@@ -70,9 +73,9 @@ def begin_with(source: str, model: Decoder, tokenizer: Path, world: World) -> No
 
 
 def model_of(source: str) -> Mapping[str, Any]:
-    """Return the `model` section of released weights, from the value of `init.from`.
+    """Return the `model` section that describes released weights; `source` is as in `init.from`.
 
-    Only their config.json is read. ConfigError if no section describes them.
+    Reads only their config.json. Raises ConfigError if no `model` section can describe them.
     """
     from dtt.export.read import read_hf_architecture
     from dtt.model import families
@@ -94,7 +97,7 @@ def model_of(source: str) -> Mapping[str, Any]:
 
 
 def describe_adopted(resolved: Resolved) -> str | None:
-    """Return a log line with the `model` section that `init.from` brought; None if it did not."""
+    """Return a log line with the `model` keys that `init.from` set, or None if it set none."""
     origin = f"init.from={resolved.config.init.source}"
     keys = [
         f"{'.'.join(key[1:])} {leaf.value}"
@@ -107,7 +110,7 @@ def describe_adopted(resolved: Resolved) -> str | None:
 
 
 def check_source(source: str) -> None:
-    """InputError unless `init.from` names a job with checkpoints, or a model that can be found."""
+    """Raise InputError unless `source` names a job with checkpoints or a model that exists."""
     from dtt.checkpoint import store
 
     if source.startswith(HF):
@@ -117,9 +120,10 @@ def check_source(source: str) -> None:
 
 
 def find_model(name: str, files: Sequence[str] | None = None) -> Path:
-    """The folder that `name` is, or that of the Hub's model (`ORG/NAME`, `ORG/NAME@REVISION`).
+    """Return the folder of a model, given as a local path or as a model on the Hub.
 
-    From the Hub only `files` are fetched; None: all that training needs.
+    A model on the Hub is `ORG/NAME` or `ORG/NAME@REVISION`; only `files` are fetched from it (None:
+    all that training needs). Raises InputError if `name` is neither.
     """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -140,7 +144,10 @@ def find_model(name: str, files: Sequence[str] | None = None) -> Path:
 
 
 def compare(folder: Path, trained: Trained) -> None:
-    """Compare the logits of what was read from `folder` with those of transformers."""
+    """Compare the logits of the model read from `folder` with those of `transformers`.
+
+    Skips the comparison, with a warning, if an fp32 model does not fit into free memory.
+    """
     import psutil
 
     from dtt.export.verify import check_import
@@ -161,7 +168,7 @@ def compare(folder: Path, trained: Trained) -> None:
 
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
-    """ConfigError, with the `model` section to use, if there is a `difference`."""
+    """Raise ConfigError, with the `model` section to use, if the architectures differ."""
     from dtt.model.section import model_section
 
     why = difference(ours, theirs)
@@ -177,9 +184,10 @@ def check_architecture(ours: Architecture, theirs: Architecture, where: Path) ->
 
 
 def difference(ours: Architecture, theirs: Architecture) -> str:
-    """What makes them compute otherwise with equal weights, in words; empty if nothing does.
+    """Return a description of the keys that make two models with equal weights compute differently.
 
-    Shapes alone would not tell: heads, windows and RoPE leave no trace in them.
+    Returns an empty string if there are none. Comparing shapes is not enough: the number of heads,
+    attention windows and RoPE settings do not change any shape.
     """
     from dtt.model.section import model_section
 
@@ -192,7 +200,10 @@ def difference(ours: Architecture, theirs: Architecture) -> str:
 
 
 def warn_of_other_text(ours: Path, theirs: Path) -> None:
-    """Say how many ids of the tokenizer `ours` were other text in `theirs`, if that is there."""
+    """Warn if ids of the tokenizer `ours` stand for other text in `theirs`.
+
+    Does nothing if the file `theirs` does not exist.
+    """
     from dtt.data.tokenizer import open_tokenizer
 
     if not theirs.is_file():

@@ -1,4 +1,4 @@
-"""`dtt train --branch JOB@STEP`: a child job that leaves the stable trunk of its parent."""
+"""`dtt train --branch JOB@STEP`: a branch from the stable phase (WSD) of a parent run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ from dtt.runtime.files import sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 
 OWN_KEYS = {"name", "train.steps", "train.budget", "train.finish_by"}
-"""What a child may have of its own, besides its schedule and what any resume may change."""
+"""Keys that a branch may set differently from its parent, besides `schedule.*` and the keys that
+may change whenever a job resumes."""
 LONGEST = 2**40
+"""Maximum number of steps that `_horizon` tries."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a child leaves its parent."""
+    """A branch point: a step of a parent run."""
 
     parent: JobDir
     step: int
 
     def begin(self, child: JobDir) -> None:
-        """Give a child that has no checkpoint yet what it goes on from, verified; the link last."""
+        """Set up the job `child` from the parent run, unless it has a checkpoint already.
+
+        Writes the parent record, and copies the metrics and the verified checkpoint. The checkpoint
+        comes last, so a call that was interrupted before is repeated in full.
+        """
         if store.steps(child.checkpoints):
             return
         found = store.at_step(self.parent.checkpoints, self.step)
@@ -46,16 +52,21 @@ class Branch:
         record = self.record(child) | {"checkpoint_sha256": sha256_file(manifest)}
         write_atomically(child.parent, json.dumps(record, indent=1) + "\n")
         if self.parent.metrics.exists():
-            shutil.copyfile(self.parent.metrics, child.metrics)  # what comes after the step is cut
+            # Records from after the branch point are dropped when `child` resumes.
+            shutil.copyfile(self.parent.metrics, child.metrics)
         child.run_id()
         store.adopt(found, child.checkpoints)
 
     def record(self, child: JobDir) -> dict[str, Any]:
-        """How a child knows it: the parent's folder as seen from its own, and the step."""
+        """Return the parent record of the job `child`: the step, and the parent's path relative to
+        the folder of `child`."""
         return {"job": os.path.relpath(self.parent.root, child.root), "step": self.step}
 
     def check(self, decay: Decay | None, steps: int) -> None:
-        """ConfigError if a child of `steps`, with this decay, did not go on with the trunk."""
+        """Raise ConfigError unless a branch of `steps` steps continues the parent's stable phase.
+
+        It does not if it ends at or before the branch point, or if its `decay` starts before it.
+        """
         if steps <= self.step:
             raise ConfigError(
                 f"the child ends with step {steps}, and begins after step {self.step}",
@@ -71,7 +82,11 @@ class Branch:
 
 
 def own_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
-    """The decay that the clock had begun in this job, not in its parent, by a checkpoint."""
+    """Return the decay in the checkpoint `resume`, if a time limit started it in this job.
+
+    Returns None for a run without a time limit, whose schedule alone determines the decay, and for
+    the checkpoint taken over from the parent run, whose decay does not apply to this job.
+    """
     parent, position = job.parent_record(), resume.position()
     if position.get("speed") is None or (parent is not None and parent["step"] == resume.step):
         return None
@@ -86,10 +101,10 @@ def find(
     allow_change: Sequence[str],
     from_step: int | None = None,
 ) -> tuple[Resolved, JobDir, Branch]:
-    """The configuration of the child that `--branch` names, its folder, and where it begins.
+    """Return the configuration of the job that `--branch` creates, the job, and its branch point.
 
-    ConfigError if the parent's rate no longer is at its peak there, or the child would have trained
-    otherwise up to there.
+    Raises ConfigError if the parent's learning rate has left its peak before the branch point, or
+    if the new configuration would have trained differently up to there.
     """
     wrong = [key for key in arguments if "=" not in key]
     wrong += [f"-c {config}"] if config else []
@@ -124,7 +139,7 @@ def find(
         changed = changes_on_resume(load_job(job.root), resolved.config)
         _refuse(resolved, changed, job, allow_change, "name=ANOTHER begins another branch; ")
         return resolved, job, branch
-    store.locate(reference)  # a child that has begun needs it no more
+    store.locate(reference)  # a branch with own checkpoints, returned above, needs none
     changed = [
         key
         for key in changes_on_resume(parent, resolved.config)
@@ -153,7 +168,10 @@ def _refuse(
 
 
 def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Resolved:
-    """The parent's configuration with the arguments over it, and what follows from them."""
+    """Return the configuration of the branch: the parent's, overridden by the arguments.
+
+    The name and the number of steps are derived from these unless they are given.
+    """
     arguments = [f"schedule.warmup={_trunk(branch, parent).warmup}", *arguments]
     before = resolve(None, arguments, job_config=branch.parent.config)
     cfg, keys = before.config, ("name", "train.steps", "train.budget", "train.finish_by")
@@ -165,14 +183,15 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
             options["train.steps"] = _horizon(cfg, cfg.schedule, branch.step)
     if "name" not in said:
         steps = options.get("train.steps", cfg.train.steps)
-        # Of a trial of a sweep, it is none itself.
+        # A trial of a sweep is named SWEEP/TRIAL. Its branch is no trial, so the slash must go: it
+        # would put the branch into the folder of the sweep.
         options["name"] = f"{parent.name.replace('/', '-')}-branch-{branch.step}-{steps}"
     options = {key: value for key, value in options.items() if key not in said}
     return resolve(None, arguments, options, job_config=branch.parent.config)
 
 
 def _horizon(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
-    """The length of the run whose decay begins after `step`."""
+    """Return the number of steps of the shortest run whose decay does not start before `step`."""
     tokens_before = stages.resolve(cfg.train).tokens_before
 
     def begin(steps: int) -> int:
@@ -190,16 +209,23 @@ def _horizon(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
 
 
 def _schedule(cfg: RunConfig) -> Schedule:
-    """As far as the configuration alone tells: without the decay that a clock begins."""
+    """Return the learning-rate schedule that the configuration alone determines.
+
+    It has no decay if the run has a time limit: then the decay depends on the measured speed.
+    """
     steps = cfg.train.steps
     resolved = schedule.resolve(cfg.schedule, steps, stages.resolve(cfg.train).tokens_before)
     return replace(resolved, decay=None) if cfg.train.timed else resolved
 
 
 def _trunk(branch: Branch, parent: RunConfig) -> Schedule:
-    """That of the parent, as its checkpoint tells: its data, or a clock, may have had a say."""
+    """Return the parent's schedule as recorded in the checkpoint at the branch point.
+
+    The size of its data or a time limit may have changed the configured one, which is used if the
+    checkpoint records none.
+    """
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
-    told = tolerant(path, read_json) or {}  # pruned meanwhile, or damaged
+    told = tolerant(path, read_json) or {}  # empty if the checkpoint is damaged or was pruned
     planned = _schedule(parent)
     decay = Decay(**told["decay"]) if fits(told.get("decay"), DECAY) else planned.decay
     warmup = told["warmup"] if fits(told, {"warmup": int}) else planned.warmup
@@ -207,7 +233,7 @@ def _trunk(branch: Branch, parent: RunConfig) -> Schedule:
 
 
 def _check_trunk(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
-    """ConfigError unless parent and child train alike up to the branch."""
+    """Raise ConfigError unless parent and branch train identically up to the branch point."""
     step = branch.step
     trunk = _trunk(branch, parent)
     if trunk.decay is not None and trunk.decay.begin < step:

@@ -1,4 +1,4 @@
-"""`dtt ckpt`: what checkpoints there are, whether they are whole, which may go, what differs."""
+"""`dtt ckpt`: list, verify, prune and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtt.runtime.log import log
 
 
 def ls(job: Path, *, as_json: bool) -> None:
-    """One line per checkpoint, oldest first; reads manifests, verifies nothing."""
+    """Print one line per checkpoint, oldest first; read the manifests without verifying files."""
     load_job(job)
     folder = JobDir(job).checkpoints
     found = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
@@ -30,7 +30,7 @@ def ls(job: Path, *, as_json: bool) -> None:
         return
     print(f"{'checkpoint':<28}{'saved':<18}{'GB':>9}{'ranks':>7}{'attempt':>9}  validation loss")
     for facts in found:
-        saved = datetime.fromtimestamp(facts["saved"]).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006  the reader's own clock
+        saved = datetime.fromtimestamp(facts["saved"]).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006  in the user's local time
         loss = "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"
         print(
             f"{facts['name']:<28}{saved:<18}{facts['bytes'] / 1e9:>9.3f}"
@@ -62,12 +62,15 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def verify(job: Path, step: int | None, *, as_json: bool) -> None:
-    """Read every file of every checkpoint (or of one) and compare; DamagedError if any differs."""
+    """Verify all files of all checkpoints, or of that of `step`, against their manifests.
+
+    Raises DamagedError, after printing the results, if any file differs.
+    """
     load_job(job)
     folder = JobDir(job).checkpoints
     steps = store.steps(folder)
     if step is not None and step not in steps:
-        store.at_step(folder, step)  # raises, naming those that are there
+        store.at_step(folder, step)  # raises InputError, which lists the steps there are
     results = []
     for one in steps if step is None else [step]:
         problem = None
@@ -93,16 +96,17 @@ def verify(job: Path, step: int | None, *, as_json: bool) -> None:
 
 
 def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
-    """Delete what the job's rules (or `overrides` of them) do not keep, and what was superseded.
+    """Delete superseded checkpoints and those that the retention rules do not keep.
 
-    The newest whole checkpoint always stays, as does one older than the last divergence.
+    The rules are those of the job's configuration with `overrides`. The newest verified checkpoint
+    always stays, and so does the newest one from before the last divergence.
     """
     load_job(job)
     rules = resolve(None, overrides, job_config=job / "config.yaml").config.checkpoint
     places = JobDir(job)
     folder = places.checkpoints
     with nullcontext() if dry_run else exclusive(places.root, "dtt train"):
-        newest = store.newest(folder)  # DamagedError when none is whole: nothing goes then
+        newest = store.newest(folder)  # DamagedError if none verifies: then nothing is deleted
         if newest is None:
             raise InputError(f"no checkpoint in {folder}", why="training has not saved one yet")
         keep = retain.kept(folder, rules, places.diverged_after()) | {newest.step}
@@ -116,7 +120,7 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
 
 
 def diff(one: str, other: str, *, as_json: bool) -> None:
-    """What differs between two checkpoints, each `JOB` or `JOB@STEP`: facts, then tensors."""
+    """Print the differences between two checkpoints (`JOB` or `JOB@STEP`): facts, then tensors."""
     a, b = store.find(one), store.find(other)
     facts = _differing_facts(a, b)
     tensors = [line for kind in (store.MODEL, store.STATE) for line in _tensors(a, b, kind)]
@@ -143,7 +147,7 @@ def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tupl
 
 
 def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """One line for each tensor that is not equal bit for bit."""
+    """Return one record for each tensor that is not equal bit for bit."""
     import torch
 
     left, right = a.stored(kind), b.stored(kind)

@@ -13,14 +13,14 @@ from dtt.errors import ConfigError
 
 
 def show(config: str | None, arguments: Sequence[str], dataset: str | None) -> None:
-    """Print the resolved configuration with origins."""
+    """Print the resolved configuration and the origin of each value."""
     options = {} if dataset is None else {"download.dataset": dataset}
     resolved = resolve(config, arguments, options, model_of=model_of)
     print(knobs.show(resolved.config, resolved.layer), end="")
 
 
 def explain(key: str, config: str | None) -> None:
-    """Print what a key means; ConfigError when there is no such key."""
+    """Print the description of a key; raise ConfigError if there is no such key."""
     resolved = resolve(config)
     text = knobs.explain(key, resolved.config, resolved.layer)
     if text is None:
@@ -33,7 +33,7 @@ def explain(key: str, config: str | None) -> None:
 
 
 def schema() -> None:
-    """Print the JSON schema."""
+    """Print the JSON schema of the configuration."""
     schema = RunConfig.model_json_schema()
     name = {"type": "string"}
     schema["properties"]["extends"] = {

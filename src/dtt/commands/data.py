@@ -1,4 +1,4 @@
-"""`dtt data`: what text and tokens are like, what a mixture comes to, what a step trained on."""
+"""`dtt data`: inspect text and token files, a mixture, and the samples of a training step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 BAR = 40
-"""Characters of the longest bar of a histogram."""
+"""Width in characters of the longest bar of a histogram."""
 SHOWN_LINES = 6
-"""Of a sample of what was inspected."""
+"""Maximum number of lines shown of an inspected sample."""
 SHORT = 200
-"""Characters of a text that are shown, unless all are asked for."""
+"""Number of characters shown of a document's text, unless `full` is set."""
 
 LEDGER = re.compile(r"(?:[0-9a-f]{2})+")
+"""Pattern of a sample hash in metrics.jsonl, in hexadecimal digits."""
 
 
 def inspect(
@@ -49,7 +50,7 @@ def inspect(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Print what lies at `path`; DamagedError after that if a file is not what it should be."""
+    """Print a summary of the data at `path`; then raise DamagedError if a file is damaged."""
     known = get_args(SourceConfig.model_fields["dtype"].annotation)
     if dtype not in known:
         raise ConfigError(f"--dtype {dtype} is no type of raw ids", next=" or ".join(known))
@@ -62,7 +63,7 @@ def inspect(
 
 
 def mix(cfg: RunConfig, *, as_json: bool) -> None:
-    """Print what each source of the run that `cfg` describes will give."""
+    """Print the share, samples, tokens and epochs of each data source in the run of `cfg`."""
     found = work_out(cfg, open_dataset(cfg))
     print(json.dumps(asdict(found), indent=1) if as_json else "\n".join(_mix(found)))
 
@@ -77,9 +78,10 @@ def at_step(
     full: bool,
     as_json: bool,
 ) -> None:
-    """Print the samples of a step, or those of one rank, and the documents in them.
+    """Print the samples of step `step` (from 1) and the documents in them.
 
-    DamagedError if metrics.jsonl says that the step saw other samples.
+    With `rank` and `ranks`, prints the samples of one rank out of `ranks`. Raises DamagedError if
+    metrics.jsonl records that the step was trained on other samples.
     """
     if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
         raise ConfigError("--rank R and --of N go together, R from 0 to N - 1")
@@ -110,17 +112,22 @@ def at_step(
 
 
 def _restore(dataset: Dataset, job: JobDir, step: int) -> None:
-    """Let sources that are made on the way begin near `step`: where a checkpoint was taken."""
+    """Restore streamed sources from the newest checkpoint up to `step`, if there is one."""
     before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
-    # A checkpoint holds where the sources were one step earlier. Without one they begin at the
-    # start, which takes longer; that it is the right one, the ledger shows.
+    # A checkpoint holds the state of the sources from one step earlier. Without a usable checkpoint
+    # they start at the beginning, which only takes longer. A checkpoint that does not belong to
+    # these samples is detected afterwards, by the sample hash chain in `_check_ledger`.
     with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
         path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
         dataset.restore(read_json(path)["sources"])
 
 
 def _check_ledger(seen: Step, dataset: Dataset, job: JobDir, step: int) -> bool | None:
-    """True if the step saw just these samples, None if it has not been trained yet."""
+    """Compare the samples `seen` with the sample hash chain in metrics.jsonl.
+
+    Returns True if the step was trained on exactly these samples, and None if it has not been
+    trained yet. Raises DamagedError if it was trained on other samples.
+    """
     wanted = (step - 1, step)
     records = (r for r in jsonl.read(job.metrics, "train") if r["step"] in wanted)
     sound = (r for r in records if LEDGER.fullmatch(str(r.get("ledger"))))
@@ -138,7 +145,7 @@ def _check_ledger(seen: Step, dataset: Dataset, job: JobDir, step: int) -> bool 
 
 
 def _difference(dataset: Dataset, job: JobDir) -> str:
-    """Why the samples are others."""
+    """Return the reason why the samples of a step differ from those it was trained on."""
     now = {source.name: source.key for source in dataset.manifest.sources}
     then = {source.name: source.key for source in DataManifest.read(job.root).sources}
     changed = sorted(name for name in now | then if now.get(name) != then.get(name))
@@ -194,7 +201,7 @@ def _how_much(report: Report) -> str:
 
 
 def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
-    """A dictionary of facts on one line, or one of dictionaries on a line for each."""
+    """Yield one line for a dictionary of facts, and one line each for nested dictionaries."""
     if all(isinstance(inner, dict) for inner in value.values()):
         for key, inner in value.items():
             assert isinstance(inner, dict)

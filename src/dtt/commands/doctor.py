@@ -1,5 +1,4 @@
-"""`dtt doctor`: whether the environment, the devices, a disk, and the links between all processes
-are fit to train on."""
+"""`dtt doctor`: check the environment, the devices, a disk, and the links between all ranks."""
 
 from __future__ import annotations
 
@@ -25,27 +24,27 @@ if TYPE_CHECKING:
     from dtt.runtime.preflight import Timing
 
 PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for each other: containers start slowly."""
+"""Timeout of the process group. It is long because containers may start minutes apart."""
 DEVICES = ("auto", "cpu", "cuda")
 GIB = 2**30
 
 
 @dataclass
 class Findings:
-    """What one process finds."""
+    """The findings of one rank."""
 
     ranks: Ranks
     node: str
     environment: dict[str, str]
     disk: Disk | None = None
-    """On the first process of a node."""
+    """Disk measurements, made by local rank 0 of each node; None on other ranks."""
     devices: list[Device] = field(default_factory=list)
-    """That of this process; of a process alone all there are."""
+    """The device of this rank; all devices of the machine if there is a single rank."""
     problems: list[EnvironmentUnfit] = field(default_factory=list)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what is wrong, and go on."""
+        """Record an EnvironmentUnfit raised inside, and continue."""
         try:
             yield
         except EnvironmentUnfit as problem:
@@ -53,10 +52,11 @@ class Findings:
 
 
 def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> None:
-    """Look at everything and print it; EnvironmentUnfit when anything is wrong anywhere.
+    """Run all checks and print the findings; raise EnvironmentUnfit if any rank has a problem.
 
-    The first rank speaks for all, and its exit code is theirs. Another one speaks only when it does
-    not hear the others.
+    `folder` is on the disk to check. With `processes`, starts that number of ranks with torchrun.
+    Rank 0 reports for all ranks and sets the exit code. Another rank reports only if it cannot
+    reach the others.
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device} is none of {', '.join(DEVICES)}")
@@ -81,12 +81,12 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
 
 
 def _join(ranks: Ranks, device: str) -> World:
-    """The process group; EnvironmentUnfit if not all come."""
+    """Start the process group; raise EnvironmentUnfit if not all ranks join in time."""
     from torch.distributed import DistError
 
     from dtt.runtime import dist
 
-    # Without it NCCL ends the process, and nobody says what it waited for.
+    # Without it NCCL aborts the process after a timeout, and no error names the collective.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
         return dist.start(ranks, device, PATIENCE)
@@ -100,7 +100,7 @@ def _join(ranks: Ranks, device: str) -> World:
 
 
 def _together(mine: Findings, world: World, folder: Path, device: str, *, as_json: bool) -> None:
-    """The part that needs torch, and all ranks at once."""
+    """Run the checks that need torch or communication between all ranks."""
     from dtt.runtime import devices, dist, preflight
 
     try:
@@ -130,7 +130,10 @@ def _together(mine: Findings, world: World, folder: Path, device: str, *, as_jso
 
 
 def _as_processes(processes: int, options: Sequence[str], ranks: Ranks) -> None:
-    """The same as so many processes of torchrun, which says 1 whatever they said, at length."""
+    """Run the checks in `processes` ranks of torchrun; raise EnvironmentUnfit if they fail.
+
+    torchrun exits with 1 for every failure, so the exit code of the ranks is lost.
+    """
     if ranks.size > 1:
         raise ConfigError(
             f"{ranks.launcher} has started this as {ranks.size} processes",
@@ -150,7 +153,7 @@ def _tell(
     *,
     as_json: bool,
 ) -> None:
-    """Print what was found, then raise what is wrong."""
+    """Print the findings of all ranks, then raise the problems as one EnvironmentUnfit."""
     if as_json:
         facts = {
             "fit": not problems,
@@ -193,7 +196,7 @@ def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator
 
 
 def _device_lines(node: str, here: Sequence[Findings]) -> Iterator[str]:
-    """Equal devices of a node on one line: the least free memory, the range of speeds."""
+    """Yield a line for the equal devices of a node: the least free memory, the range of speeds."""
     found = [device for one in here for device in one.devices]
     for name in dict.fromkeys(device.name for device in found):
         alike = [device for device in found if device.name == name]

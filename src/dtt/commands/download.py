@@ -1,4 +1,4 @@
-"""`dtt download`: raw documents into a corpus folder."""
+"""`dtt download`: fetch raw documents into a corpus folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtt.config.run import RunConfig
 
 
 def run(cfg: RunConfig) -> None:
-    """Make the corpus that the `download` section names, and print where it is."""
+    """Create the corpus that the `download` section describes, and print a summary."""
     from dtt.data.download import download
 
     out = cfg.download_dir

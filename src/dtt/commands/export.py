@@ -1,4 +1,4 @@
-"""`dtt export`: a checkpoint becomes a verified Hugging Face folder."""
+"""`dtt export`: convert a checkpoint to a verified Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def run(
     ema: bool = False,
     as_json: bool = False,
 ) -> ExportManifest:
-    """Export the checkpoint of `step` (default: the newest), unless it is exported already; with
-    `ema` the moving average of its weights.
+    """Export the checkpoint of `step` (default: the newest), unless it is exported already.
 
-    Replaces an earlier export of the same job. Prints where it lies and how far `transformers` was
-    from our logits, or with `as_json` all that is known of it. `upload` names a Hub repository to
-    send it to, made `private` if it is new.
+    With `ema`, exports the exponential moving average of the weights. Replaces an earlier export of
+    the same job. Prints the folder and the largest difference between the logits of `transformers`
+    and of dtt, or the manifest if `as_json` is set. `upload` names a Hub repository to upload the
+    folder to; a new repository is created `private` if asked.
     """
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
 
     if upload is not None:
         from dtt.export.upload import check
 
-        check(upload)  # not after minutes of work
+        check(upload)  # now, not after minutes of export
     from dtt.export import hf
     from dtt.export.card import model_card
     from dtt.export.read import find_checkpoint, read_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
     own = load_job(job).export.out
-    if own is not None and cfg.export.out == own:  # not one that was given here
+    if own is not None and cfg.export.out == own:  # the job's own path, not one given here
         folder = home(job) / own
     places = JobDir(job)
     checkpoint = find_checkpoint(places.checkpoints, step)
@@ -96,13 +96,16 @@ def run(
 
 
 def _evaluation(job: JobDir, step: int) -> Record | None:
-    """Return the last evaluation up to `step`, if one is on record."""
+    """Return the last recorded evaluation up to `step`, or None."""
     evaluations = (r for r in jsonl.read(job.metrics, "eval") if r["step"] <= step)
     return max(evaluations, key=lambda record: int(record["step"]), default=None)
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
-    """The job's own, with other export options; ConfigError for anything else."""
+    """Return the job's configuration with `overrides` and `options`, which may change `export`.
+
+    Raises ConfigError if they change keys that determined the training.
+    """
     trained = load_job(job)
     cfg = resolve(None, overrides, options, job_config=JobDir(job).config).config
     changed = changes_on_resume(trained, cfg)

@@ -1,4 +1,4 @@
-"""`dtt generate`: a trained model continues prompts."""
+"""`dtt generate`: continue prompts with a trained model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def run(
     stream: bool | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print prompts (`-`: standard input) and their continuations by a job's newest checkpoint
-    (with `ema`: the average of its weights) or an exported folder.
+    """Print prompts and their continuations by a model.
 
-    A single one is printed as it comes, several in their order, a batch at a time. An empty prompt
-    begins a new document. Every prompt is continued as if it were alone, also with a seed.
+    `source` is a job directory, whose newest checkpoint is used (with `ema`: its averaged weights),
+    or an exported folder. The prompt `-` is read from standard input; an empty prompt starts a new
+    document. The text of a single prompt is streamed; several are printed in order, one batch at a
+    time. The continuation of a prompt does not depend on the other prompts, also with a seed.
     """
     texts = _read_prompts(prompts, prompts_file)
     if stream and (as_json or len(texts) > 1):
@@ -100,7 +101,7 @@ def run(
 
 
 def _record(prompt: str, text: str, ids: list[int], reply: list[int], full: bool) -> str:
-    """A line of JSON; `full`: the reply ended for want of room, not with the document."""
+    """Return a line of JSON; `full`: the reply reached a length limit, not the document's end."""
     record = {
         "prompt": prompt,
         "text": text,
@@ -112,10 +113,13 @@ def _record(prompt: str, text: str, ids: list[int], reply: list[int], full: bool
 
 
 def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
-    """Those of the command line, then the lines of the file; without any, an empty one."""
+    """Return the prompts of the command line, then the lines of `file`; one empty prompt if none.
+
+    Raises InputError for text that is not UTF-8 and for a file without lines.
+    """
     try:
         texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-        "".join(texts).encode()  # bytes that are no UTF-8 come as surrogates, or as an error
+        "".join(texts).encode()  # invalid UTF-8 arrives as surrogates, or raises on read
     except UnicodeError as error:
         raise InputError(
             "a prompt is not UTF-8 text", why=str(error), next="convert it, as with iconv"
@@ -138,7 +142,11 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
-    """The ids of a prompt; ConfigError if they leave no room for a continuation."""
+    """Return the token ids of a prompt; an empty prompt becomes the end-of-document token.
+
+    Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
+    the model has no end-of-document token.
+    """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) >= trained.arch.max_seq_len:
         raise ConfigError(
@@ -158,14 +166,18 @@ def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> lis
 
 
 def _draws(seed: int | None, ids: list[int]) -> int:
-    """Seed of a prompt's generator: the same alone and among others, another for other prompts."""
+    """Return the seed of the random generator of a prompt; a random one if `seed` is None.
+
+    It depends on `seed` and the prompt's ids only, so a prompt gets the same draws in any batch,
+    and different prompts get different ones.
+    """
     if seed is None:
         return randbits(63)
     return int.from_bytes(hashlib.sha256(f"{seed}:{ids}".encode()).digest()[:7])
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, in pieces that end with whole characters."""
+    """Yield the text of tokens piece by piece; no piece ends within a UTF-8 character."""
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=True)
@@ -186,8 +198,11 @@ def _model(trained: Trained, device: torch.device) -> Decoder:
 
 
 def _load(source: Path, ema: bool) -> Trained:
-    """The model of an exported folder, or of the newest checkpoint of a job; with `ema` that with
-    the average of its weights."""
+    """Read the model of an exported folder, or of the newest checkpoint of a job.
+
+    With `ema`, reads the averaged weights of the checkpoint. Raises InputError if there is no model
+    in `source`, and ConfigError for `ema` with an exported folder.
+    """
     places = JobDir(source)
     exported = (source / "config.json").is_file()
     if not exported and not places.config.is_file():

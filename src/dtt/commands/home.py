@@ -1,4 +1,7 @@
-"""Relative paths of a job start from the folder that holds `jobs/`, wherever dtt is run."""
+"""Resolution of a job's relative paths, which start from the folder that contains `jobs/`.
+
+They do not depend on the folder in which dtt is run.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from dtt.runtime.log import log
 def home(job: Path) -> Path:
     """Return the folder that relative paths in the configuration of `job` start from.
 
-    It holds `jobs/`: dtt was run there when the job was made. `Path()` if that is the current
-    folder, and for a job that was moved away from its data, as nothing else is known of it.
+    It contains `jobs/`, because dtt was run there when the job was created. Returns `Path()` if
+    that is the current folder, and for a job that was moved away from its data, whose folder cannot
+    be found.
     """
     cfg = load_job(job)
     named = cfg.job_dir.parts
     candidates = [
         Path(*path.parts[: -len(named)])
-        # By the name it has, links kept, then by the place where it is.
+        # First the path as given, without following links, then the resolved one.
         for path in (Path(os.path.abspath(job)), job.resolve())  # noqa: PTH100
         if path.parts[-len(named) :] == named
     ]
@@ -35,15 +39,16 @@ def home(job: Path) -> Path:
 def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
     """Change to the home of `job`; return its path and `key=value` arguments as seen from there.
 
-    So a job's own relative paths mean there what they always meant, and none has to be rewritten:
-    its configuration, which checkpoints hold a hash of, stays as it is. Paths among the arguments
-    were given relative to the folder left. Nothing changes if `job` is none, or is at home here.
+    The job's relative paths are then valid without being rewritten: its configuration must not
+    change, because checkpoints record its hash. Paths among the arguments are relative to the
+    folder that is left, so they are made absolute. Nothing changes if `job` is not a job directory
+    or if its home is the current folder.
     """
     folder = home(job) if (job / "config.yaml").is_file() else Path()
     if folder in (Path(), Path.cwd()):
         return job, list(arguments)
     here = Path.cwd()
-    tidy = Path(os.path.abspath(job))  # noqa: PTH100  # without `..`, unless a link is in the way
+    tidy = Path(os.path.abspath(job))  # noqa: PTH100  # drops `..`, which is wrong after a link
     path = tidy if tidy.exists() and tidy.samefile(job) else here / job
     log.info("relative paths of %s start from %s", job, folder)
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""`dtt job …`: what jobs do, and what they are asked to."""
+"""`dtt job …`: list, inspect, control, resume and delete jobs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ from dtt.train.goodput import goodput
 
 POLL_SECONDS = 0.1
 BAD_STEP = {"why": str, "action": str}
-"""Fields of a record of the guard that are shown."""
+"""Fields, with their types, of an anomaly guard's record that are shown."""
 THEN = {
     "stop": "it saves and stops",
     "save": "it saves and goes on",
     "profile": "the next steps are recorded into its folder profiles/",
 }
-"""What a job does that has heard a request."""
+"""Action of a job after it acknowledged a request, by request."""
 
 
 def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
-    """Print the state of every job in a folder, the newest first; or branches below parents."""
+    """Print the state of every job in a folder, the most recently changed first.
+
+    With `tree`, branches follow the job they branched from, indented.
+    """
     statuses = ledger.examine(ledger.find(folder))
     statuses.sort(key=lambda status: status.changed, reverse=True)
     if as_json:
@@ -61,7 +64,7 @@ def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
 
 
 def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
-    """Each job, after the one it branched off, and how many there are above it."""
+    """Yield each job with its depth in the tree of branches; a branch follows its parent."""
     known = {status.job.root.resolve() for status in statuses}
     below: dict[Path | None, list[Status]] = {}
     for status in statuses:
@@ -86,7 +89,7 @@ def _short(detail: str, most: int = 100) -> str:
 
 
 def status(path: Path, *, as_json: bool) -> None:
-    """Print all that is known of a job."""
+    """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log."""
     (found,) = ledger.examine([ledger.open_job(path)])
     bad = [r for r in jsonl.read(found.job.metrics, "guard") if fits(r, BAD_STEP)]
     if as_json:
@@ -170,7 +173,7 @@ def _speed(status: Status) -> str:
 
 
 def _losses(measured: dict[str, float | None]) -> Iterator[str]:
-    """Yield the newest losses and the number of tokens trained on, if anything is on record."""
+    """Yield lines with the newest losses and the number of tokens trained on, if recorded."""
     loss, validation, tokens = (measured[name] for name in ("loss", "eval_loss", "tokens"))
     if loss is not None and tokens is not None:
         yield f"loss        {loss:.4f} after {tokens:,} tokens"
@@ -179,7 +182,13 @@ def _losses(measured: dict[str, float | None]) -> Iterator[str]:
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:
-    """Ask a running training to save and stop; cancel what waits, or hears no request."""
+    """Ask a running training job to save and stop.
+
+    Cancels a queued job (with `yes`), and a running one of another command, which handles no
+    requests; raises EnvironmentUnfit if the state of such a job is unknown. A suspended training
+    job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
+    acknowledgement.
+    """
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
     command = submissions.argv(job)[0]
@@ -217,17 +226,20 @@ def _cancel(found: Status, id: str, *, yes: bool) -> None:
 
 
 def save(path: Path, *, wait: float) -> None:
-    """Ask a running job for a checkpoint; ConfigError if it does not run."""
+    """Ask a running training job for a checkpoint; raise ConfigError if it does not run."""
     _ask(_training(path, "save"), "save", wait)
 
 
 def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
-    """Ask a running job for a profile of its next steps; ConfigError if it does not run."""
+    """Ask a running training job to profile its next steps.
+
+    Raises ConfigError if it does not run. `kind` is the profiler; None: as configured.
+    """
     _ask(_training(path, "profile"), "profile", wait, kind or "")
 
 
 def _training(path: Path, what: str) -> Status:
-    """The state of a job that trains now; ConfigError if it does not."""
+    """Return the state of a running training job; raise ConfigError if it does not train now."""
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
     if not found.alive:
@@ -240,9 +252,10 @@ def _training(path: Path, what: str) -> Status:
 def _ask(
     found: Status, what: Literal["stop", "save", "profile"], wait: float, more: str = ""
 ) -> None:
-    """Touch the trigger file, and wait until somebody says that it was heard.
+    """Write the trigger file of a request, and wait until the job acknowledges it or ends.
 
-    `more`: a second line for it.
+    `more` is the second line of the trigger file. Raises DttError if there is no answer within
+    `wait` seconds.
     """
     job, before = found.job, _answer(found.job)
     trigger = _request(found, what, more)
@@ -275,10 +288,11 @@ def _ask(
 
 
 def _request(found: Status, what: Literal["stop", "save", "profile"], more: str = "") -> Path:
-    """Write the trigger file of a request, `more` as its second line; return its path."""
+    """Write the trigger file of a request, with `more` as its second line; return its path."""
     job = found.job
     trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
-    # Who asked first is the one to be named. But after Slurm's own request the job would go on.
+    # Keep the name of the first requester. A request from Slurm is replaced, because a job that
+    # stops for Slurm is submitted again and resumes, which a person's request must prevent.
     if not trigger.exists() or requester(trigger).startswith("slurm:"):
         write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
     return trigger
@@ -296,7 +310,7 @@ def _if_nobody_answers(found: Status) -> str:
 
 
 def rm(path: Path, *, yes: bool) -> None:
-    """Delete a job directory; ConfigError if the job runs, is queued, or may be."""
+    """Delete a job directory; raise ConfigError if the job is or may be running or queued."""
     job = ledger.open_job(path)
     if SweepManifest.exists(job.root.parent):
         raise ConfigError(
@@ -317,7 +331,7 @@ def rm(path: Path, *, yes: bool) -> None:
     if not yes and not (sys.stdin.isatty() and agreed(f"delete {what}?")):
         raise ConfigError(f"nothing was deleted of {what}", next=f"dtt job rm {job.root} -y")
     with exclusive(folder, "dtt"):
-        # Renamed first: what is left of an interrupted deletion must not be taken for a job.
+        # Rename first: the rest of an interrupted deletion must not be mistaken for a job.
         aside = folder.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
         folder.rename(aside)
     if job.root.is_symlink():
@@ -327,7 +341,7 @@ def rm(path: Path, *, yes: bool) -> None:
 
 
 def resume(path: Path) -> None:
-    """Submit a stopped job's script again, or say how to go on without Slurm."""
+    """Submit a stopped job's script again; without Slurm, print the command that resumes it."""
     job = ledger.open_job(path)
     (found,) = ledger.examine([job])
     if found.state is State.DONE:
@@ -336,12 +350,12 @@ def resume(path: Path) -> None:
     if job.script.is_file() and shutil.which("sbatch") is not None:
         print(f"submitted  {submissions.submit_again(job)}")
         return
-    # A request that nobody was left to hear is not meant for the next attempt.
+    # Requests that arrived after the last attempt ended are not meant for the next attempt.
     for trigger in (job.stop, job.save, job.profile):
         remove(trigger)
     argv = submissions.argv(job)
     folder = submissions.directory(job)
-    elsewhere = folder.is_dir() and folder != Path.cwd()  # it is gone if the project was moved
+    elsewhere = folder.is_dir() and folder != Path.cwd()  # no folder if the project was moved
     there = f"cd {shlex.quote(str(folder))} && " if elsewhere else ""
     if SweepManifest.exists(job.root.parent):
         there, argv = "", ["sweep", "retry", str(job.root.parent), job.root.name]
@@ -349,7 +363,7 @@ def resume(path: Path) -> None:
 
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
-    """Print the end of the newest attempt's log, and what comes, if asked to follow."""
+    """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
     job = ledger.open_job(path)
     found = newest_log(job, node)
     if found is None:
@@ -363,7 +377,10 @@ def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
 
 
 def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:
-    """The last lines of a file; then, until interrupted, what is appended or logged after it."""
+    """Print the last lines of a log; with `follow`, print new lines until interrupted.
+
+    When `newest` returns another file, because a new attempt started, continues with that one.
+    """
     file = path.open(encoding="utf-8", errors="replace")
     try:
         print("".join(deque(file, maxlen=lines)), end="", flush=True)
@@ -371,7 +388,7 @@ def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, fol
         while follow:
             print(file.read(), end="", flush=True)
             now = newest()
-            if now is not None and now.resolve() != shown:  # another attempt has begun
+            if now is not None and now.resolve() != shown:  # another attempt has started
                 print(file.read(), end="")
                 file.close()
                 file, shown = now.open(encoding="utf-8", errors="replace"), now.resolve()

@@ -1,4 +1,4 @@
-"""`dtt mup coord-check | transfer`: whether what is tuned on a small model holds on large ones."""
+"""`dtt mup coord-check | transfer`: check that hyperparameters transfer across model widths."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ from dtt.train.probe import at_width
 from dtt.train.transfer import Optimum, drift, final_loss, optimum, power
 
 OCTAVES = range(-3, 4)
-"""Learning rates that `transfer` tries unless told, seen from that of the configuration."""
+"""Default learning rates of `transfer`, in octaves relative to that of the configuration."""
 
 Number = TypeVar("Number", int, float)
 Losses = dict[float, list[float]]
-"""Final losses by learning rate, one for each seed."""
+"""Final losses in nats by learning rate, one for each seed."""
 
 
 def coord_check(
     cfg: RunConfig, widths_given: str, *, tolerance: float, compare: bool, out: Path, as_json: bool
 ) -> None:
-    """Measure, print, draw; Diverged if under muP an activation depends on the width."""
+    """Measure activation sizes at several widths, print and plot them (muP coordinate check).
+
+    Writes coord-check.png and .json into `out`. With `compare`, also measures the standard
+    parametrization. Raises Diverged if an activation depends on the width under muP.
+    """
     widths = _widths(cfg, widths_given)
     world = dist.start(Ranks(), cfg.train.device)
     said: dict[str, Any] = {}
@@ -67,7 +71,11 @@ def transfer(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Sweep, print, draw; Diverged if under muP the best learning rate depends on the width."""
+    """Sweep learning rates at several widths, print and plot the final losses.
+
+    Writes transfer.png and .json into `out`. With `compare`, also sweeps the standard
+    parametrization. Raises Diverged if the best learning rate depends on the width under muP.
+    """
     widths = _widths(cfg, widths_given)
     if rates_given is None:
         rates = [cfg.optim.lr * 2.0**octave for octave in OCTAVES]
@@ -99,7 +107,10 @@ def transfer(
 
 
 def _parametrizations(cfg: RunConfig, widths: Sequence[int], compare: bool) -> dict[str, RunConfig]:
-    """muP, with the narrowest model as the base unless the configuration has one; and none."""
+    """Return the configuration with muP and, with `compare`, with the standard parametrization.
+
+    The base of muP is that of the configuration, or else the narrowest of `widths`.
+    """
     mup = cfg.scaling
     if not isinstance(mup, MupConfig):
         mup = MupConfig(base_dim=min(widths))
@@ -155,7 +166,7 @@ def _means(losses: Losses) -> dict[float, float]:
 
 
 def _panels(name: str, measured: Mapping[int, Sequence[Sizes]]) -> list[Panel]:
-    """One for each kind: size against width, a curve for each step."""
+    """Return a panel for each kind of activation: size against width, one curve for each step."""
     widths = list(measured)
     steps = range(len(measured[widths[0]]))
     return [
@@ -175,7 +186,11 @@ def _panels(name: str, measured: Mapping[int, Sequence[Sizes]]) -> list[Panel]:
 
 
 def _panel(name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum]) -> Panel:
-    """Loss against learning rate, a curve for each width, and one through the best."""
+    """Return a panel of loss against learning rate.
+
+    It has one curve for each width, with the standard error over the seeds, and one through the
+    best rates. Rates with a non-finite mean loss are left out.
+    """
     curves = []
     for width, by_rate in losses.items():
         finite = {lr: seeds for lr, seeds in by_rate.items() if math.isfinite(fmean(seeds))}
@@ -186,7 +201,7 @@ def _panel(name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum])
 
 
 def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
-    """Keep the numbers beside the picture; Diverged if muP failed."""
+    """Write the numbers as JSON beside the picture; raise Diverged if muP failed."""
     document = json.dumps(plain(said), indent=1)
     write_atomically(picture.with_suffix(".json"), document + "\n")
     print(document if as_json else picture)
@@ -201,7 +216,7 @@ def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
 
 
 def _widths(cfg: RunConfig, given: str) -> list[int]:
-    """Those of `--widths`, once the model is known to come in each of them."""
+    """Return the widths of `--widths`, after checking that the model can be built at each."""
     widths = _numbers("--widths", given, int)
     for width in widths:
         at_width(cfg, width)
@@ -209,7 +224,10 @@ def _widths(cfg: RunConfig, given: str) -> list[int]:
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
-    """Two or more different numbers above zero, as `64,128`; ConfigError for anything else."""
+    """Parse two or more different positive numbers, such as `64,128`; return them sorted.
+
+    Raises ConfigError for anything else.
+    """
     try:
         found = sorted({kind(one) for one in text.split(",")})
     except ValueError:

@@ -1,4 +1,4 @@
-"""`dtt pipeline`: every stage in order, each as the command a person would type."""
+"""`dtt pipeline`: run every stage in order, each as the command that a user would type."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Stage = Literal["download", "tokenize", "train", "export"]
 def run(
     config: str | None, overrides: Sequence[str], dataset: str | None, *, as_json: bool = False
 ) -> None:
-    """Run download, tokenize, train and export; each skips what is done. Prints a summary.
+    """Run download, tokenize, train and export, and print a summary.
 
-    With `as_json` the summary is all that goes to stdout. Ends with the exit code of the stage that
-    failed.
+    Each stage skips work that is done already. With `as_json`, only the summary goes to stdout. If
+    a stage fails, exits with its exit code.
     """
     arguments = [f"download.dataset={dataset}"] if dataset else []
     arguments += overrides
@@ -66,7 +66,7 @@ def run(
 
 
 def facts(cfg: RunConfig, seconds: float) -> dict[str, Any]:
-    """For --json: where everything lies."""
+    """Return the paths of all artifacts and the duration, for `--json`."""
     return {
         "name": cfg.name,
         "seconds": round(seconds, 3),
@@ -82,14 +82,14 @@ def _export_folder(cfg: RunConfig) -> Path:
 
 
 def stages(cfg: RunConfig) -> list[Stage]:
-    """Those that there is something to do for."""
+    """Return the stages that this configuration needs."""
     download: list[Stage] = [] if cfg.download.dataset is None else ["download"]
     tokenize: list[Stage] = [] if isinstance(cfg.data, TextDataConfig) else ["tokenize"]
     return [*download, *tokenize, "train", "export"]
 
 
 def stage_argv(stage: Stage, cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """The command line of a stage whose turn has come."""
+    """Return the command line of a stage. Call it when the stage is next: it checks the disk."""
     match stage:
         case "download":
             return local.dtt_argv("download", *options)
@@ -104,7 +104,10 @@ def stage_argv(stage: Stage, cfg: RunConfig, options: Sequence[str]) -> list[str
 
 
 def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """Under mpirun where that is possible and there is more than one process to start."""
+    """Return the command line of `tokenize`.
+
+    It starts mpirun if that is available, more than one process is wanted, and there is work to do.
+    """
     argv = local.dtt_argv("tokenize", *options)
     processes = cfg.pipeline.tokenize_processes or min(local.cores(), MOST_TOKENIZE_PROCESSES)
     if processes == 1 or TokensManifest.exists(cfg.tokenize_dir):
@@ -113,7 +116,10 @@ def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
 
 
 def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """Under torchrun for more than one process."""
+    """Return the command line of `train`, under torchrun for more than one process.
+
+    `pipeline.train_processes=0` means one process per GPU, or one on a CPU.
+    """
     processes = cfg.pipeline.train_processes
     if processes == 0:
         import torch
@@ -126,7 +132,7 @@ def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
 
 
 def as_typed(argv: Sequence[str]) -> str:
-    """A command line as a person would type it."""
+    """Return a command line as a user would type it."""
     python = shlex.quote(sys.executable)
     text = shlex.join(argv).replace(f"{python} -m torch.distributed.run", "torchrun")
     text = text.replace(f"{python} -m dtt.main", "dtt")
@@ -134,10 +140,10 @@ def as_typed(argv: Sequence[str]) -> str:
 
 
 def report_stop(stage: str, code: int, job: JobDir, *, began: bool) -> int:
-    """Say where the pipeline stopped; returns the exit code the stage meant.
+    """Print where the pipeline stopped; return the exit code of the stage.
 
-    torchrun says 1 for everything, below many lines of its own: the `exit.json` of the attempt, if
-    one began, has the truth.
+    torchrun exits with 1 for every failure, after many log lines of its own. If the stage started
+    an attempt, the exit code and the reason are read from the `exit.json` of that attempt.
     """
     reason = ""
     record = job.exit_record(job.attempt())
@@ -149,7 +155,7 @@ def report_stop(stage: str, code: int, job: JobDir, *, began: bool) -> int:
 
 
 def closing(cfg: RunConfig, summary: Summary, seconds: float, config: str | None) -> str:
-    """The closing summary: what was reached, where it lies, how to go on."""
+    """Return the closing summary: results, paths of the artifacts, and commands to try next."""
     export = _export_folder(cfg)
     lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
     if summary.first_eval and summary.last_eval:

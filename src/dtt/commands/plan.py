@@ -1,4 +1,4 @@
-"""`dtt plan`: what a run will take, before it is started: memory, time, disk, money."""
+"""`dtt plan`: estimate the memory, time, disk space and cost of a run before it starts."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ from dtt.train.estimate.probe import probe as measure
 
 @dataclass(frozen=True)
 class Told:
-    """All that is told of a run."""
+    """The complete estimate of a run."""
 
     case: Case
     memory: Memory
     step: Step
     run: Run
     change: advice.Change | None
-    """That makes it fit, if it does not."""
+    """Change that makes the run fit into memory; None if it fits or no such change was found."""
     price: float | None
+    """Price of a device hour, in any currency; None: no cost is printed."""
 
     @property
     def room(self) -> float:
-        """Bytes of a device's memory that the peak may take."""
+        """Bytes of device memory that the run may use at its peak."""
         return (1 - SPARE[self.case.gpu.kind]) * self.case.gpu.memory
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """True if the peak fits into the memory of a device."""
         return self.memory.total <= self.room
 
 
@@ -68,7 +69,10 @@ def run(
     probe: bool,
     as_json: bool,
 ) -> None:
-    """Work it out and print it; nothing is built, and no token is read."""
+    """Estimate the run and print the result, without building a model or reading tokens.
+
+    With `probe`, also trains three steps on this machine and prints the error of the estimate.
+    """
     per_node = gpus_per_node or cfg.launch.processes
     device = gpus.find(gpu or gpus.here(), per_node)
     vocab_size, steps = known_of_the_data(cfg)
@@ -97,7 +101,10 @@ def nothing_to_plan() -> ConfigError:
 
 
 def probed(case: Case) -> Measured:
-    """Three steps of the run, on this machine; ConfigError unless it is a run of one device."""
+    """Measure three steps of the run on this machine.
+
+    Raises ConfigError if the run has more than one device.
+    """
     if case.devices > 1:
         raise ConfigError(
             f"--probe is for a single device, and the plan is for {case.devices}",
@@ -108,8 +115,11 @@ def probed(case: Case) -> Measured:
 
 
 def known_of_the_data(cfg: RunConfig) -> tuple[int, int]:
-    """Entries of the vocabulary, and steps that there are tokens for; from the data, if it is there
-    already. ConfigError if nothing says how large the vocabulary is."""
+    """Return the vocabulary size and the number of steps that the data suffices for.
+
+    Both come from the token files if they exist, and else from the configuration. Raises
+    ConfigError if the vocabulary size cannot be determined.
+    """
     if not isinstance(cfg.data, TextDataConfig):
         try:
             dataset = open_dataset(cfg)
@@ -130,7 +140,7 @@ def _tokenizer_size(cfg: RunConfig) -> int:
 
 
 def facts(told: Told) -> dict[str, Any]:
-    """For --json: bytes, seconds, FLOPs."""
+    """Return the estimate for `--json`, in bytes, seconds and FLOPs."""
     case, one = told.case, told.step
     per_token = count.flops_per_token(case.arch, case.cfg.train.seq_len)
     tokens = case.stages.tokens_before(case.steps)
@@ -175,19 +185,22 @@ def facts(told: Told) -> dict[str, Any]:
 
 
 def parameters(case: Case) -> tuple[int, int]:
-    """Those of hidden matrices, and those of embeddings and head; the others are norms, biases."""
+    """Return the number of parameters in hidden matrices, and in embeddings and head.
+
+    The remaining parameters are those of norms and biases.
+    """
     two = [weight for weight in case.weights if len(weight.shape) > 1]
     inside = sum(prod(weight.shape) for weight in two if weight.in_block)
     return inside, sum(prod(weight.shape) for weight in two) - inside
 
 
 def device_hours(told: Told) -> float:
-    """That the run takes."""
+    """Return the device hours of the run: number of devices times hours."""
     return told.case.devices * told.run.seconds / 3600
 
 
 def lines(told: Told) -> Iterator[str]:
-    """The screen."""
+    """Yield the lines of the report."""
     yield from _run_lines(told.case)
     yield ""
     yield from _memory_lines(told)
@@ -281,7 +294,7 @@ def _whole_lines(told: Told) -> Iterator[str]:
 
 
 def _probe_lines(told: Told, measured: Measured) -> Iterator[str]:
-    """The plan's error: by how much it is above what was measured."""
+    """Yield a table of planned and measured values; an error is planned / measured - 1."""
     planned = told.memory.total - told.memory.parts["framework"] - told.memory.parts["batches"]
     memory_error = planned / measured.memory - 1
     time_error = told.step.seconds / measured.seconds - 1
@@ -311,7 +324,7 @@ def _assumptions(told: Told) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """With a unit: 124.4M."""
+    """Format a number with a magnitude suffix, such as 124.40M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.2f}{unit}"

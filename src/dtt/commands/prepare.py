@@ -1,7 +1,7 @@
-"""The checks of `dtt train` before it touches the job directory.
+"""Contains the checks that `dtt train` makes before it touches the job directory.
 
-What is wrong with a device, a tracker, the data or the mesh is found here. So a start that is
-refused neither creates a job nor turns a finished one into a failed one.
+They find errors in the device, the trackers, the data and the mesh. So a start that is refused
+neither creates a job nor turns a finished job into a failed one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a job that nothing speaks against."""
+    """A start of a job that passed all checks."""
 
     resolved: Resolved
     job: JobDir
@@ -42,7 +42,7 @@ class Start:
     plan: Plan
     from_step: int | None
     begun: Branch | None
-    """The branch point of a child."""
+    """The branch point, if the job is a branch."""
     laps: Laps
 
 
@@ -54,12 +54,12 @@ def recorded_refusal(
     ranks: Ranks,
     requests: Requests,
 ) -> Iterator[None]:
-    """Record a refusal within an attempt of the job, if `dtt train JOB` is the whole command.
+    """Record a refused start as an attempt of the job, if the command is only `dtt train JOB`.
 
-    That is the command of a job script, which reads `exit.json`, since torchrun flattens every exit
-    code to 1. A job that is done stays done, and one that does not exist is not created.
+    Job scripts run that command and read `exit.json`, because torchrun exits with 1 for every
+    failure. A job that is done stays done, and a job that does not exist is not created.
     """
-    here = Path.cwd()  # a job is entered, which changes the current folder
+    here = Path.cwd()  # saved because `enter` changes the current folder
     try:
         yield
     except DttError:
@@ -81,9 +81,9 @@ def prepare(
     begun: Branch | None,
     laps: Laps,
 ) -> Start:
-    """Return what a run starts with; DttError, alike on all ranks, if it cannot.
+    """Check a start and return its parts; raise the same DttError on all ranks if it cannot run.
 
-    Each rank looks for itself; they do not communicate yet.
+    Each rank checks on its own, because there is no process group yet.
     """
     cfg = resolved.config
     if ranks.first:
@@ -101,7 +101,7 @@ def prepare(
         fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
     plan = make_plan(cfg, dataset, dist.World(ranks, device, None))
     if begun is not None:
-        begun.check(plan.schedule.decay, plan.steps)  # again: now the length of the data is known
+        begun.check(plan.schedule.decay, plan.steps)  # again, now that the data's length is known
     if ranks.first:
         _check_resume(cfg, job, dataset, from_step)
     laps.lap("data")
@@ -109,7 +109,7 @@ def prepare(
 
 
 def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
-    """Open the data, and warn of what is not as the configuration says."""
+    """Open the data; rank 0 warns if it differs from what the configuration asks for."""
     from dtt.data.dataset import open_dataset
 
     dataset = open_dataset(resolved.config)
@@ -122,9 +122,10 @@ def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
 
 
 def _check_resume(cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None) -> None:
-    """DttError if the checkpoint to resume from, or the source of the weights, does not fit.
+    """Raise DttError if the checkpoint to resume from does not match the data.
 
-    The checkpoint is verified later, when the job is locked; here only its manifest is read.
+    For a new job, raises DttError if the source of `init.from` cannot be found. Reads only the
+    manifest of the checkpoint, which is verified later, when the job is locked.
     """
     steps = store.steps(job.checkpoints)
     if not steps and from_step is None:
@@ -136,5 +137,5 @@ def _check_resume(cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int 
     try:
         manifest = CheckpointManifest.read(path)
     except (DttError, OSError):
-        return  # damaged: an older one may be taken
+        return  # damaged: training may resume from an older one
     fit.check_data_key(manifest, dataset.manifest.key, job)

@@ -1,4 +1,4 @@
-"""`dtt submit`: a command becomes a job directory and a Slurm job."""
+"""`dtt submit`: create a job directory for a command and submit it as a Slurm job."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 
 SIGNAL_EARLY = 60
-"""Seconds by which Slurm may send the signal of `--signal` too early, says its manual."""
+"""Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
 COMMANDS = ("download", "tokenize", "train", "export", "pipeline")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be submitted; nothing of it is on the disk yet."""
+    """A submission that was prepared in memory; nothing is written to disk yet."""
 
     command: str
     resolved: Resolved
     job: JobDir
-    """Where script, logs and configuration go."""
+    """Job directory of the command: script, logs and configuration are written there."""
     trained: JobDir
-    """The job that `train` makes and `export` reads."""
+    """Job directory of the training: `train` creates it and `export` reads it."""
     script: slurm.Script
 
     @property
     def config(self) -> RunConfig:
-        """The checked configuration."""
+        """The validated configuration."""
         return self.resolved.config
 
 
@@ -61,7 +61,11 @@ def run(
     as_json: bool,
     code_copy: bool,
 ) -> None:
-    """Check everything, show the plan, ask at a terminal, submit; prints the job id."""
+    """Check a command, show the plan, ask for confirmation at a terminal, and submit.
+
+    Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
+    submits nothing.
+    """
     if print_script and as_json:
         raise ConfigError("--print-script and --json exclude each other")
     request = prepare(command, config, arguments, cluster, allow_change, code_copy=code_copy)
@@ -92,21 +96,24 @@ def prepare(
     *,
     code_copy: bool,
 ) -> Request:
-    """The configuration, where the job goes, and the parameters of its script."""
+    """Resolve the configuration, the job directory and the parameters of the job script.
+
+    Raises ConfigError for arguments that the command does not take.
+    """
     base: str | Layer | None = config
-    if cluster is not None:  # a profile lies below the config, and above a job's own
+    if cluster is not None:  # the config overrides a profile, a profile the job's own
         names = [str(profile(cluster).absolute()), *([config] if config else [])]
         base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     match command:
         case "train":
-            if folders:  # its paths, and so the job script's, start from its own home
+            if folders:  # relative paths of a job, also in its script, start from its home
                 root, overrides = enter(Path(folders[0]), overrides)
                 folders[0] = str(root)
                 arguments = [*folders, *overrides]
             resolved, trained = find_job(config if folders else base, arguments, allow_change)
-            if folders and cluster is not None:  # changes nothing but `launch`
+            if folders and cluster is not None:  # changes only the `launch` section
                 resolved = resolve(base, overrides, job_config=trained.config)
             job, argv = trained, ["train"]
         case "export":
@@ -144,7 +151,7 @@ def prepare(
 
 
 def profile(cluster: str) -> Path:
-    """The file of a cluster profile; ConfigError if it says anything but `launch`."""
+    """Return the file of a cluster profile; raise ConfigError if it sets more than `launch`."""
     path = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
     layer = resolve(path, env={}).layer
     others = [k for k, leaf in layer.items() if k[0] != "launch" and leaf.origin != "default"]
@@ -159,12 +166,12 @@ def profile(cluster: str) -> Path:
 
 
 def _beside(trained: JobDir, command: str) -> JobDir:
-    """The directory of another command's job."""
+    """Return the job directory of another command, beside that of the training."""
     return JobDir(trained.root.with_name(f"{trained.root.name}-{command}"))
 
 
 def _job_name(job: JobDir) -> str:
-    """Name of the job for Slurm: its path below `jobs/`."""
+    """Return the Slurm job name: the path below `jobs/`, or else the name of the folder."""
     below = job.root.is_relative_to("jobs")
     return str(job.root.relative_to("jobs") if below else job.root.name)
 
@@ -172,23 +179,23 @@ def _job_name(job: JobDir) -> str:
 def _job_to_export(
     base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
 ) -> tuple[Resolved, JobDir]:
-    """The job named by its folder, or by the config it was trained with."""
+    """Return the job to export, given by its folder or by the config it was trained with."""
     if len(folders) > 1 or not (folders or base or overrides):
         raise ConfigError("export takes one job directory", next="dtt submit export jobs/run")
     trained = JobDir(Path(folders[0]) if folders else resolve(base, overrides).config.job_dir)
-    load_job(trained.root)  # InputError if it is none
+    load_job(trained.root)  # InputError if it is not a job
     return resolve(base, overrides, job_config=trained.config), trained
 
 
 def _export_keys(own: RunConfig, resolved: Resolved) -> Iterator[str]:
-    """`key=value` of what an export shall do otherwise than the job's own config says."""
+    """Yield `key=value` for each `export` key that differs from the job's own configuration."""
     for key, knob in explain.knobs(resolved.config):
         if key[0] == "export" and knob.value != explain.value_at(own, key):
             yield f"{'.'.join(key)}={explain.scalar(explain.plain(knob.value))}"
 
 
 def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
-    """Everything that speaks against submitting this now."""
+    """Yield every error that would make this submission fail."""
     command, job, cfg = request.command, request.job, request.config
     if job.config.is_file() and (name := load_job(job.root).name) != cfg.name:
         yield ConfigError(
@@ -210,7 +217,7 @@ def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
 
 
 def plan(request: Request) -> Iterator[str]:
-    """The plan, for a person."""
+    """Yield the lines of the plan that is shown before submission."""
     cfg, launch, script = request.config, request.config.launch, request.script
     processes = launch.processes if script.kind != "other" else 1
     yield f"{request.command:<10} {request.job.root}{_progress(request)}"
@@ -241,14 +248,14 @@ def _amount(cfg: RunConfig) -> str:
     most = "at most " if cfg.train.timed else ""
     amount = f"{most}{steps} steps of {stages.describe(steps)}: {total / 1e6:.1f}M tokens"
     paths = [source.path for source in cfg.token_sources]
-    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` tells more
+    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
         return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"
     have = TokensManifest.read(paths[0]).counts("train").tokens
     return f"{amount}, {total / have:.2f} epochs of {paths[0]}"
 
 
 def agreed(question: str) -> bool:
-    """Ask, if there is somebody at a terminal."""
+    """Ask a yes/no question at a terminal; return True without one, and by default."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
@@ -256,9 +263,10 @@ def agreed(question: str) -> bool:
 
 
 def submit(request: Request, *, copy_code: bool) -> str:
-    """Make the job directory and hand its script to Slurm; returns the job id.
+    """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    If Slurm refuses it, what is configured is what was before.
+    If Slurm rejects the script, a new job directory is removed, and the configuration of an
+    existing one is restored.
     """
     job = request.job
     before = job.config.read_bytes() if job.config.exists() else None
@@ -271,7 +279,7 @@ def submit(request: Request, *, copy_code: bool) -> str:
             _copy_code(job.root / "code")
         try:
             return submissions.submit(request.script)
-        except slurm.Unanswered:  # the job may be in the queue, and needs all of it
+        except slurm.Unanswered:  # the job may be queued and needs its files
             raise
         except DttError:
             if new:
@@ -284,7 +292,7 @@ def submit(request: Request, *, copy_code: bool) -> str:
 
 
 def _copy_code(folder: Path) -> None:
-    """Put dtt's own code into `folder`, such that a job with this PYTHONPATH runs it."""
+    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)

@@ -1,4 +1,4 @@
-"""`dtt sweep submit | status | cancel | retry | results | plot`."""
+"""`dtt sweep submit | status | cancel | retry | results | plot`: run and evaluate sweeps."""
 
 from __future__ import annotations
 
@@ -29,20 +29,24 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 MOST_SHOWN = 20
-"""So many dropped combinations are listed before the plan says how many more there are."""
+"""Maximum number of dropped combinations that the plan lists; of the others it prints the count."""
 
 
 @dataclass(frozen=True)
 class How:
-    """How trials are started: on this machine, or through Slurm."""
+    """Launch method of trials: local processes, a Slurm array, or separate Slurm jobs."""
 
     kind: Literal["local", "array", "separate"]
     at_once: int | None
-    """At most so many at a time."""
+    """Maximum number of concurrent trials; None: the value of the sweep file. Without that either,
+    local trials run one at a time, and a Slurm array has no limit."""
 
     @classmethod
     def chosen(cls, local: int | None, array: bool, separate: bool, cap: int | None) -> How:
-        """What the options ask for; without any, an array where there is Slurm, else local."""
+        """Return the method that the options select; default: a Slurm array, or local processes.
+
+        Raises ConfigError for options that exclude each other.
+        """
         if (local is not None) + array + separate > 1:
             raise ConfigError("--local, --array and --separate exclude each other")
         if local is not None and cap is not None:
@@ -59,7 +63,7 @@ class How:
 def submit(
     file: Path, how: How, *, cluster: str | None, yes: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Plan a sweep, show it, make the job directories, start the trials that never were."""
+    """Plan a sweep, show it, create the job directories, and start the trials that are new."""
     on = None if cluster is None else profile(cluster)
     plan = _checked(planning.plan(file, cache(model_of), on), how)
     if not as_json:
@@ -78,15 +82,19 @@ def submit(
         _start(plan.write(), lambda one: one.state == State.NEW, how, as_json=as_json)
     except DttError:
         if new and how.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
-            shutil.rmtree(plan.root)  # so that a mended file is as free as the first
+            shutil.rmtree(plan.root)  # so that a corrected file need not match it
         raise
 
 
 def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
-    """Start again what is neither done nor under way; each goes on from its checkpoint."""
+    """Restart trials that are neither done nor under way; each resumes from its checkpoint.
+
+    `chosen` names trials; none: all.
+    """
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    # One that Slurm would not tell of may be in its queue: only who names it knows better.
+    # A trial in state UNKNOWN may be queued, since Slurm did not answer. It is only restarted if
+    # the user names it.
     settled = (State.DONE,) if chosen else (State.DONE, State.UNKNOWN)
     _start(
         sweep,
@@ -97,7 +105,11 @@ def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
 
 
 def _start(sweep: Sweep, wanted: Callable[[Progress], bool], how: How, *, as_json: bool) -> None:
-    """Start trials; on this machine, wait for them and leave with the first bad exit code."""
+    """Start the trials that are `wanted`, and print the progress of the sweep.
+
+    Local trials are waited for: then the process exits with the first nonzero exit code among them,
+    or with 0.
+    """
     with exclusive(sweep.root, "trials of this sweep"):
         before = outcome.progress(sweep)
         ids = [one.trial for one in before if wanted(one)]
@@ -118,7 +130,7 @@ def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
     match how.kind:
         case "local":
             for job in jobs:
-                job.stop.unlink(missing_ok=True)  # which cancelled it
+                job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
             trials.run(jobs, at_once or 1, trials.visible_gpus())
         case "array":
             arrays.submit(sweep, jobs, at_once)
@@ -127,13 +139,13 @@ def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
 
 
 def status(name: str, *, as_json: bool) -> None:
-    """Print every trial's state, as its own files tell it."""
+    """Print the state of every trial, according to its job files."""
     sweep = planning.find(name)
     _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
 
 
 def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
-    """Ask running trials to save and stop; take waiting ones out of the queue."""
+    """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
     waiting = (State.NEW, State.UNKNOWN)
@@ -144,10 +156,10 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     ]
     for one in open_ones:
         job = sweep.job(one.trial)
-        # Whoever starts it after all finds this, too.
+        # Written for queued trials, too: if one starts after all, it finds the request and stops.
         write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
         if one.queued and (id := one.slurm) is not None:
-            # Not with --state=PENDING: Slurm would then cancel every waiting task of the array.
+            # Without --state=PENDING, which would cancel every pending task of the array.
             for error in checks.caught(lambda: squeue.cancel(id)):
                 log.warning("%s", error)
     log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
@@ -155,7 +167,7 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
 
 
 def results(name: str, *, as_csv: bool, as_json: bool) -> None:
-    """Print the metric of each combination over its seeds, best first."""
+    """Print the mean metric of each combination over its seeds, best first."""
     if as_csv and as_json:
         raise ConfigError("--csv and --json exclude each other")
     sweep = planning.find(name)
@@ -184,7 +196,10 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
 
 
 def plot(name: str, key: str | None, out: Path | None) -> None:
-    """Write the metric against each key, or `key`, and the curves of all trials, as PNG."""
+    """Plot the metric against each varied key and the curves of all trials, as PNG files.
+
+    With `key`, plots the metric against that key only.
+    """
     from dtt.track import plot as draw
 
     sweep = planning.find(name)
@@ -210,7 +225,10 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
 
 
 def _checked(plan: Plan, how: How) -> Plan:
-    """Drop trials that would end as soon as they began; what ends them all is raised."""
+    """Drop trials whose configuration has errors; raise the errors that all trials share.
+
+    Also raises the errors of the first trial if no trial is left.
+    """
     found = {
         trial.id: {str(error): error for error in _problems(trial, how)} for trial in plan.trials
     }
@@ -279,7 +297,7 @@ def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines of aligned columns."""
+    """Format rows as lines of aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

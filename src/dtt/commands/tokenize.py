@@ -1,4 +1,4 @@
-"""`dtt tokenize`: a corpus into token files, on one process, under mpirun or srun."""
+"""`dtt tokenize`: tokenize a corpus, in one process or in several under mpirun or srun."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 
 def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
-    """Make the token files; the first rank prints a report, as JSON for scripts if asked."""
+    """Write the token files; rank 0 prints a report, as JSON if `as_json` is set.
+
+    With `overwrite`, replaces token files of another corpus, tokenizer or options.
+    """
     out = cfg.tokenize_dir
-    # numpy's threads for linear algebra, of which there is none here, would spin on all cores.
+    # numpy's OpenBLAS threads would spin on all cores, although there is no linear algebra here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What is freed is needed again at once, for the next documents: do not give it back.
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # of Arrow's allocator
+    # Freed memory is needed again at once for the next documents: do not return it to the system.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
     keep()
-    comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # then slow imports
+    comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
     from dtt.data.encode import tokenize
 
     compare = cfg.tokenize.compare
@@ -50,7 +53,7 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
 
 
 def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
-    """Say what a run would reuse and why; change nothing."""
+    """Print what a run of `dtt tokenize` would reuse, and why; change nothing."""
     out = cfg.tokenize_dir
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)
     from dtt.data.explain import explain
@@ -119,7 +122,10 @@ def _find(name: str) -> Path:
 
 
 def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
-    """Bytes per token on held-out text, beside those of the tokenizer `other`, called `name`."""
+    """Compare bytes per token on held-out text with those of the tokenizer `other`, called `name`.
+
+    Returns None, with a warning, if this node has no held-out text.
+    """
     from dtt.data.compare import compare
 
     found = compare(out, other)
@@ -146,7 +152,7 @@ def _of_comparison(compared: dict[str, Any] | None) -> list[str]:
 
 
 def _rate(text_bytes: int, seconds: float) -> float | None:
-    """In MB/s; None where nothing was encoded."""
+    """Return the speed in MB/s, or None if nothing was encoded."""
     return round(text_bytes / 1e6 / seconds, 3) if text_bytes else None
 
 

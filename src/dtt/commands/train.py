@@ -1,4 +1,4 @@
-"""`dtt train`: the whole wiring of a training run."""
+"""`dtt train`: build all parts of a training run and run it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from dtt.train.lost import peers_named
 from dtt.train.stop import Requests
 
 LEAP = 1.1
-"""The factor above which a rise of the learning rate between two steps is no part of a schedule."""
+"""Factor by which the learning rate must rise on resume to cause a warning. Schedules rise less
+between two steps."""
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
@@ -64,11 +65,13 @@ def run(
     *,
     as_json: bool = False,
 ) -> None:
-    """Train the job that `config` names, or the job directory among `arguments`, to its end.
+    """Train a job to its end.
 
-    `branch_of` (JOB@STEP): or a child of that job. With `as_json`, prints the result when done.
+    The job is the one that `config` describes, the job directory among `arguments`, or a branch of
+    `branch_of` (JOB@STEP). `from_step` resumes from that step instead of the newest checkpoint.
+    With `as_json`, prints a summary at the end.
     """
-    requests = Requests()  # from here on signals are heard; what follows is slow to import
+    requests = Requests()  # handle signals from here on: the following imports are slow
     ranks, laps = Ranks.detect(), Laps()
     requests.act_at_once(ranks)
     try:
@@ -111,16 +114,17 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             this.start.lap("process group")
             train(start, this, world)
     finally:
-        dist.stop()  # after exit.json was written: the others now see that this process has ended
+        dist.stop()  # after exit.json is written: now the other ranks see that this one has ended
 
 
 def find_job(
     config: str | Layer | None, arguments: Sequence[str], allow_change: Sequence[str]
 ) -> tuple[Resolved, JobDir]:
-    """The checked configuration and the job it belongs to.
+    """Return the validated configuration and the job it belongs to.
 
-    Once a job has a checkpoint, its own config lies below the file and the arguments; ConfigError
-    if they would change what is being trained and `allow_change` does not name the key.
+    If the job has a checkpoint, `config` and `arguments` override the job's own configuration.
+    Raises ConfigError if they change a key that determines the training and `allow_change` does not
+    name that key.
     """
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -134,7 +138,7 @@ def find_job(
     if folders:
         root, overrides = enter(Path(folders[0]), overrides)
         job = JobDir(root)
-        load_job(job.root)  # InputError if it is none
+        load_job(job.root)  # InputError if it is not a job
     else:
         job = JobDir(resolve(config, overrides).config.job_dir)
     for key in allow_change:
@@ -144,7 +148,8 @@ def find_job(
     begun = job.newest_checkpoint_name() is not None
     if not folders and not (begun and job.exists):
         return resolve(config, overrides, model_of=model_of), job
-    # A job that has begun knows its model: the weights it began with need not be there any more.
+    # A job with a checkpoint has recorded its `model` section: the weights that `init.from` names
+    # may have been deleted since.
     of_source = partial(own_model, job) if begun else model_of
     resolved = resolve(config, overrides, job_config=job.config, model_of=of_source)
     changed = changes_on_resume(load_job(job.root), resolved.config) if begun else []
@@ -162,13 +167,16 @@ def find_job(
 
 
 def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
-    """Return the `model` section of a job; as `model_of` for one that began with a source."""
+    """Return the `model` section of a job, as `model_of` would for the `source` of its weights."""
     section = load_job(job.root).model.model_dump(mode="json")
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
 def train(start: Start, this: Attempt, world: World) -> None:
-    """Make every part, put them together, run; Preempted when asked to stop before the end."""
+    """Build the trainer, resume from a checkpoint if there is one, and run to the end.
+
+    Raises Preempted if a stop was requested before the last step.
+    """
     from dtt.train.memory import exhaustion_told
 
     this.start.lap("imports")
@@ -225,7 +233,10 @@ def train(start: Start, this: Attempt, world: World) -> None:
 def find_checkpoint(
     this: Attempt, dataset: Dataset, world: World, from_step: int | None
 ) -> Checkpoint | None:
-    """What to resume from, the same on every rank; the first one verifies it for all."""
+    """Return the checkpoint to resume from, the same on every rank, or None for a new job.
+
+    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if its data hash differs.
+    """
     resume = world.from_first(first_choice(this, from_step) if world.first else None)
     if resume is not None:
         fit.check_data_key(resume.manifest, dataset.manifest.key, this.job)
@@ -233,7 +244,7 @@ def find_checkpoint(
 
 
 def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or that of `from_step`."""
+    """Return the newest verified checkpoint, or that of `from_step`; None if there are none."""
     from dtt.checkpoint import retain, store
     from dtt.train.state import check_position
 
@@ -248,7 +259,7 @@ def first_choice(this: Attempt, from_step: int | None) -> Checkpoint | None:
 
 
 def set_aside(this: Attempt, from_step: int) -> None:
-    """From now on the checkpoints after `from_step` are those that this attempt writes."""
+    """Rename the checkpoints after `from_step`: this attempt writes new ones for these steps."""
     from dtt.checkpoint import store
 
     for path in store.supersede(this.job.checkpoints, from_step, this.number):
@@ -256,7 +267,7 @@ def set_aside(this: Attempt, from_step: int) -> None:
 
 
 def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
-    """Whether nothing is left to do: the last step is saved, and its evaluation is on record."""
+    """Return True if the last step is saved and its evaluation is recorded in metrics.jsonl."""
     if resume.step < steps:
         return False
     last = summary.summarize(job.metrics).last_eval
@@ -264,10 +275,10 @@ def is_done(job: JobDir, resume: Checkpoint, steps: int) -> bool:
 
 
 def warn_of_jump(job: JobDir, resume: Checkpoint, plan: Plan) -> None:
-    """Warn if the learning rate rises again after the decay that the checkpoint was taken in.
+    """Warn if the learning rate rises again after the decay during which `resume` was taken.
 
-    A run that ended and is given more steps has another decay, later: the rate leaps from the
-    annealed one up to where the new schedule is. A branch from before the decay does not.
+    A finished run that is given more steps gets a new, later decay, so its rate jumps from the
+    annealed value up to the new schedule. A branch from before the decay avoids this.
     """
     from dtt.checkpoint import store
     from dtt.optim.schedule import Decay
@@ -298,14 +309,17 @@ def warn_of_jump(job: JobDir, resume: Checkpoint, plan: Plan) -> None:
 
 
 def keep_data(job: JobDir, dataset: Dataset) -> None:
-    """Keep what the model's numbers mean: it can be used without the token files."""
+    """Copy the tokenizer and the data manifest into the job directory.
+
+    With them, the model can be used without the token files.
+    """
     fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
     write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
     write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
 
 
 def write_provenance(job: JobDir) -> None:
-    """Keep what this attempt was started with, and where."""
+    """Record the environment and the command line of this attempt in the job directory."""
     job.write_environment()
     append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")
 
@@ -319,7 +333,7 @@ def build(
     watchdog: Watchdog,
     resume: Checkpoint | None,
 ) -> Trainer:
-    """Model, optimizers, data, trackers: each made here and nowhere else."""
+    """Build the model, optimizers, data loaders, trackers and all other parts of the trainer."""
     import torch
 
     from dtt.checkpoint.saver import Saver
@@ -402,7 +416,7 @@ def build(
 def make_evaluator(
     cfg: RunConfig, plan: Plan, world: World, dataset: Dataset, share: Share
 ) -> Evaluator | None:
-    """Validation on held-out text; None, said aloud, when it has no whole sequence."""
+    """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
     from dtt.train.evaluate import Evaluator, held_out
 
     parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
@@ -415,7 +429,10 @@ def make_evaluator(
 def make_budget(
     cfg: RunConfig, dataset: Dataset, this: Attempt, resume: Checkpoint | None
 ) -> Budget | None:
-    """On the first rank of a run that the clock ends; says when it will."""
+    """Return the time budget of a run with a time limit, on rank 0; None otherwise.
+
+    Logs when the run will end, and restores the measured speed from the checkpoint.
+    """
     from dtt.train.budget import Budget
 
     if this.clock is None or not cfg.train.timed:
@@ -436,7 +453,7 @@ def make_budget(
 
 
 def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
-    """None when no samples are wanted."""
+    """Return the sampler of texts during training, or None if `train.sample_tokens` is 0."""
     from dtt.train.evaluate import Sampler
 
     if cfg.train.sample_tokens == 0:
