@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
-from dtt.commands.train import build as wire
+from dtt.commands.build import build as wire
 from dtt.config.guard import GuardConfig
 from dtt.config.load import resolve
 from dtt.data.dataset import open_dataset

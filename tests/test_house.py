@@ -55,7 +55,7 @@ def test_each_package_says_what_lives_there_and_what_it_may_touch(package: Path)
 def test_no_file_is_too_long_to_hold_in_the_head() -> None:
     lines = {p: len(p.read_text().splitlines()) for p in SOURCE.rglob("*.py")}
     lines.pop(SOURCE / "main.py")  # a list of commands, as long as there are commands
-    assert {path.name: n for path, n in lines.items() if n > 400} == {}
+    assert {path.name: n for path, n in lines.items() if n > 450} == {}
 
 
 @pytest.fixture(scope="module")

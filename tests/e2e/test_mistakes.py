@@ -404,7 +404,8 @@ RELEASE = (
             ("not a whole model", "safetensors", "dtt export"),
             gone("exports/small/model.safetensors")),
     Mistake("an exported model with cut weights", "dtt generate exports/small", DAMAGED,
-            ("exports/small/model.safetensors is damaged", "dtt export"), cut("exports/small/model.safetensors")),
+            ("exports/small/model.safetensors is damaged", "dtt export"),
+            cut("exports/small/model.safetensors")),
     Mistake("an exported model with a damaged config", "dtt generate exports/small", DAMAGED,
             ("config.json is not JSON", "dtt export"), text("exports/small/config.json", "{")),
 )  # fmt: skip

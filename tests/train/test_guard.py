@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.checkpoint import store
-from dtt.commands.train import build as wire
+from dtt.commands.build import build as wire
 from dtt.config.guard import GuardConfig
 from dtt.config.load import resolve
 from dtt.data.dataset import open_dataset
