@@ -127,7 +127,7 @@ class Dataset:
         return token_bytes(self.tokenizer, self.manifest.vocab_size, self.manifest.end_of_document)
 
     def rounded_weights(self) -> list[str]:
-        """Return a line for each source whose share of the samples rounding moved by over 1 %."""
+        """Return a line for each source whose share of the samples rounding changed by over 1 %."""
         lines = []
         for one in self.mixture.rounded():
             name, step = self.sources[one.source].name, self.stages.step_of(one.phase.first) + 1

@@ -52,7 +52,7 @@ def check_batches(train: TrainConfig, processes: int) -> None:
 def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
     """Raise ConfigError if a source has no sample of `seq_len` tokens."""
     if samples == 0:
-        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # divides the usual batch sizes
+        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # a divisor of common batch sizes
         raise ConfigError(
             f"the training data is shorter than one sequence: {name}",
             why=f"{tokens} tokens in all, train.seq_len = {seq_len}",

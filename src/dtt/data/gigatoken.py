@@ -112,7 +112,7 @@ class Gigatoken:
             raise Unfit(f"gigatoken is not installed ({error})") from None
         try:
             tokenizer = Tokenizer.from_json(self._content)
-        except Exception as error:  # noqa: BLE001 - it raises whatever its Rust code meets
+        except Exception as error:  # noqa: BLE001 - any error of its Rust code
             raise Unfit(f"gigatoken does not know this tokenizer: {error}") from None
 
         if isinstance(tokenizer.backend, SentencePieceTokenizer):
