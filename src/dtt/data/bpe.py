@@ -1,9 +1,9 @@
-"""Byte-level BPE, learnt from a table of words and their counts.
+"""Byte-level BPE training from a table of words and their counts.
 
-The two symbols that stand beside each other most often become one symbol, again and again (Sennrich
-et al. 2016, arXiv 1508.07909). Of pairs that are equally frequent the one with the smaller left id
-comes first, then the smaller right id. The result is that of Hugging Face's `BpeTrainer`, which
-counts in 32 bits and starts from text; here counts have 64 bits, and tables of many ranks add up.
+Training repeatedly merges the most frequent pair of adjacent symbols into one symbol (Sennrich et
+al. 2016, arXiv 1508.07909). Ties go to the pair with the smaller left id, then to the smaller right
+id. The result equals that of Hugging Face's `BpeTrainer`, which counts in 32 bits and starts from
+text. The counts here have 64 bits, and the tables of several ranks can be summed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tokenizers import pre_tokenizers
 from dtt.runtime.log import Advance
 
 MIN_COUNT = 2
-"""What stands anywhere only once is not merged."""
+"""Smallest count of a pair that is merged."""
 BORDER = -1
-"""Between words."""
+"""Marks a word boundary in the symbol array."""
 INNER = -2
-"""Where a symbol began that is now part of another."""
+"""Marks the start of a symbol that has been merged into the symbol on its left."""
 
 Ids = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a BPE model consists of."""
+    """The vocabulary and merges of a trained BPE model."""
 
     vocabulary: dict[str, int]
     merges: list[tuple[str, str]]
@@ -44,10 +44,11 @@ def learn(
     special_tokens: Iterable[str],
     advance: Advance = lambda amount: None,
 ) -> Learnt:
-    """A vocabulary of `vocab_size` entries, or of fewer when no pair repeats any more.
+    """Learn a vocabulary of `vocab_size` entries, or fewer once no pair occurs twice.
 
-    `words` and their counts are in the alphabet of `ByteLevel`, a character per byte. The special
-    tokens come first, then the 256 bytes, then what is merged. `advance` is told of each merge.
+    `words` maps each word to its count; words are in the alphabet of `ByteLevel`, one character
+    per byte. Ids are assigned to the special tokens first, then to the 256 bytes, then to the
+    merged symbols. `advance(1)` is called after each merge.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = list(dict.fromkeys([*special_tokens, *alphabet]))
@@ -56,8 +57,9 @@ def learn(
     merges = []
     while len(tokens) < vocab_size and (pair := text.most_frequent()) is not None:
         left, right = (tokens[i] for i in pair)
-        # A string is merged in one way only: within a symbol nothing from outside interferes. So it
-        # can have an id already only as a special token; `BpeTrainer` takes that one, too.
+        # Only one sequence of merges produces a given string, because merges inside a symbol do not
+        # depend on its neighbours. So the string can already have an id only as a special token;
+        # `BpeTrainer` reuses that id too.
         merged = ids.setdefault(left + right, len(tokens))
         if merged == len(tokens):
             tokens.append(left + right)
@@ -68,35 +70,38 @@ def learn(
 
 
 class _Text:
-    """The words in one row, cut into symbols, and a queue of the pairs of neighbours.
+    """All words in one symbol array, with a priority queue of adjacent pairs.
 
-    A symbol of n characters takes n places of the row; its id stands in the first and the last, so
-    that its neighbours find it. A pair is noted once, when the newer of its symbols is made. After
-    that its count can only fall. So the queue holds upper bounds; when a pair comes up, it is
-    counted again, at the places where it was.
+    A symbol of n characters occupies n elements of the array. Its id is stored in the first and the
+    last of them, so that both neighbours can read it. A pair is queued once, when the newer of its
+    two symbols is created; after that its count can only decrease. The queue therefore holds upper
+    bounds, and a pair at its head is recounted at its recorded positions.
     """
 
     def __init__(self, words: Mapping[str, int], ids: Mapping[str, int]) -> None:
         characters = np.frombuffer("\n".join(["", *words, ""]).encode("utf-32-le"), np.uint32)
-        id_of = np.full(0x200, BORDER, np.int32)  # the alphabet ends below
+        id_of = np.full(0x200, BORDER, np.int32)  # all code points of the alphabet are below 0x200
         for character in pre_tokenizers.ByteLevel.alphabet():
             id_of[ord(character)] = ids[character]
         self._row: Ids = id_of[characters]
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         counts = np.fromiter(words.values(), np.int64, len(words))
         self._weight: Numbers = np.concatenate([[0], np.repeat(counts, lengths + 1)])
-        """Count of the word at each place."""
+        """Count of the word at each position."""
         self._length: Numbers = np.ones(2 * len(ids), np.int64)
-        """Characters of each symbol."""
+        """Length of each symbol in characters, by id."""
         self._places: dict[int, Numbers] = {}
-        """Where each pair was, in ascending order, by its key: left · 2³² + right."""
+        """Ascending start positions of each pair, by its key: left · 2³² + right.
+
+        They may be outdated: later merges can have consumed the pair.
+        """
         self._queue: list[tuple[int, int]] = []
-        """Minus an upper bound of the count, and the key."""
+        """Heap of (negative upper bound of the count, key)."""
         places = np.flatnonzero((self._row[:-1] != BORDER) & (self._row[1:] != BORDER))
         self._note(self._row[places], self._row[places + 1], places)
 
     def most_frequent(self) -> Pair | None:
-        """The pair to merge next; None if none repeats."""
+        """Return the pair to merge next, or None if no pair occurs twice."""
         while self._queue:
             bound, key = self._queue[0]
             pair = divmod(key, 2**32)
@@ -114,7 +119,10 @@ class _Text:
         return None
 
     def merge(self, pair: Pair, merged: int) -> None:
-        """Make one symbol of `pair` everywhere; it is the pair that `most_frequent` returned."""
+        """Replace every occurrence of `pair` by the symbol `merged`.
+
+        `pair` must be the one that `most_frequent` has just returned.
+        """
         _, key = heapq.heappop(self._queue)
         starts = self._places.pop(key)
         left, right = pair
@@ -129,7 +137,8 @@ class _Text:
         self._row[starts] = merged
         self._row[ends - 1] = merged
         before, after = self._row[starts - 1], self._row[ends]
-        # Where one follows another, the pair is noted as what stands after the first.
+        # Where two merged symbols are adjacent, their pair is recorded only as the successor of the
+        # first one.
         first = before != BORDER
         first[1:] &= starts[1:] != ends[:-1]
         last = after != BORDER
@@ -142,14 +151,14 @@ class _Text:
         )
 
     def _still(self, pair: Pair, places: Numbers) -> Numbers:
-        """Those of `places` where the pair stands now."""
+        """Return the elements of `places` at which the pair still starts."""
         left, right = pair
         places = places[self._row[places] == left]
         still: Numbers = places[self._row[places + self._length[left]] == right]
         return still
 
     def _note(self, left: Ids, right: Ids, places: Numbers) -> None:
-        """Put pairs that have not been there before into the queue."""
+        """Queue new pairs (`left`, `right`) that start at `places`."""
         if not len(places):
             return
         keys = left.astype(np.int64) << 32 | right
@@ -166,7 +175,10 @@ class _Text:
 
 
 def _every_second(starts: Numbers, length: int) -> Numbers:
-    """Of the pairs of a symbol with itself, those that do not overlap, from left to right."""
+    """Return the starts of non-overlapping pairs of a symbol of `length` with itself.
+
+    Pairs are taken from left to right: in "aaaa", the first and the third of the three pairs.
+    """
     runs = np.flatnonzero(np.diff(starts, prepend=-length) != length)
     in_run = np.arange(len(starts)) - np.repeat(runs, np.diff(runs, append=len(starts)))
     apart: Numbers = starts[in_run % 2 == 0]

@@ -1,4 +1,4 @@
-"""How a tokenizer fares beside another on the documents that were held out."""
+"""Comparison of two tokenizers by their number of tokens for the held-out documents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dtt.data.tokenizer import open_tokenizer
 from dtt.errors import InputError
 
 ENOUGH_BYTES = 2 * 10**6
+"""Bytes of held-out text after which the comparison stops."""
 
 
 class Comparison(NamedTuple):
-    """UTF-8 bytes of held-out text, and the tokens that it takes; ends of documents count."""
+    """UTF-8 bytes of held-out text and its number of tokens, end-of-document tokens included."""
 
     text_bytes: int
     tokens: int
@@ -26,12 +27,13 @@ class Comparison(NamedTuple):
 
 
 def compare(out: Path, other: Path) -> Comparison:
-    """The tokenizer of the token files in `out` beside `other`, a tokenizer.json.
+    """Compare the tokenizer of the token files in `out` with `other`, a tokenizer.json.
 
-    On about 2 MB. The text comes back from the token files, as byte-level BPE loses nothing.
+    Uses about 2 MB (ENOUGH_BYTES) of text. The text is decoded from the token files, which is exact
+    because byte-level BPE is lossless.
     """
     ours, theirs = open_tokenizer(out / "tokenizer.json"), open_tokenizer(other)
-    theirs.encode_special_tokens = True  # as text, as in the token files
+    theirs.encode_special_tokens = True  # encode them as text, as `dtt tokenize` does
     total = Comparison(0, 0, 0)
     for ids in _held_out(out):
         text = ours.decode(ids[:-1].tolist(), skip_special_tokens=False)
@@ -47,7 +49,7 @@ def compare(out: Path, other: Path) -> Comparison:
 
 
 def _held_out(out: Path) -> Iterator[npt.NDArray[np.generic]]:
-    """Documents of the validation split that lie on disks this node sees."""
+    """Yield the documents of the validation split, except for shards this node cannot reach."""
     for shard in TokensManifest.read(out).shards:
         if shard.split == "validation":
             try:

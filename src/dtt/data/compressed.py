@@ -1,4 +1,4 @@
-"""Compressed files as streams that give all they can, also where a file is damaged."""
+"""Decompressing streams that return all readable content of a file, even if it is damaged."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from pathlib import Path
 import pyarrow as pa
 
 CHUNK_BYTES = 2**16
-"""What pyarrow reads of a compressed file at once. An error is in the last chunk that it read."""
+"""Bytes of a compressed file that pyarrow reads at once. Damage lies in the last chunk it read."""
 
 
 class Decompressed(io.RawIOBase):
-    """The content of a compressed file, to the last byte before the place where it breaks off.
+    """The content of a compressed file, up to the last byte before any damage.
 
-    Reading raises OSError only after that. pyarrow alone loses what a failed call had decompressed,
-    which may be hundreds of documents.
+    Reading raises OSError only after that byte. pyarrow alone discards what a failed call had
+    already decompressed, which may be hundreds of documents.
     """
 
     def __init__(self, path: Path, compression: str) -> None:
-        """Raises OSError when the file cannot be opened."""
+        """Open `path`; raise OSError if that fails."""
         super().__init__()
         self._path, self._compression = path, compression
         self._file = pa.OSFile(str(path))
         self._stream = pa.CompressedInputStream(self._file, compression)
         self._damage: OSError | None = None
         self.text_bytes = 0
-        """Bytes of content that were read so far."""
+        """Bytes of decompressed content read so far."""
         self.unread_bytes = 0
-        """Bytes of the file, compressed, that cannot be read; known once it broke off."""
+        """Compressed bytes of the file that cannot be read; set once damage was found."""
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any writable buffer
-        """Fill `buffer` as far as there is content; raises OSError at the end of damaged files."""
+        """Read up to `len(buffer)` bytes; raise OSError once a damaged file has no more content."""
         try:
             size = int(self._stream.readinto(buffer))
         except OSError as error:
@@ -56,7 +56,10 @@ class Decompressed(io.RawIOBase):
         super().close()
 
     def _rescue(self, broke_at: int) -> bytes:
-        """Return the content between what was read and the damage: read again, byte by byte."""
+        """Return the content between the current position and the damage.
+
+        Decompresses the file again from its start, and byte by byte near the damage.
+        """
         with _Trickle(self._path, max(0, broke_at - CHUNK_BYTES)) as file:
             stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), self._compression)
             read = 0
@@ -74,9 +77,11 @@ class Decompressed(io.RawIOBase):
 
 
 def lost_bytes(stream: object, used: int | None = None, size: int = 0) -> int:
-    """Return about how much is lost with the rest of a file of `size` bytes, as it lies there.
+    """Return about how many bytes are lost with the unreadable rest of a file of `size` bytes.
 
-    `used` is the number of bytes of its content before that; None: all that could be read.
+    `used` is the number of bytes of content that were used before the damage; None means that all
+    readable content was used. For compressed files the result is the compressed bytes that cannot
+    be read, plus the content that was decompressed but not used.
     """
     raw = getattr(stream, "raw", None)
     if isinstance(raw, Decompressed):
@@ -85,7 +90,10 @@ def lost_bytes(stream: object, used: int | None = None, size: int = 0) -> int:
 
 
 class _Trickle(io.FileIO):
-    """A file that gives single bytes from `start` on: a decompressor then stops at the bad one."""
+    """A file that returns one byte per read from `start` on.
+
+    A decompressor that reads from it stops exactly at the damaged byte.
+    """
 
     def __init__(self, path: Path, start: int) -> None:
         super().__init__(path)

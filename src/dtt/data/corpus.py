@@ -1,7 +1,8 @@
-"""A corpus, cut into units of work before anyone knows how many ranks there are.
+"""Division of a corpus into units of work, independent of the number of ranks.
 
-The units are a pure function of the corpus and `unit_bytes`. Each is a few spans of files: row
-groups of Parquet, byte ranges of plain line files, whole files of what must be read from its start.
+The units are a pure function of the corpus and `unit_bytes`. Each unit is a list of file spans: row
+groups of Parquet files, byte ranges of uncompressed line-based files, and entire files where
+reading must start at the beginning (compressed files, CSV, one document per file).
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from dtt.errors import DamagedError, InputError
 from dtt.runtime.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
-"""Bytes of text per byte of a compressed file, to estimate sizes."""
+"""Assumed bytes of text per byte of a compressed file, to estimate sizes."""
 DEFAULT_UNITS = 64
+"""Number of units that the default unit size aims at."""
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 10**6, 256 * 10**6
+"""Bounds of the default unit size, in bytes of text."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: row groups `[start, stop)` of Parquet, else bytes.
+    """Part of a file: row groups `[start, stop)` of Parquet, bytes `[start, stop)` otherwise.
 
-    A byte range owns the lines that start in it; the last line may reach beyond `stop`.
+    A byte range contains the lines that start in it; its last line may extend beyond `stop`.
     """
 
     file: int
@@ -36,35 +39,36 @@ class Span:
     start: int
     stop: int
     text_bytes: int
-    """About how much text it holds."""
+    """Estimated bytes of text in the span."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one rank works through on its own, and what becomes one shard."""
+    """A unit of work: one rank processes it, and it becomes one shard per split."""
 
     index: int
     spans: tuple[Span, ...]
 
     @property
     def text_bytes(self) -> int:
-        """About how much text it holds."""
+        """Estimated bytes of text in the unit."""
         return sum(span.text_bytes for span in self.spans)
 
 
 class Corpus:
-    """The documents that `download` left in a folder."""
+    """The corpus that `dtt download` wrote to a folder."""
 
     def __init__(
         self, folder: Path, manifest: CorpusManifest | None = None, comm: Comm | None = None
     ) -> None:
-        """Look whether the files of the manifest are still those that it names.
+        """Open a corpus and check its files against the manifest.
 
-        `manifest` is the folder's own if absent. The ranks of `comm` share the files, as each
-        takes a few accesses to the disk, or a file server; without it one process looks at all.
+        `manifest` defaults to the one in `folder`. Checking a file takes several accesses to the
+        disk or file server, so the ranks of `comm` divide the files among themselves; without
+        `comm` this process checks all of them.
 
-        Raises InputError for a missing file, DamagedError for one whose size has changed or that
-        is a link out of the folder.
+        Raises InputError for a missing file, and DamagedError for a file whose size has changed or
+        that is a link to a place outside the folder.
         """
         self.folder = folder
         self.manifest = manifest or CorpusManifest.read(folder)
@@ -75,7 +79,7 @@ class Corpus:
         self._row_groups = [shares[file % comm.size][file // comm.size] for file in files]
 
     def _look(self, file: int) -> list[int]:
-        """Check a file; returns about how many bytes of text each row group of Parquet holds."""
+        """Check a file; return the bytes of text per row group (empty unless it is Parquet)."""
         path = self.path(file)
         if self.manifest.files[file].path in self._below:
             checked_file(self.manifest.files[file].path, self.folder / CorpusManifest.filename)
@@ -97,21 +101,24 @@ class Corpus:
             groups = text_chunks(path, str(self.manifest.text_column))
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
-                raise  # the disk failed: the next look may give other units
-            return [0]  # it is damaged: the reader of documents says how
+                raise  # an I/O error: a later attempt may succeed and would cut other units
+            return [0]  # the file is damaged; documents.py reports the details
         return [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
 
     def path(self, file: int) -> Path:
-        """Where the `file`-th file lies."""
+        """Return the path of the file with this index in the manifest."""
         return self.folder / self.manifest.files[file].path
 
     def unit_bytes(self) -> int:
-        """The default size of a unit: 1/64 of the text, within bounds."""
+        """Return the default unit size in bytes of text: 1/64 of the corpus, within bounds."""
         total = sum(span.text_bytes for span in self._pieces(MAX_UNIT_BYTES))
         return min(max(total // DEFAULT_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        """Cut the corpus into units of at most `unit_bytes`, or of one piece that is larger."""
+        """Divide the corpus into units of at most `unit_bytes` bytes of text.
+
+        A row group or file that cannot be divided and is larger forms a unit of its own.
+        """
         units: list[Unit] = []
         spans: list[Span] = []
         room = unit_bytes
@@ -144,9 +151,9 @@ class Corpus:
 def text_chunks(
     path: Path, column: str, groups: slice = slice(None)
 ) -> list[list[pq.ColumnChunkMetaData]]:
-    """The chunks of a column in each of the row groups of a Parquet file, as its footer has them.
+    """Return the chunks of `column` in each of the row groups `groups` of a Parquet file.
 
-    Raises OSError or ArrowException if that cannot be read.
+    Reads only the footer. Raises OSError or ArrowException if the footer cannot be read.
     """
     footer = pq.read_metadata(path)
     return [

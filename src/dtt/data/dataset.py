@@ -1,4 +1,4 @@
-"""What a run reads, opened from its configuration: sources, their mixture, held-out text."""
+"""The dataset of a run, opened from its configuration: sources, mixture and held-out text."""
 
 from __future__ import annotations
 
@@ -25,57 +25,66 @@ from dtt.errors import ConfigError, InputError
 from dtt.runtime.files import sha256_file
 
 OWN = np.uint64((1 << SOURCE_SHIFT) - 1)
-"""The bits of a sample's number that its source gave it."""
+"""Mask of the bits of a sample number that are its number within its source."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The samples of a run by position. Above SOURCE_SHIFT a sample's number names its source."""
+    """The samples of a run, by position.
+
+    The bits of a sample number from SOURCE_SHIFT on are the index of its source.
+    """
 
     sources: tuple[Source, ...]
     validation: tuple[Source | None, ...]
-    """Held-out text of each source; None where there is none."""
+    """Held-out text of each source; None for a source without any."""
     mixture: Mixture
     stages: Stages
-    """How many of the samples each optimizer step takes, and in what context."""
+    """Batch-size and context-length schedules: samples and context length of each step."""
     tokenizer: Path
     manifest: DataManifest
-    """What a job keeps of this."""
+    """Description of the data that is stored in the job directory."""
 
     @property
     def steps(self) -> int:
-        """Whole optimizer steps there are samples for; at most as many as were asked for."""
+        """Number of optimizer steps with a full batch of samples; at most `train.steps`."""
         return self.stages.step_of(self.mixture.end)
 
     def first_sample(self, step: int) -> int:
-        """Position of the first sample of a step; steps count from 0."""
+        """Return the position of the first sample of a step; steps count from 0."""
         return self.stages.first_sample(step)
 
     def samples_at(self, first: int, count: int) -> Samples:
-        """The samples at positions first … first + count - 1 of the run."""
+        """Return the sample numbers at positions first … first + count - 1 of the run."""
         sources, places = self.mixture.places(first, count)
         samples = np.empty(count, dtype=np.uint64)
         for number in np.unique(sources).tolist():
             mine = sources == number
-            # Places of one source follow one another, wherever they stand in the mixture.
+            # The places of one source are consecutive, however the mixture interleaves them.
             own = self.sources[number].samples_at(int(places[mine][0]), int(mine.sum()))
             samples[mine] = own | np.uint64(number << SOURCE_SHIFT)
         return samples
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """Ids [len(samples), seq_len + 1]; PADDING after the last token of a short sample."""
+        """Return token ids [len(samples), seq_len + 1].
+
+        PADDING fills the rest of a sample that is shorter than seq_len + 1.
+        """
         ids: npt.NDArray[np.int64] = self._gather(samples, lambda source, own, _: source.read(own))
         return ids
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Which document of its sample each id of `read(samples)` is in, counted from 0."""
+        """Return the document index, within its sample, of each id of `read(samples)`, from 0."""
         documents: npt.NDArray[np.int32] = self._gather(
             samples, lambda source, own, rows: source.documents(own, ids[rows])
         )
         return documents
 
     def _gather(self, samples: Samples, part: Callable[[Source, Samples, Any], Any]) -> Any:
-        """Put together the rows that `part(source, its own samples, where they stand)` gives."""
+        """Call `part(source, its samples, row mask)` for each source and merge the returned rows.
+
+        The rows of the result are in the order of `samples`.
+        """
         gathered: npt.NDArray[Any] | None = None
         for source, own, rows in self._by_source(samples):
             made = part(source, own, rows)
@@ -95,30 +104,30 @@ class Dataset:
             yield self.sources[number], samples[rows] & OWN, rows
 
     def targets(self, samples: Samples) -> int:
-        """How many targets that are not PADDING these samples have."""
+        """Return the number of targets in these samples that are not PADDING."""
         return sum(source.targets(own) for source, own, _ in self._by_source(samples))
 
     def locate(self, sample: int) -> tuple[Source, list[Piece]]:
-        """The source of a sample, and its documents in order."""
+        """Return the source of a sample and the pieces of documents in it, in order."""
         source = self.sources[sample >> SOURCE_SHIFT]
         return source, source.locate(sample & int(OWN))
 
     def epochs(self, position: int) -> dict[str, float]:
-        """How often each source has been gone through before a position of the run, by name."""
+        """Return the number of epochs, as a float, of each source before a position, by name."""
         counts = self.mixture.counts(position).tolist()
         return {s.name: n / len(s) for s, n in zip(self.sources, counts, strict=True)}
 
     def shares(self) -> dict[str, float]:
-        """The share of each source of all samples of the run, by name."""
+        """Return the fraction of the run's samples that come from each source, by name."""
         counts = self.mixture.counts(self.mixture.end).tolist()
         return {s.name: n / self.mixture.end for s, n in zip(self.sources, counts, strict=True)}
 
     def token_bytes(self) -> npt.NDArray[np.int64] | None:
-        """Return the bytes of text of each id, [vocab_size]; None if they are not known."""
+        """Return the bytes of text of each id, [vocab_size], or None if they are not known."""
         return token_bytes(self.tokenizer, self.manifest.vocab_size, self.manifest.end_of_document)
 
     def rounded_weights(self) -> list[str]:
-        """Return a line for each source whose share of the samples rounding moved by over 1 %."""
+        """Return a line for each source whose share of the samples rounding changed by over 1 %."""
         lines = []
         for one in self.mixture.rounded():
             name, step = self.sources[one.source].name, self.stages.step_of(one.phase.first) + 1
@@ -127,19 +136,22 @@ class Dataset:
         return lines
 
     def state(self, position: int) -> dict[str, Any]:
-        """From which `restore` goes on at `position`: of the sources that need one, by name."""
+        """Return the state from which `restore` resumes at `position`, by source name.
+
+        Sources without state are absent.
+        """
         counts = self.mixture.counts(position).tolist()
         states = {s.name: s.state(n) for s, n in zip(self.sources, counts, strict=True)}
         return {name: state for name, state in states.items() if state is not None}
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume at the position for which `state` was called."""
         for source in self.sources:
             if source.name in states:
                 source.restore(states[source.name])
 
     def describe(self) -> str:
-        """A line for each source: its share and its epochs in this run."""
+        """Return one line per source: its share, its tokens and its epochs in this run."""
         shares, epochs = self.shares(), self.epochs(self.mixture.end)
         width = max(map(len, shares))
         return "\n".join(
@@ -150,9 +162,12 @@ class Dataset:
 
 
 def open_dataset(cfg: RunConfig) -> Dataset:
-    """Open all that `cfg` trains on. Of token files no ids are read; text is read to estimate it.
+    """Open all data that `cfg` trains on.
 
-    ConfigError if the parts do not fit each other; InputError, DamagedError as the sources say.
+    No token ids are read from token files. A text source reads some text to estimate its size.
+
+    Raises ConfigError if the sources, schedules and tokenizers do not fit together, and InputError
+    or DamagedError for missing or damaged files.
     """
     train, data = cfg.train, cfg.data
     stages = resolve(train)
@@ -215,7 +230,11 @@ def _open_sources(cfg: RunConfig) -> list[Opened]:
 
 
 def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:
-    """`given`: what `data.tokenizer` names, for files that do not say what made them."""
+    """Open the token files of one source.
+
+    `given` is the vocabulary of `data.tokenizer`. It is needed for token files without a dtt
+    manifest, as they do not name their tokenizer.
+    """
     assert isinstance(cfg.data, TokensDataConfig)
     options: dict[str, Any] = {
         "seq_len": cfg.train.seq_len,
@@ -256,7 +275,11 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
 
 
 def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weights]]:
-    """The first step (from 1) of each change of weights, and these; exactly the given decimals."""
+    """Return the mixture weights with the step, counted from 1, from which they hold.
+
+    Weights are converted to fractions through their decimal form, so that 0.1 means exactly 1/10.
+    A source without a weight is weighted by its number of samples.
+    """
     data = cfg.data
     if isinstance(data, TextDataConfig) or not data.sources:
         return [(1, (Fraction(1),))]
@@ -271,7 +294,11 @@ def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weight
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """That of a tokenizer.json; InputError if there is none, ConfigError without an end token."""
+    """Return the vocabulary of a tokenizer.json.
+
+    Raises InputError if the file does not exist, and ConfigError if it has no end-of-document
+    token.
+    """
     try:
         encoder = Encoder(path.read_bytes(), None, path)
     except FileNotFoundError:

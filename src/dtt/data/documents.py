@@ -1,6 +1,6 @@
-"""The documents of a span of a corpus, one after the other as UTF-8, in bounded memory.
+"""Readers that stream the documents of a corpus as UTF-8, in bounded memory.
 
-What cannot be read is reported to a BadDocuments with file and line, and left out.
+Documents that cannot be read are skipped and recorded in a BadDocuments, with file and line.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from dtt.data.formats import (
 from dtt.errors import DamagedError
 
 SECTION_BYTES = 4096
-"""Paragraphs are put together up to about this size where documents are sections."""
+"""Approximate size of a section, where documents are sections (runs of paragraphs)."""
 BATCH_BYTES = 2**21
+"""Default size of a batch of documents: about what the processor's cache holds."""
 MAX_PARQUET_ROWS = 2**16
 PARQUET_BUFFER_BYTES = 2**20
-"""Read from the file at once, however large a row group is."""
+"""Bytes read from a Parquet file at once; bounds memory for large row groups."""
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
 class BadDocuments:
-    """Counts documents that cannot be read and remembers where the first few are."""
+    """A counter of unreadable documents that also keeps the locations of the first few."""
 
     def __init__(self, *, stop: bool = False, shown: int = 5) -> None:
-        """With `stop`, the first one raises DamagedError."""
+        """Keep the locations of the first `shown` documents.
+
+        With `stop`, the first unreadable document raises DamagedError.
+        """
         self.count = self.lost_bytes = 0
         self.examples: list[str] = []
         self._stop, self._shown = stop, shown
@@ -50,10 +54,11 @@ class BadDocuments:
     def add(
         self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1
     ) -> None:
-        """Note one; `where` is only called for those that are shown, as it may be slow.
+        """Record an unreadable document; raise DamagedError if `stop` was set.
 
-        Where the rest of a damaged file goes with it, `lost_bytes` is about the size of that, and
-        `count` the number of documents, if known.
+        `where` returns the location. It may be slow, so it is called only for documents that are
+        shown. If the rest of a damaged file is lost too, `lost_bytes` is its approximate size, and
+        `count` the number of lost documents, if known.
         """
         self.count += count
         self.lost_bytes += lost_bytes
@@ -74,9 +79,9 @@ class BadDocuments:
 def read_unit(
     corpus: Corpus, unit: Unit, bad: BadDocuments, at_once: int = BATCH_BYTES
 ) -> Iterator[bytes]:
-    """Every document of `unit` that can be read, empty ones included, in the order of the files.
+    """Iterate over the readable documents of `unit`, empty ones included, in file order.
 
-    About `at_once` bytes are read and decoded before the first is there.
+    Documents are read and decoded in batches of about `at_once` bytes.
     """
     return chain.from_iterable(read_batches(corpus, unit, bad, at_once))
 
@@ -84,7 +89,7 @@ def read_unit(
 def read_batches(
     corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
 ) -> Iterator[list[bytes]]:
-    """The same in lists of about `size` bytes, by default what the processor's cache holds."""
+    """Iterate over the readable documents of `unit`, in lists of about `size` bytes."""
     for span in unit.spans:
         if corpus.manifest.file_format == "parquet":
             column = str(corpus.manifest.text_column)
@@ -94,7 +99,7 @@ def read_batches(
 
 
 def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    """Documents in lists of about so many bytes."""
+    """Group documents into lists of about `size` bytes."""
     batch: list[bytes] = []
     room = size
     for document in documents:
@@ -108,7 +113,7 @@ def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
 
 
 def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]:
-    """Those of a span, of any format but Parquet."""
+    """Yield the documents of a span; supports every format except Parquet."""
     path, manifest = corpus.path(span.file), corpus.manifest
     if span.stop == 0 and manifest.txt_documents != "file":
         bad.add(partial(_location, path, 0, 1), "the file is empty")
@@ -126,11 +131,14 @@ def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]
 
 
 Located = tuple[Callable[[], str], bytes]
-"""Content, and a function that tells its `file:line`."""
+"""A function that returns the `file:line` of some content, and the content."""
 
 
 def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
-    """Lines that start in the span, line ends kept; a compressed file is read to its end."""
+    """Yield the lines that start in the span, with their line ends.
+
+    A compressed file is read to its end.
+    """
     position = span.start
     number = 0
     stream = None
@@ -164,13 +172,17 @@ def _raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
 
 
 def _raise_if_refused(error: Exception) -> None:
-    """A disk or network that fails is no bad document: it may be well again. Only damage is one."""
+    """Re-raise `error` if it is an I/O error of the operating system.
+
+    A failing disk or network may recover, so it must not count as a bad document. Only damaged
+    content does; its errors have no errno.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         raise error
 
 
 def _skip_line(stream: BinaryIO, most: int) -> int:
-    """Go to the next line, by at most so many bytes; returns by how many."""
+    """Skip the rest of the current line, `most` bytes at most; return the number of bytes."""
     skipped = 0
     while skipped < most and (part := stream.readline(min(most - skipped, 2**20))):
         skipped += len(part)
@@ -180,7 +192,10 @@ def _skip_line(stream: BinaryIO, most: int) -> int:
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
-    """A line and its full size; of one that is too long only the start is kept."""
+    """Read a line; return it and its full size in bytes.
+
+    If the line is longer than MAX_DOCUMENT_BYTES, only its start is returned.
+    """
     line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
     size = len(line)
     while part and not part.endswith(b"\n"):
@@ -190,14 +205,14 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
 
 
 def _location(path: Path, start: int, number: int) -> str:
-    """`file:line` of the `number`-th line that starts at or after byte `start`."""
+    """Return `file:line` of the `number`-th line that starts at or after byte `start`."""
     before = 0
     with path.open("rb") as file:
         while start > 0 and (chunk := file.read(min(start, 2**20))):
             before += chunk.count(b"\n")
             start -= len(chunk)
             if start == 0 and not chunk.endswith(b"\n"):
-                before += 1  # the line across `start` belongs to the span before
+                before += 1  # the line that crosses `start` belongs to the previous span
     return f"{path}:{before + number}"
 
 
@@ -209,9 +224,10 @@ def _text_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
 
 
 def _sections(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
-    """Runs of whole paragraphs of about SECTION_BYTES; together they are the text, unchanged.
+    """Yield sections: runs of complete paragraphs, about SECTION_BYTES each.
 
-    A paragraph that is longer by itself is cut at a line end.
+    Concatenated, they are the unchanged text. A section ends at the first blank line after
+    SECTION_BYTES, or at any line end after twice that size.
     """
     section: list[bytes] = []
     size = 0
@@ -246,7 +262,7 @@ def _whole(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
 
 
 def _utf8(content: bytes, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
-    """A document, if it is what it should be."""
+    """Yield `content` if it is valid UTF-8; record it in `bad` otherwise."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -329,7 +345,7 @@ def _row_group(
         return
     except (OSError, pa.ArrowException) as error:
         _raise_if_refused(error)
-    try:  # what could be read of the batch that failed, row by row
+    try:  # read the failed batch again row by row, to keep the rows before the damage
         for texts in islice(_columns(file, group, column, 1), row, None):
             yield _documents_of(texts, partial(_row, path, group), row, bad)
             row += 1
@@ -351,9 +367,9 @@ def _columns(file: pq.ParquetFile, group: int, column: str, rows: int) -> Iterat
 def _documents_of(
     texts: pa.Array, where: Callable[[int], str], first: int, bad: BadDocuments
 ) -> list[bytes]:
-    """Return the values that are documents; `first` is the row of the first one in its group."""
+    """Return the values that are documents; `first` is the row of `texts[0]` in its row group."""
     if _is_sound(texts):
-        binary = pa.binary()  # a view, as `cast` loads all functions of pyarrow.compute
+        binary = pa.binary()  # `view` where possible: `cast` loads all of pyarrow.compute
         plain = pa.types.is_string(texts.type)
         found: list[bytes] = (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
         return found
@@ -365,7 +381,10 @@ def _documents_of(
 
 
 def _is_sound(texts: pa.Array) -> bool:
-    """Whether all are documents: Parquet may call text what is none."""
+    """Return True if all values are documents.
+
+    A string column of a Parquet file may contain bytes that are not UTF-8, hence the validation.
+    """
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid:
@@ -383,14 +402,17 @@ def _value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Ite
 
 
 def _row(path: Path, group: int, row: int) -> str:
-    """`file, row N`, counted from the start of the file."""
+    """Return `file, row N`, with N counted from the start of the file."""
     footer = pq.read_metadata(path)
     before = sum(footer.row_group(earlier).num_rows for earlier in range(group))
     return f"{path}, row {before + row}"
 
 
 def _encoded(value: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
-    """A value, if it is text that has a UTF-8 form."""
+    """Yield `value` as UTF-8 if it is a string that can be encoded; record it in `bad` otherwise.
+
+    A string longer than MAX_DOCUMENT_BYTES is recorded too.
+    """
     if not isinstance(value, str):
         bad.add(where, f"the text is {'null' if value is None else type(value).__name__}")
         return

@@ -1,7 +1,7 @@
-"""Raw documents into a corpus folder: from the Hub, from local files, from Python itself.
+"""Download of raw documents into a corpus folder: from the Hub, local files or Python's library.
 
-Files are kept as they are. What the manifest already names, unchanged, is neither fetched nor
-read again.
+Files are stored unmodified. Files that the manifest already lists, and that have not changed, are
+neither fetched nor read again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from dtt.runtime.log import log, progress
 
 
 def download(cfg: DownloadConfig, out: Path) -> CorpusManifest:
-    """Make `out` the corpus that `cfg` names; local files stay where they are.
+    """Create or update the corpus folder `out` from the dataset that `cfg` names.
 
-    Raises InputError when there is nothing to read, ConfigError when a subset, split or column
-    does not exist or `out` holds another corpus, EnvironmentUnfit when the Hub is out of reach,
-    StorageError when there is no room.
+    Local files are not copied: the manifest refers to them where they are.
+
+    Raises InputError if there is nothing to read, ConfigError if a subset, split or column does not
+    exist or if `out` holds another corpus, EnvironmentUnfit if the Hub cannot be reached, and
+    StorageError if the disk has too little free space.
     """
     if cfg.dataset is None:
         raise ConfigError(
@@ -77,7 +79,7 @@ def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
 
 
 def _check_options(cfg: DownloadConfig, kind: str) -> None:
-    """ConfigError for an option that says nothing about this kind of dataset."""
+    """Raise ConfigError if an option is set that does not apply to this kind of dataset."""
     foreign = {"hub": (), "local": ("name", "revision"), "stdlib": ("name", "revision", "split")}
     for option in foreign[kind]:
         value = getattr(cfg, option)
@@ -105,7 +107,7 @@ def _from_stdlib(out: Path, previous: CorpusManifest | None) -> CorpusManifest:
 
 
 def local_manifest(path: Path) -> CorpusManifest:
-    """A file or folder of documents as a corpus, to look at: nothing is hashed or written."""
+    """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
     files = tuple(_record(file, str(file), sha256="not hashed") for file in local_files(path, None))
     source = CorpusSource(kind="local", id=str(path))
     return _manifest(DownloadConfig(), source, path, files)
@@ -133,7 +135,10 @@ def _from_local(
 def _from_hub(
     cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
 ) -> CorpusManifest:
-    """The pinned commit stays the one of `previous` unless another revision is asked for."""
+    """Fetch a dataset from the Hub.
+
+    Keeps the commit that `previous` is pinned to, unless `cfg.revision` names another one.
+    """
     from dtt.data import hub  # slow to import, and not needed for other sources
 
     pinned = previous.source.revision if previous else None

@@ -1,8 +1,9 @@
-"""Tokenize a corpus with any number of ranks, so that the result does not tell how many.
+"""Tokenization of a corpus by any number of ranks; the result does not depend on their number.
 
-The ranks agree on a plan: the tokenizer, the units, which of them are finished. They encode their
-shares, unit by unit. Rank 0 gathers what the markers say into the manifest. Killed at any moment,
-the same command goes on with the units that have no marker.
+The ranks agree on a plan: the tokenizer, the units and which of them are finished. Each rank
+encodes its share of the units, one at a time. Rank 0 then collects the units' markers into the
+manifest. If the process is killed at any moment, the same command resumes with the units that have
+no marker.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from dtt.runtime.files import check_space, exclusive, write_atomically
 from dtt.runtime.log import log, progress
 
 BYTES_PER_TOKEN = 2.5
-"""Cautious, to see beforehand whether the token files have room."""
+"""Cautious (low) estimate of bytes of text per token, to check the free disk space in advance."""
 TEXT_PER_TOKEN_BYTE = 2.0
-"""Bytes of text for each of a shard, as a guess for the progress of an unfinished unit."""
+"""Estimated bytes of text per byte of a shard, for the progress of an unfinished unit."""
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What rank 0 knows at the end."""
+    """The result of `tokenize`, available on rank 0."""
 
     manifest: TokensManifest
     problems: tuple[str, ...] = ()
     """`file:line: why` of some documents that were skipped."""
     units: int = 0
-    """Units that this run encoded; none when all was done before."""
+    """Number of units that this run encoded; 0 if everything was finished before."""
     ranks: tuple[Work, ...] = ()
-    """What each rank did of them."""
+    """The work of each rank in this run."""
     engine: Engine | None = None
-    """What encoded them."""
+    """The engine that encoded them; None if nothing was encoded."""
     seconds: float = 0.0
-    """From the first unit to the manifest."""
+    """Wall-clock time from the first unit to the manifest."""
 
 
 def tokenize(
@@ -64,11 +65,11 @@ def tokenize(
     *,
     overwrite: bool = False,
 ) -> Tokenized | None:
-    """Write the token files of a corpus into `out`; every rank calls this, rank 0 gets the result.
+    """Write the token files of a corpus into `out`; collective, rank 0 gets the result.
 
-    Raises InputError for a corpus without documents or a split without any, ConfigError when
-    `out` holds something else and `overwrite` is not given, DamagedError for a document that
-    cannot be read where the configuration says `stop`.
+    Raises InputError if the corpus or one of its splits has no documents, ConfigError if `out`
+    holds the token files of another corpus, tokenizer or options and `overwrite` is not given, and
+    DamagedError for an unreadable document if `tokenize.on_bad_document` is `stop`.
     """
     cores = _share_cores(comm)
     first = comm.rank == 0
@@ -108,10 +109,10 @@ def tokenize(
 
 
 def _share_cores(comm: Comm) -> int:
-    """Give each rank its part of the cores that it may use: `tokenizers` would take them all.
+    """Divide the available cores among the ranks that share them; return this rank's number.
 
-    Returns how many that are.
-    Ranks that are bound to cores of their own share them with nobody.
+    Without this, `tokenizers` would start a thread per core in every rank. Ranks that are bound to
+    different cores do not share them.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = os.sched_getaffinity(0)
@@ -133,7 +134,7 @@ def _open_encoder(cfg: TokenizeConfig, tokenizer: TokenizerConfig, out: Path) ->
 
 
 def _check_space(out: Path, place: Path, plan: Plan, encoder: Encoder, comm: Comm) -> None:
-    """Look whether the shares of all ranks that write to the disk of `place` have room there."""
+    """Raise an error if the disk of `place` is too small for all ranks that write to it."""
     mine = "" if place == out else socket.gethostname()
     disks = comm.gather(mine)
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
@@ -146,7 +147,7 @@ def _check_space(out: Path, place: Path, plan: Plan, encoder: Encoder, comm: Com
 
 @contextmanager
 def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[None]:
-    """Show how far all ranks together are, by looking at their markers and unfinished shards."""
+    """Show the progress of all ranks, estimated from their markers and unfinished shards."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -170,7 +171,7 @@ def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[N
 
 
 def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
-    """About how many of `sizes`, the bytes of text of each unit, are encoded."""
+    """Return about how many bytes of text are encoded; `sizes` are the bytes of each unit."""
     done: dict[str, int] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -178,7 +179,7 @@ def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
             if kind == "json":
                 done[name] = sizes.get(name, 0)
             elif kind == "train.bin" and name in sizes:
-                with suppress(FileNotFoundError):  # just finished
+                with suppress(FileNotFoundError):  # a rank has just finished and moved it
                     estimate = int(entry.stat().st_size * TEXT_PER_TOKEN_BYTE)
                     done.setdefault(name, min(estimate, sizes[name]))
     return sum(done.values())
@@ -187,7 +188,7 @@ def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
 def _finish(
     cfg: TokenizeConfig, corpus: Corpus, out: Path, plan: Plan, encoder: Encoder
 ) -> tuple[TokensManifest, tuple[str, ...]]:
-    """Write the manifest; returns it, and where some documents are that could not be read."""
+    """Write the manifest; return it and the locations of some unreadable documents."""
     markers = _all_markers(out, plan)
     problems = tuple(problem for marker in markers for problem in marker.problems)
     skipped = sum(marker.skipped for marker in markers)
@@ -222,7 +223,10 @@ def _already_done(cfg: TokenizeConfig, out: Path, plan: Plan) -> Tokenized:
 
 
 def _check_skipped(cfg: TokenizeConfig, skipped: int, problems: tuple[str, ...]) -> None:
-    """DamagedError if an earlier run left out what this one is to stop at."""
+    """Raise DamagedError if documents were skipped but `tokenize.on_bad_document` is `stop`.
+
+    An earlier run may have skipped them under another setting.
+    """
     if skipped and cfg.on_bad_document == "stop":
         raise DamagedError(
             f"{skipped} documents cannot be read",
@@ -273,7 +277,7 @@ def _check_splits(
             next="dtt download -d DATASET",
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
-        clear(cfg, out)  # what is there serves no other fraction
+        clear(cfg, out)  # the files are unusable for any other validation fraction
         enough = min(0.3, max(10 / (train + validation), 0.01))
         raise InputError(
             f"no document fell into the {'validation' if train else 'train'} split",

@@ -1,4 +1,4 @@
-"""Documents to ids, by the fastest engine that gives the ids of Hugging Face's `tokenizers`."""
+"""Encoding of documents by the fastest engine whose ids equal those of HF `tokenizers`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from dtt.errors import ConfigError, EnvironmentUnfit
 from dtt.runtime.log import log
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Tokens that may end documents, in order of preference, where the configuration names none."""
 
 
 class Encoder:
-    """Documents to ids, each ended by the end-of-document token.
+    """An encoder of documents that appends the end-of-document token to each.
 
-    Special-token strings in a document are encoded as the text that they are, so no document can
-    end itself. Apart from that ids are those of `tokenizers`' `encode(text,
-    add_special_tokens=False)`, whatever the engine.
+    Special-token strings in a document are encoded as ordinary text, so a document cannot contain
+    an end-of-document token. Apart from that, the ids are those of `encode(text,
+    add_special_tokens=False)` of `tokenizers`, with either engine.
     """
 
     def __init__(
@@ -34,17 +35,19 @@ class Encoder:
         where: Path | str,
         engine: Engine = "hf",
     ) -> None:
-        """`content` of a tokenizer.json that came from `where`; see GivenTokenizerConfig.
+        """Create an encoder from `content`, a tokenizer.json that was read from `where`.
 
-        With the engine `auto` or `gigatoken`, `settle` must follow.
+        `end_of_document` is the token that ends documents; None selects the first known one of
+        END_OF_DOCUMENT. With the engine `auto` or `gigatoken`, call `settle` before encoding.
 
-        Raises DamagedError if it is none, ConfigError if it has no end-of-document token.
+        Raises DamagedError if `content` is not a tokenizer.json, and ConfigError if the tokenizer
+        has no end-of-document token.
         """
         self._tokenizer = tokenizer = parse_tokenizer(content, where)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
-            tokenizer.model.dropout = None  # it would give other ids each time
+            tokenizer.model.dropout = None  # BPE dropout would make the ids random
         facts = json.loads(content)
         self.vocab_size = _largest_id(facts) + 1
         """Largest id + 1."""
@@ -60,7 +63,7 @@ class Encoder:
                 why=f"its special tokens: {', '.join(names[:20]) or 'none'}",
                 next=f"tokenizer.end_of_document={names[0] if names else 'TOKEN'}",
             )
-        # Only tokens that are marked special are left alone by `encode_special_tokens`.
+        # `encode_special_tokens` affects only tokens that are marked as special.
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
         tokenizer.encode_special_tokens = True
         self.end_of_document_token = name
@@ -68,7 +71,7 @@ class Encoder:
         self._asked = engine
         self._fast: Gigatoken | None = None
         self._doubt: str | None = None
-        """Why there is no fast engine."""
+        """Reason why the fast engine is not available."""
         if engine != "hf":
             special = {t.content: i for i, t in added.items() if t.special} | {name: known[name]}
             ended = _ended_by(name, known[name], facts, content)
@@ -79,14 +82,14 @@ class Encoder:
 
     @property
     def engine(self) -> Engine:
-        """Which one encodes."""
+        """The engine in use."""
         return "hf" if self._fast is None else "gigatoken"
 
     def doubt(self, sample: list[bytes]) -> str | None:
-        """Why the fast engine must not be used: it is missing, or differs; None if it may be.
+        """Return the reason why the fast engine cannot be used, or None if it can.
 
-        Encodes `sample` and some strings that are hard to split, by both; `tokenizers` takes about
-        a second for 3 MB.
+        It cannot if it is unavailable or if its ids differ. To compare, both engines encode
+        `sample` and some strings that are hard to split; `tokenizers` takes about 1 s per 3 MB.
         """
         if self._fast is None:
             return self._doubt
@@ -94,9 +97,9 @@ class Encoder:
         return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
 
     def settle(self, doubt: str | None) -> None:
-        """Use the fast engine only without a `doubt`.
+        """Choose the engine: the fast one if `doubt` is None, `tokenizers` otherwise.
 
-        Raises EnvironmentUnfit if there is one although that engine was asked for by name.
+        Raises EnvironmentUnfit if there is a `doubt` and the configuration requires `gigatoken`.
         """
         if doubt is None:
             return
@@ -108,7 +111,7 @@ class Encoder:
         self._fast = None
 
     def encode(self, documents: list[bytes]) -> Row:
-        """Encode documents, all of them UTF-8."""
+        """Encode documents, which must be valid UTF-8."""
         return (self._fast or self._exact)(documents)
 
     def _exact(self, documents: list[bytes]) -> Row:
@@ -120,7 +123,10 @@ class Encoder:
 
 
 def _ended_by(name: str, id: int, facts: dict[str, Any], content: bytes) -> bytes:
-    """A tokenizer.json in which the token `name` is special and takes nothing of its neighbours."""
+    """Return a tokenizer.json in which the token `name` is special and matches exactly.
+
+    Flags that would make it match only single words, or strip adjacent spaces, are switched off.
+    """
     added = facts.get("added_tokens") or []
     plain = {
         "id": id, "content": name, "special": True,
@@ -134,7 +140,10 @@ def _ended_by(name: str, id: int, facts: dict[str, Any], content: bytes) -> byte
 
 
 def _largest_id(facts: dict[str, Any]) -> int:
-    """Of a tokenizer.json; to have `tokenizers` list the vocabulary takes twice as long."""
+    """Return the largest id in a tokenizer.json.
+
+    Listing the vocabulary with `tokenizers` instead would take twice as long.
+    """
     vocabulary = facts["model"]["vocab"]
     largest: int = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
     added: list[int] = [token["id"] for token in facts.get("added_tokens") or ()]

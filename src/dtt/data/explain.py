@@ -1,4 +1,4 @@
-"""What `dtt tokenize` would reuse of a folder, and why or why not; nothing is written."""
+"""Dry run of `dtt tokenize`: reports which units it would reuse, and why; writes nothing."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ from dtt.data.verify import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.runtime.comm import Comm
 
 SHOWN = 20
-"""So many damaged units are named."""
+"""Maximum number of damaged units that are listed."""
 TITLES = {"corpus": "corpus", "tokenizer": "tokenizer", "tokenize": "options"}
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What is there."""
+    """The reusable content of a folder of token files."""
 
     units: int
+    """Number of units of the corpus."""
     begun: bool
-    """Whether anything was made there."""
+    """True if `dtt tokenize` has been started in the folder."""
     differences: list[str]
-    """In which parts what is there is of something else; then nothing can be reused."""
+    """Differences between the folder's key and the requested one; if any, nothing is reusable."""
     tokenizer_whole: bool
+    """True if tokenizer.json has the recorded sha256."""
     faults: dict[int, Fault]
-    """The units that are not finished."""
+    """The units that are not finished, by index."""
     complete: bool
+    """True if the manifest, the tokenizer and all units are complete."""
 
     @property
     def pending(self) -> int:
-        """How many units would be made."""
+        """The number of units that would be made."""
         return 0 if self.complete else len(self.faults)
 
     def lines(self) -> Iterator[str]:
-        """In words, part by part."""
+        """Yield a report for people, line by line."""
         if not self.begun:
             yield "nothing was made there yet"
         for part in ("corpus", "tokenizer", "tokenize") if self.begun else ():
@@ -76,7 +79,7 @@ class Reuse:
 def explain(
     cfg: TokenizeConfig, tokenizer: TokenizerConfig, corpus_folder: Path, out: Path, comm: Comm
 ) -> Reuse | None:
-    """Look at `out` as `tokenize` would; every rank calls this, rank 0 gets the result."""
+    """Inspect `out` as `tokenize` would; collective, rank 0 gets the result."""
     cut = cut_corpus(cfg, corpus_folder, comm)
     begun, other = None, []
     if comm.rank == 0:

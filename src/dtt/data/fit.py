@@ -1,6 +1,7 @@
-"""Whether token files and a run fit each other: arithmetic and file sizes, nothing is read.
+"""Validation of token files against a run, by arithmetic and file sizes.
 
-Imports neither torch nor numpy: a login node asks this before it submits a job.
+Token ids are not read. The module imports neither torch nor numpy, because a login node runs these
+checks before it submits a job.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BYTES = {"uint16": 2, "int32": 4}
 
 
 def check_batches(train: TrainConfig, processes: int) -> None:
-    """ConfigError if a batch of the run does not divide over the processes."""
+    """Raise ConfigError if a batch of the run is not divisible by the number of processes."""
     sequences = train.global_batch_tokens // train.seq_len
     if sequences % processes:
         enough = -(-sequences // processes) * processes * train.seq_len
@@ -49,9 +50,9 @@ def check_batches(train: TrainConfig, processes: int) -> None:
 
 
 def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
-    """ConfigError if a source has not a single sample of `seq_len` tokens."""
+    """Raise ConfigError if a source has no sample of `seq_len` tokens."""
     if samples == 0:
-        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # divides the usual batch sizes
+        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # a divisor of common batch sizes
         raise ConfigError(
             f"the training data is shorter than one sequence: {name}",
             why=f"{tokens} tokens in all, train.seq_len = {seq_len}",
@@ -60,7 +61,7 @@ def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
 
 
 def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> None:
-    """ConfigError if a checkpoint of `job` comes from other data than that of `key`."""
+    """Raise ConfigError if the data key of a checkpoint of `job` differs from `key`."""
     if checkpoint.data_key != key:
         raise ConfigError(
             f"{job.root} was trained on other token files or text than there are now",
@@ -71,12 +72,12 @@ def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> Non
 
 
 def data_key(sources: Iterable[tuple[str, str]]) -> str:
-    """Identity of all that a run reads: the names and the keys of its sources, in their order."""
+    """Return the fingerprint of all data of a run, from its sources' names and keys, in order."""
     return fingerprint([list(source) for source in sources])
 
 
 def check_tokenizer(path: Path, sha256: str) -> None:
-    """InputError, DamagedError unless `path` is the tokenizer.json with this hash."""
+    """Raise InputError if the tokenizer `path` is missing, DamagedError if its sha256 differs."""
     if not path.is_file():
         raise InputError(
             "the tokenizer is missing", where=path, next="make its folder again, or copy it back"
@@ -90,13 +91,14 @@ def check_tokenizer(path: Path, sha256: str) -> None:
 
 
 def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = None) -> list[str]:
-    """Compare `tokenizer.vocab_size`, where it was given, with that of the token files.
+    """Compare `tokenizer.vocab_size`, if it was set, with the vocabulary of the token files.
 
-    The vocabulary of the token files is the one that is trained, whatever the key says. ConfigError
-    where they are those that `tokenize` of this configuration makes; where `data` names others, a
-    warning is returned: their tokenizer was not made by this `tokenizer` section. Nothing if they
-    agree, or if nobody gave the key: it is a default, or stands in the `job`'s own configuration.
-    `vocab_size` None: as in the manifest of the token files.
+    Training always uses the vocabulary of the token files. If the two differ, the function raises
+    ConfigError for token files that `dtt tokenize` makes from this configuration, and returns a
+    warning for token files that `data` names, since their tokenizer was not made by this
+    `tokenizer` section. It returns an empty list if they agree, or if the user did not set the key:
+    it is the default, or comes from the configuration that `job` has stored. If `vocab_size` is
+    None, it is read from the manifest of the token files.
     """
     cfg, origin = resolved.config, resolved.origin("tokenizer.vocab_size")
     if not isinstance(cfg.data, TokensDataConfig) or cfg.tokenizer.type != "bpe":
@@ -106,7 +108,7 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
         return []
     for manifest in (TokensManifest.read(p) for p in cfg.token_paths if TokensManifest.is_in(p)):
         vocab_size = manifest.vocab_size
-        # A tokenizer may have learnt fewer entries than it was asked for.
+        # Training the tokenizer may have stopped before it reached the requested size.
         if asked in (vocab_size, manifest.key_parts.get("tokenizer", {}).get("vocab_size")):
             return []
     if vocab_size is None:
@@ -123,7 +125,10 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
 
 
 def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
-    """ConfigError unless all sources have one tokenizer; of each: name, tokenizer.json, sha256."""
+    """Raise ConfigError unless all sources have the same tokenizer.
+
+    Each element of `sources` is (name, path of its tokenizer.json, sha256 of that file).
+    """
     name, path, sha256 = sources[0]
     for other, its, its_sha256 in sources[1:]:
         if its_sha256 != sha256:
@@ -136,16 +141,20 @@ def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Look at every token file now, not when training comes to it; DamagedError, InputError."""
+    """Check all token files at the start, rather than when training first reads them.
+
+    Raises InputError for a missing file and DamagedError for a damaged one.
+    """
     for path in paths:
         for problem in file_problems(path):
             raise problem
 
 
 def file_problems(path: Path) -> Iterator[DttError]:
-    """What is wrong with the token files at `path`, by the sizes that dtt's manifest implies.
+    """Yield an error for each problem with the token files at `path`.
 
-    Of files of others only whether there are any.
+    File sizes are compared with those that dtt's manifest implies. Token files without a manifest
+    are only checked for existence.
     """
     if not TokensManifest.is_in(path):
         if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
@@ -173,7 +182,7 @@ def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
             try:
                 if path.parent == folder:
                     checked_file(path.name, folder / TokensManifest.filename)
-                size = path.stat().st_size  # once: a file server answers each of these calls
+                size = path.stat().st_size  # one call only: each is a request to the file server
             except FileNotFoundError:
                 yield InputError(
                     "a token file is missing", where=path, next="make it again: dtt tokenize"
@@ -192,12 +201,12 @@ def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
 
 
 def _expected_sizes(stem: Path, counts: SplitCounts, dtype: str) -> Iterator[tuple[Path, int]]:
-    """The two files of a shard and their bytes."""
+    """Yield the two files of a shard with their expected sizes in bytes."""
     yield stem.with_name(f"{stem.name}.bin"), counts.tokens * BYTES[dtype]
     documents = counts.documents
     yield stem.with_name(f"{stem.name}.idx"), index_bytes(documents, documents + 1)
 
 
 def index_bytes(sequences: int, entries: int) -> int:
-    """Size of an index file, whose parts dtt.data.tokenfile describes."""
+    """Return the size of an index file in bytes; dtt.data.tokenfile documents the format."""
     return 34 + 12 * sequences + 8 * entries

@@ -1,4 +1,4 @@
-"""File formats of raw text: told by the name, opened as streams, their columns listed."""
+"""File formats of raw text: detection by file name, opening as streams, and listing of columns."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ KNOWN = "parquet, jsonl, json (one object a line), csv and txt, the last four al
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 FIRST_LINES = 100
-"""Of a .jsonl file, in which its columns are looked for."""
+"""Number of lines of a .jsonl file in which its columns are searched."""
 JSON_KINDS = {
     str: "text", type(None): "null", dict: "an object", list: "a list",
     bool: "true or false", int: "a number", float: "a number",
 }  # fmt: skip
 SHOWN = 3
-"""Number of unreadable files that are named."""
+"""Maximum number of unreadable files that are logged."""
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
-"""What the readers of the formats raise for a damaged file."""
+"""Exceptions that the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 MAX_DOCUMENT_BYTES = 64 * 2**20
-"""A longer document is taken for a mistake; it also bounds memory."""
+"""Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
 
 
 def file_format(path: Path) -> FileFormat | None:
-    """The format that the name of a file tells, or None when dtt does not read it."""
+    """Return the format of a file by its name, or None if dtt does not support it."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -58,12 +58,12 @@ def file_format(path: Path) -> FileFormat | None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file must be read from its start."""
+    """Return True if the file is compressed by its name, so that it must be read from its start."""
     return path.suffix.lower() in COMPRESSIONS
 
 
 def open_stream(path: Path) -> io.BufferedReader:
-    """The content of `path`, decompressed; reading raises OSError where a file breaks off."""
+    """Open `path` as a stream of decompressed bytes; reading raises OSError at damaged content."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
@@ -71,7 +71,10 @@ def open_stream(path: Path) -> io.BufferedReader:
 
 
 def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
-    """The file and its rows; bytes that are no UTF-8 come as lone surrogates."""
+    """Open a CSV file; return the stream and its rows.
+
+    Bytes that are not UTF-8 are decoded as lone surrogates.
+    """
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     stream = io.TextIOWrapper(
         open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
@@ -80,13 +83,14 @@ def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
 
 
 def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
-    """Return the column of `paths` to read: `asked`, or what looks like the text.
+    """Return the column of `paths` to read: `asked`, or the column that holds the text.
 
-    Every file is judged alike, wherever it stands in the order. One that cannot be read is logged
-    and left to the reader of documents, which keeps what it can.
+    Every file is checked against that column, whatever the order of the files. A file that cannot
+    be read is logged here; the reader of documents later keeps what it can of it.
 
-    Raises ConfigError that lists the columns when a file has no such column, when it does not hold
-    text, or when there is no telling; DamagedError or InputError when no file can be read.
+    Raises ConfigError, which lists the columns, if a file lacks the column, if the column does not
+    hold text, or if the text column is ambiguous; DamagedError or InputError if no file can be
+    read.
     """
     column = asked
     undecided: list[tuple[Path, Kinds]] = []
@@ -116,13 +120,13 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
 
 
 Kinds = dict[str, str]
-"""The columns of a file, each with the kind of its values."""
+"""The columns of a file, by name, and the kind of their values."""
 TEXT, NOTHING = "text", "null"
-"""Kinds of columns: with text, and with nothing but nulls as far as is known."""
+"""Kinds of columns: text, and only nulls in the part that was read."""
 
 
 def _choose_column(path: Path, kinds: Kinds) -> str | None:
-    """Return the column that should be the text; None if the file holds nothing but nulls."""
+    """Return the text column; None if the column, or the file, holds only nulls so far."""
     likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
     if likely is None:
         texts = [name for name, kind in kinds.items() if kind == TEXT]
@@ -131,7 +135,7 @@ def _choose_column(path: Path, kinds: Kinds) -> str | None:
         if set(kinds.values()) <= {NOTHING}:
             return None
         raise _no_column(path, kinds, "cannot tell which column holds the text")
-    # The first likely name decides, so that no `body` stands in for an unusual `text`.
+    # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
     return None if kinds[likely] == NOTHING else likely
 
 
@@ -153,10 +157,11 @@ def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
 
 
 def _kinds(path: Path, wanted: str | None) -> Kinds:
-    """Return the columns of a file and what they hold; of JSON, in its first lines.
+    """Return the columns of a file and the kinds of their values.
 
-    Of JSON no more is read once `wanted` is known to hold text. Empty if CSV has no header.
-    Raises DamagedError, or InputError if there is no JSON object.
+    A JSON file is read for at most FIRST_LINES lines, or until `wanted` is known to hold text. The
+    result is empty for a CSV file without a header. Raises DamagedError for a damaged file, and
+    InputError if there is no JSON object.
     """
     try:
         match file_format(path):
@@ -170,7 +175,7 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
                 return _json_kinds(path, wanted)
     except UNREADABLE as damage:
         if isinstance(damage, OSError) and damage.errno is not None:
-            raise  # the disk failed: the file may be well
+            raise  # an I/O error of the system: the file itself may be intact
         raise DamagedError(
             "cannot read a file of the dataset",
             where=path,
@@ -208,7 +213,7 @@ def _kind(column: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of Parquet is text by its type."""
+    """Return True if a Parquet column of this type holds text."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(
@@ -217,7 +222,11 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Those in the first lines; lines that are no objects are left to the reader of documents."""
+    """Yield the JSON objects in the first FIRST_LINES lines.
+
+    Other lines are skipped here; the reader of documents reports them. Raises ConfigError if the
+    file starts with a JSON array.
+    """
     any_yet = False
     with open_stream(path) as stream:
         for line in islice(stream, FIRST_LINES):
@@ -239,7 +248,10 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def one_format(paths: list[Path], dataset: str) -> FileFormat:
-    """The format that all `paths` share; InputError or ConfigError when there is no such."""
+    """Return the format that all `paths` share; files of unsupported formats are ignored.
+
+    Raises InputError if dtt supports none of the formats, ConfigError if there are several.
+    """
     examples: dict[FileFormat, Path] = {}
     for path in paths:
         found = file_format(path)

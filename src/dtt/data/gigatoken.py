@@ -1,9 +1,11 @@
-"""gigatoken as an engine: about a hundred times as fast as `tokenizers`, where the ids are equal.
+"""The gigatoken engine: about 100 times as fast as `tokenizers`, used where the ids are equal.
 
-It encodes documents together, in a row, with the string of the end-of-document token after each.
-What it does differently is left to `tokenizers`, document by document: special-token strings, which
-it always takes for the tokens, and characters that only a newer version of Unicode knows, which one
-of the two may take for letters. Where it lets no other thread run meanwhile, so are very long ones.
+Documents are concatenated, each followed by the string of the end-of-document token, and encoded in
+one call. Documents on which gigatoken could differ are encoded by `tokenizers` instead: those with
+special-token strings, which gigatoken always encodes as the special tokens, and those with
+characters that Python's version of Unicode does not define, as the two engines may disagree on
+whether they are letters. Where gigatoken holds the GIL while it encodes, very long documents are
+encoded by `tokenizers` too.
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ import numpy as np
 import numpy.typing as npt
 
 CACHED_BYTES = 2 * 2**30
-"""Its cache of words never forgets: after so much text, begin with an empty one."""
+"""Bytes of text after which the tokenizer is reopened: its cache of words grows without bound."""
 LONGEST = 2**22
-"""Bytes at once where it keeps Python's lock: a few seconds at worst, so that a rank can still give
-its signs of life."""
+"""Maximum bytes per call where gigatoken holds the GIL.
+
+This is a few seconds at worst, so that the heartbeat thread of a rank can still run in time.
+"""
 
 Ids = npt.NDArray[np.uint32]
 
 
 class Row(NamedTuple):
-    """Encoded documents in a row, each ended by the end-of-document token."""
+    """Encoded documents in one token buffer, each ended by the end-of-document token."""
 
     ids: Ids
-    """[sum(lengths)]"""
+    """[sum(lengths)]: token ids."""
     lengths: npt.NDArray[np.int32]
-    """[documents]: the tokens of each, its end included."""
+    """[documents]: tokens of each document, end-of-document token included."""
 
     def documents(self) -> Iterator[Ids]:
-        """The ids of one after the other."""
+        """Yield the ids of each document."""
         start = 0
         for length in self.lengths.tolist():
             yield self.ids[start : start + length]
@@ -43,11 +47,11 @@ class Row(NamedTuple):
 
 
 class Unfit(Exception):
-    """Why gigatoken cannot be used."""
+    """Raised if gigatoken cannot be used; the message is the reason."""
 
 
 class Gigatoken:
-    """Encodes documents on the calling thread, or has `exact` do it."""
+    """An encoder that uses gigatoken on the calling thread and falls back to `exact`."""
 
     def __init__(
         self,
@@ -57,11 +61,13 @@ class Gigatoken:
         end: str,
         exact: Callable[[list[bytes]], Row],
     ) -> None:
-        """`content` of a tokenizer.json, whose `special` tokens are to be encoded as text.
+        """Open gigatoken with `content`, a tokenizer.json, and its `normalizer` section.
 
-        Documents end with one of them, `end`.
+        `special` maps special tokens to their ids; their strings in documents are encoded as text.
+        `end`, one of them, ends documents. `exact` encodes the documents that gigatoken might
+        encode differently.
 
-        Raises Unfit where it is not installed, or does not know such a tokenizer.
+        Raises Unfit if gigatoken is not installed or does not support the tokenizer.
         """
         self._content = content
         self._separator, self._end = end.encode(), special[end]
@@ -76,7 +82,11 @@ class Gigatoken:
         self._room = CACHED_BYTES
 
     def __call__(self, documents: list[bytes]) -> Row:
-        """Encode documents, all of them UTF-8."""
+        """Encode documents, which must be valid UTF-8.
+
+        If a batch cannot be encoded together, it is halved until only the documents in question
+        are left to `exact`.
+        """
         if (row := self._together(documents)) is not None:
             return row
         if len(documents) == 1:
@@ -86,7 +96,7 @@ class Gigatoken:
         return Row(np.concatenate(ids), np.concatenate(lengths))
 
     def difference(self, documents: list[bytes]) -> str | None:
-        """Where the ids are not those of `exact`, if anywhere."""
+        """Return a message about the first document whose ids differ from `exact`, else None."""
         taken = [one for one in documents if self._together([one])]
         rows = zip(taken, self(taken).documents(), self._exact(taken).documents(), strict=True)
         for one, ours, exact in rows:
@@ -102,17 +112,17 @@ class Gigatoken:
             raise Unfit(f"gigatoken is not installed ({error})") from None
         try:
             tokenizer = Tokenizer.from_json(self._content)
-        except Exception as error:  # noqa: BLE001 - it raises whatever its Rust code meets
+        except Exception as error:  # noqa: BLE001 - any error of its Rust code
             raise Unfit(f"gigatoken does not know this tokenizer: {error}") from None
 
         if isinstance(tokenizer.backend, SentencePieceTokenizer):
             self._longest = LONGEST
             locked: Callable[[bytes], Ids] = tokenizer.backend.encode
-            return locked  # the call below would begin with an empty cache each time
+            return locked  # `encode_batch_padded` would start with an empty cache on each call
 
         def encode(text: bytes) -> Ids:
-            # Unlike `encode` it lets other threads run, and unlike `encode_batch` it does not
-            # import awkward, which takes as long as encoding 100 MB.
+            # Unlike `encode`, this call releases the GIL. Unlike `encode_batch`, it does not import
+            # awkward, which takes as long as encoding 100 MB.
             rows, _ = tokenizer.encode_batch_padded(BytesSource(text), pad_id=0, parallel=False)
             row: Ids = rows[0]
             return row
@@ -120,9 +130,10 @@ class Gigatoken:
         return encode
 
     def _together(self, documents: list[bytes]) -> Row | None:
-        """Encode them in one go; None if the engines might differ.
+        """Encode documents in one call; return None if the engines might differ on them.
 
-        A special token that does not end a document stands for text, or for text and an end.
+        A special token other than the ends of documents means that a document contained its string,
+        which must be encoded as text.
         """
         text = self._separator.join([*documents, b""])
         if len(text) > self._longest or not self._agree_on(documents):
@@ -141,7 +152,11 @@ class Gigatoken:
         return Row(ids, np.diff(places, prepend=-1).astype(np.int32))
 
     def _agree_on(self, documents: list[bytes]) -> bool:
-        """Whether the engines know all the characters alike, and neither has to compose any."""
+        """Return True if the engines treat all characters equally.
+
+        This requires characters that are defined in Python's version of Unicode and, if the
+        tokenizer normalises to NFC, text that is already NFC.
+        """
         text = b"\n".join(one for one in documents if not one.isascii())
         if not text:
             return True
@@ -151,11 +166,12 @@ class Gigatoken:
         return not self._composes or unicodedata.is_normalized("NFC", text.decode())
 
     def _knows(self, characters: str) -> bool:
-        """Whether Python's version of Unicode knows all of them.
+        """Return True if Python's version of Unicode defines all `characters`.
 
-        Their NFC form never changes (https://www.unicode.org/policies/stability_policy.html), and
-        their classes hardly ever: the tests compare them. The engines know Unicode 16 and 17 at
-        the time of writing, Python 3.11 knows 14 and Python 3.14 knows 16.
+        The NFC form of defined characters never changes
+        (https://www.unicode.org/policies/stability_policy.html), and their categories hardly ever
+        do; the tests compare them. At the time of writing the engines implement Unicode 16 and 17,
+        Python 3.11 implements 14 and Python 3.14 implements 16.
         """
         codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         for code in set(codes[~self._known[codes]].tolist()):
@@ -166,7 +182,10 @@ class Gigatoken:
 
 
 def _composes(normalizer: Any) -> bool:
-    """Whether it is NFC; Unfit unless it is that, none, or SentencePiece's way with spaces."""
+    """Return True if the normalizer is NFC.
+
+    Raises Unfit unless it is NFC, absent, or SentencePiece's replacement of spaces.
+    """
     match normalizer:
         case None:
             return False
@@ -181,7 +200,7 @@ def _composes(normalizer: Any) -> bool:
 
 
 def hard_texts(added_tokens: Iterable[str]) -> list[str]:
-    """Short texts on which tokenizers are known to go apart, some with the added tokens in them."""
+    """Return short texts on which tokenizers are known to differ, some with the added tokens."""
     return [
         "", " ", "  ", "\n", "\r\n", "\t", "\x00", "\u00a0", "\u2028", "\ufeff", "\u200b",
         "a  b   c    d     e" + " " * 30 + "f", " lead and trail ",

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub: which files a dataset's split is made of, and fetching them, pinned.
+"""Access to the Hugging Face Hub: listing and fetching the files of a split at a pinned commit.
 
-`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`.
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` work as in `huggingface_hub`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dtt.runtime.log import progress
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "tokenizer.json")
-"""What `read_hf_folder` reads."""
+"""Files that `read_hf_folder` reads, as patterns."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class RemoteFile:
     path: str
     bytes: int
     sha256: str | None
-    """Known for large files only."""
+    """sha256 of the content; known for LFS files only."""
 
 
 def pin(repo: str, revision: str | None) -> str:
-    """The commit that a branch or tag of a dataset stands for now; null: its main branch."""
+    """Return the commit that a branch or tag of a dataset points to; None is the main branch."""
     with _told_apart(repo, revision):
         return str(HfApi().dataset_info(repo, revision=revision).sha)
 
 
 def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list[RemoteFile]:
-    """The raw data files of a split, by the rules of `datasets`, in their order.
+    """Return the raw data files of a split, resolved and ordered by the rules of `datasets`.
 
-    Raises ConfigError for a subset or split that does not exist, InputError when there are no
-    files that can be read without running the repository's code.
+    Raises ConfigError for a subset or split that does not exist, InputError if there are no files
+    that can be read without running the repository's code.
     """
     with _told_apart(repo, commit):
         try:
@@ -96,9 +96,9 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
 
 
 def fetch(repo: str, commit: str, files: list[RemoteFile], folder: Path) -> list[str]:
-    """Bring `files` into `folder`, under the paths of the repository; returns their sha256.
+    """Download `files` into `folder`, under their paths in the repository; return their sha256.
 
-    What is there already is not fetched again, and a half-fetched file is gone on with.
+    Existing files are not downloaded again, and partial downloads are resumed.
     """
     with progress(f"downloading {repo}", sum(file.bytes for file in files)) as advance:
 
@@ -106,7 +106,7 @@ def fetch(repo: str, commit: str, files: list[RemoteFile], folder: Path) -> list
             shown = 0
 
             class Meter(tqdm):  # type: ignore[misc]  # tqdm is not typed
-                """Hands what arrives on to dtt's own progress."""
+                """A tqdm bar that only forwards the received bytes to dtt's progress bar."""
 
                 def __init__(self, *_: object, **__: object) -> None:
                     super().__init__(disable=True)
@@ -145,7 +145,7 @@ def _verified(path: Path, file: RemoteFile) -> str:
 
 
 def fetch_tokenizer(repo: str, revision: str | None) -> Path:
-    """The `tokenizer.json` of a model on the Hub, in the Hub's own cache."""
+    """Fetch the `tokenizer.json` of a model on the Hub; return its path in the Hub's cache."""
     with _told_apart(repo, revision, "model"), _cache_told_apart():
         try:
             return Path(hf_hub_download(repo, "tokenizer.json", revision=revision))
@@ -159,14 +159,14 @@ def fetch_tokenizer(repo: str, revision: str | None) -> Path:
 
 
 def fetch_model(repo: str, revision: str | None, files: Sequence[str]) -> Path:
-    """The folder of a model on the Hub, in the Hub's own cache, with the `files` (patterns)."""
+    """Fetch the `files` (patterns) of a model; return its folder in the Hub's cache."""
     with _told_apart(repo, revision, "model"), _cache_told_apart():
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
 
 
 @contextmanager
 def _cache_told_apart() -> Iterator[None]:
-    """What is neither in the Hub's cache nor to be had is for want of a connection."""
+    """Turn LocalEntryNotFoundError into the error that caused it: offline mode or no connection."""
     try:
         yield
     except LocalEntryNotFoundError as error:
@@ -177,7 +177,7 @@ def _cache_told_apart() -> Iterator[None]:
 
 @contextmanager
 def _told_apart(repo: str, revision: str | None, kind: str = "dataset") -> Iterator[None]:
-    """Turn what the Hub's libraries raise into errors that say what to do."""
+    """Turn exceptions of the Hub's libraries into dtt errors that say how to fix them."""
     page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{repo}"
     sign_in = "hf auth login (or set HF_TOKEN)"
     try:

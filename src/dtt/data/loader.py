@@ -1,4 +1,4 @@
-"""From the order of the data to batches on the device, ahead of the training loop."""
+"""The data loader: reads the samples of each step and prefetches batches onto the device."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ class Readable(Protocol):
     """A source, or a mixture of several."""
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """As `Source.read`."""
+        """Return token ids; see `Source.read`."""
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """As `Source.documents`."""
+        """Return document indices; see `Source.documents`."""
 
     def targets(self, samples: Samples) -> int:
-        """As `Source.targets`."""
+        """Return the number of targets; see `Source.targets`."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes; everything [rows, seq_len].
+    """Input of one forward pass; all tensors are [rows, seq_len].
 
-    At the longest context a row is a sample; at a shorter one each sample gives several, one after
-    the other.
+    At the longest context length a row is a sample. At a shorter one, each sample is divided into
+    several consecutive rows.
     """
 
     tokens: Tensor
+    """int64 input ids; padding is replaced by id 0."""
     targets: Tensor
-    """The tokens that follow; PADDING where there is none, or none that counts."""
+    """int64 next tokens; PADDING where there is none or where it is excluded from the loss."""
     documents: Tensor | None
-    """Which document of its row each token is in; None when documents may see each other."""
+    """int32 document index of each token; None if attention crosses document boundaries."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's data, as one rank sees it."""
+    """The data of one optimizer step on one rank."""
 
     samples: Samples
-    """Of the whole global batch, over all ranks: what the ledger records."""
+    """Sample numbers of the global batch, over all ranks; input of the sample hash chain."""
     targets: int
-    """Tokens to predict in the whole global batch."""
+    """Number of targets (tokens to predict) in the global batch."""
     micro_batches: list[MicroBatch]
-    """This rank's share."""
+    """The micro-batches of this rank."""
 
 
 Batches = Generator[Batch, None, None]
@@ -65,16 +66,18 @@ Batches = Generator[Batch, None, None]
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples of every global batch are this rank's, and how they are cut."""
+    """The part of every global batch that one rank reads, and its division into micro-batches."""
 
     rank: int
     size: int
+    """Number of ranks that read different samples."""
     micro_batch: int
-    """Samples in a forward pass."""
+    """Samples per forward pass."""
     device: torch.device
     mask_documents: bool = False
+    """If True, micro-batches carry the document index of each token, for the attention mask."""
     eod_mask_loss: bool = False
-    """Whether the first token of a document is no target."""
+    """If True, the first token of each document is excluded from the targets."""
 
     @classmethod
     def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
@@ -86,9 +89,10 @@ class Share:
     def to_device(
         self, source: Readable, samples: Samples, seq_len: int | None = None
     ) -> list[MicroBatch]:
-        """Read this rank's (every size-th) of `samples`, cut into micro-batches.
+        """Read this rank's part of `samples` (every size-th) and divide it into micro-batches.
 
-        Their rows have `seq_len` tokens, which divides a sample; None: as many as a sample.
+        Rows have `seq_len` tokens, which must divide the length of a sample; None is the full
+        length.
         """
         mine = samples[self.rank :: self.size]
         if not len(mine):
@@ -98,14 +102,15 @@ class Share:
         seq_len = seq_len or width
         rows = self.micro_batch * (width // seq_len)
         sent = self._send(ids)
-        # Padding is no id: the model may take any for it, as nothing comes after.
+        # PADDING is not a valid embedding index. Any id may replace it: padding is at the end of a
+        # sample, so no real token attends to it, and its targets are PADDING.
         tokens = torch.split(sent[:, :-1].reshape(-1, seq_len).clamp(min=0), rows)
         if not (self.mask_documents or self.eod_mask_loss):
             targets = torch.split(sent[:, 1:].reshape(-1, seq_len), rows)
             return [MicroBatch(x, y, None) for x, y in zip(tokens, targets, strict=True)]
         micro_batches = []
         for x, part in zip(tokens, self._parts(mine), strict=True):
-            # By the part, as what is made on the way then stays in the processor's cache.
+            # One part at a time, so that the temporary arrays stay in the processor's cache.
             doc_ids = source.documents(mine[part], ids[part])
             y = sent[part, 1:]
             if self.eod_mask_loss:
@@ -117,9 +122,10 @@ class Share:
         return micro_batches
 
     def targets(self, source: Readable, samples: Samples) -> int:
-        """Return the number of targets in `samples`, those of all ranks.
+        """Return the number of targets in `samples`, over all ranks.
 
-        With `eod_mask_loss` it reads them, as only the documents in them tell.
+        With `eod_mask_loss` the samples are read, because the number depends on where documents
+        start.
         """
         if not self.eod_mask_loss:
             return source.targets(samples)
@@ -131,7 +137,7 @@ class Share:
         return found
 
     def _parts(self, samples: Samples) -> list[slice]:
-        """The samples of each forward pass."""
+        """Return the slice of `samples` for each forward pass."""
         return [slice(i, i + self.micro_batch) for i in range(0, len(samples), self.micro_batch)]
 
     def _send(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
@@ -144,14 +150,14 @@ class Share:
 def _targets_within_documents(
     ids: npt.NDArray[np.int64], doc_ids: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """The targets [rows, T] of `ids` [rows, T + 1]; PADDING where a document begins."""
+    """Return the targets [rows, T] of `ids` [rows, T + 1]; PADDING where a document starts."""
     return np.where(doc_ids[:, 1:] == doc_ids[:, :-1], ids[:, 1:], PADDING)
 
 
 def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches:
-    """Batches of the steps from `first_step` on (steps count from 0) to the end of the run.
+    """Return a generator of batches, from `first_step` (counted from 0) to the end of the run.
 
-    Step s takes the samples at positions first_sample(s) … first_sample(s + 1) - 1, whatever the
+    Step s consumes the samples at positions first_sample(s) … first_sample(s + 1) - 1, for any
     number of ranks.
     """
 
@@ -167,7 +173,7 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches
 
     def begin() -> None:
         if share.device.type == "cuda":
-            torch.cuda.set_device(share.device)  # each thread has its own current device
+            torch.cuda.set_device(share.device)  # the current device is a per-thread setting
 
     return _ahead(make, range(first_step, dataset.steps), begin)
 
@@ -175,7 +181,7 @@ def training_batches(dataset: Dataset, share: Share, first_step: int) -> Batches
 def _ahead(
     make: Callable[[int], Batch], steps: Iterable[int], begin: Callable[[], None], depth: int = 2
 ) -> Batches:
-    """`make(step)` for all steps, in a thread, each begun `depth` calls before its turn."""
+    """Yield `make(step)` for all steps, computed in a thread up to `depth` steps in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=begin) as pool:
         ready: deque[Future[Batch]] = deque()
         for step in steps:

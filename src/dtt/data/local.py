@@ -1,4 +1,4 @@
-"""Local files and folders as a corpus: found, not copied."""
+"""Discovery of local files and folders as a corpus; files are not copied."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from dtt.errors import InputError
 from dtt.runtime.log import log
 
 SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
+"""Synonyms of split names."""
 SHOWN = 3
-"""Number of files that are named for each reason to leave files out."""
+"""Maximum number of files that are logged for each reason to leave files out."""
 
 
 class LeftOut:
-    """Files that were found and not taken, by reason."""
+    """Files that were found but left out, by reason."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
 
     def add(self, reason: str, name: str) -> None:
-        """Note one; a folder, whose name ends with a slash, stands for all below it."""
+        """Record a file, or a folder with all files below it; a folder's name ends with a slash."""
         self._names.setdefault(reason, []).append(name)
 
     def report(self) -> None:
-        """Log a line for each reason: the count, and the first names."""
+        """Log a line for each reason: the number of files and the first names."""
         for reason, names in self._names.items():
             shown = ", ".join(sorted(names)[:SHOWN])
             log.info(
@@ -37,12 +38,13 @@ class LeftOut:
 
 
 def local_files(dataset: Path, split: str | None) -> list[Path]:
-    """Return the files of `dataset` (a file, or a folder with all below it) that hold documents.
+    """Return the files with documents in `dataset`, a file or a folder, sorted by path.
 
-    Links to files and folders are followed, and each file is taken once. Hidden files, those whose
-    name begins with `_`, and files of unknown formats are left out, and with `split` those whose
-    path has no such word: `train` takes `train-00000-of-7.parquet` and `train/a.txt`. The log
-    reports the number of files left out and why. Sorted by path.
+    A folder is searched recursively. Links to files and folders are followed, and each file is
+    returned once. Left out are hidden files, files whose name starts with `_`, files of unknown
+    formats, and, if `split` is given, files whose path does not contain it as a word: `train`
+    selects `train-00000-of-7.parquet` and `train/a.txt`. The number of files left out is logged
+    with the reasons.
 
     Raises InputError if no file is of `split`, or if a name is not UTF-8.
     """
@@ -73,9 +75,9 @@ def local_files(dataset: Path, split: str | None) -> list[Path]:
 
 
 def real_path(path: Path) -> Path:
-    """Return `path` with its links resolved, unless the name it has then tells another format.
+    """Return `path` with its links resolved, unless the target's name implies another format.
 
-    The Hub's cache, for one, links `train.jsonl.gz` to a file without any suffix.
+    For example, the Hub's cache links `train.jsonl.gz` to a file without any suffix.
     """
     real = path.resolve()
     if (file_format(real), is_compressed(real)) == (file_format(path), is_compressed(path)):
@@ -84,9 +86,10 @@ def real_path(path: Path) -> Path:
 
 
 def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield every file below `folder`, each folder once: so a loop of links ends.
+    """Yield every file below `folder`; hidden files are left out.
 
-    Linked folders come last, so that a folder that can be reached without a link is.
+    Each folder is visited once, so cycles of links terminate. Linked folders are visited last, so
+    that a folder that is also reachable without a link gets its real path.
     """
     pending, linked = deque([folder]), deque[Path]()
     seen: set[str] = set()
@@ -114,7 +117,7 @@ def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
 
 
 def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield each file once, whichever links lead to it."""
+    """Yield each file once, even if several links point to it."""
     seen: set[str] = set()
     for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
         real = os.path.realpath(path)

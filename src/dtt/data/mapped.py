@@ -1,8 +1,8 @@
-"""Files as arrays, without a descriptor held for each.
+"""Memory-mapped files as arrays that hold no file descriptor.
 
-Python's own `mmap` (and numpy's `memmap` on it) keeps a duplicate of the descriptor for as long as
-the map lives, so ten thousand shards exhaust what a process may open. The system call itself needs
-the descriptor only while it maps.
+Python's `mmap`, and numpy's `memmap` on top of it, keeps a duplicate of the descriptor for the
+lifetime of the map, so ten thousand shards exceed a process's limit of open files. The mmap system
+call itself needs the descriptor only during the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ NO_ACCESS, FIXED = 0, 0x10  # PROT_NONE and MAP_FIXED, the same on all of them
 ANYTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 FAILED = ctypes.c_void_p(-1).value
 HUGE_PAGE = 2**21
-"""What lies at a multiple of it can be mapped by pages of this size, which are looked up faster."""
+"""Size of a huge page in bytes.
+
+Memory at a multiple of this address can be mapped with huge pages, which cause fewer TLB misses.
+"""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,9 +37,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(path: Path) -> Bytes:
-    """All bytes of a file, read-only; unmapped when no array refers to them any more.
+    """Return all bytes of a file as a read-only array.
 
-    Raises what `open` raises, and OSError when the file cannot be mapped.
+    The file is unmapped when no array refers to its bytes any more. Raises what `open` raises, and
+    OSError if the file cannot be mapped.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -51,10 +55,10 @@ def map_file(path: Path) -> Bytes:
 
 
 def reserve(size: int) -> Bytes:
-    """Addresses for files, which no file has yet; their array begins at a multiple of HUGE_PAGE.
+    """Reserve `size` bytes of address space for files; the array is aligned to HUGE_PAGE.
 
-    Only what `map_into` has mapped may be read: anything else ends the process. OSError when a
-    process may not have as many addresses (`ulimit -v`).
+    Only parts that `map_into` has mapped may be read: any other access ends the process with
+    SIGSEGV. Raises OSError if the address space of the process is limited (`ulimit -v`).
     """
     room = size + HUGE_PAGE
     address = _mmap(None, room, NO_ACCESS, ANYTHING, -1)
@@ -63,17 +67,17 @@ def reserve(size: int) -> Bytes:
 
 
 def map_into(place: Bytes, path: Path) -> int:
-    """Map a file that is read in scattered places into its place in what `reserve` gave.
+    """Map a file, for random access, onto `place`, a slice of an array from `reserve`.
 
-    The place begins at a page. Returns the size of the file: if it is not that of the place,
-    nothing is mapped. Raises as `map_file`.
+    `place` must start at a page boundary. Returns the size of the file; if it differs from the size
+    of `place`, nothing is mapped. Raises the same errors as `map_file`.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
         if size == len(place):
             address = _mmap(place.ctypes.data, size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, fd)
-            # From the disk by the page, not by the 128 kB.
+            # Random access: read single pages from the disk, without the 128 kB read-ahead.
             _libc.madvise(address, size, MADV_RANDOM)
         return size
     except OSError as error:
@@ -83,7 +87,7 @@ def map_into(place: Bytes, path: Path) -> int:
 
 
 def clear(place: Bytes) -> None:
-    """Undo `map_into`; the addresses stay reserved."""
+    """Undo `map_into`; the address space stays reserved."""
     _mmap(place.ctypes.data, len(place), NO_ACCESS, ANYTHING | FIXED, -1)
 
 
@@ -96,7 +100,7 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) 
 
 
 class _Map:
-    """Mapped bytes, for numpy to refer to; unmapped with the last reference."""
+    """A mapped region that numpy arrays refer to; unmapped with the last reference."""
 
     def __init__(self, address: int, size: int) -> None:
         self._place = address, size

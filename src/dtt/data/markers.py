@@ -1,4 +1,4 @@
-"""What says that a unit is finished: its marker, and beside it what is known of its files."""
+"""Markers of finished units, and records of the state of their files when they were last hashed."""
 
 from __future__ import annotations
 
@@ -16,36 +16,41 @@ from dtt.errors import DamagedError
 from dtt.runtime.files import write_atomically
 
 WORK = TokensManifest.work
-"""Folder of markers and of shards that are being written."""
+"""Name of the folder for markers and for shards that are being written."""
 
 Facts = dict[str, list[int]]
-"""Size and time of last change of files, by name."""
+"""Size in bytes and modification time in ns of files, by name."""
 
 
 class UnitMarker(Record):
-    """Says that a unit is finished, and what it gave."""
+    """The marker file of a finished unit: its shards and document counts."""
 
     key: str
-    """Of corpus, tokenizer and options: the marker is worth nothing to any other."""
+    """Fingerprint of corpus, tokenizer and options; with any other key the marker is ignored."""
     shards: tuple[TokenShard, ...]
-    """One per split that got a document."""
+    """One per split with at least one document."""
     skipped: int
+    """Documents that could not be read."""
     empty: int
+    """Documents without any text, which are left out."""
     blank: int = 0
-    """Documents of nothing but white space."""
+    """Documents that consist of white space only, which are kept."""
     lost_bytes: int = 0
-    """About how much of damaged files went with what was skipped."""
+    """Approximate bytes of damaged files that were lost with the skipped documents."""
     problems: tuple[str, ...]
     """`file:line: why` of the first documents that were skipped."""
 
 
 def marker_path(out: Path, unit: int) -> Path:
-    """Where the marker of a unit lies."""
+    """Return the path of the marker of a unit."""
     return out / WORK / f"{unit:05d}.json"
 
 
 def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
-    """What a unit gave, if it was finished for `key`; its shards are not looked at."""
+    """Return the marker of a unit, or None if the unit was not finished for `key`.
+
+    The shards themselves are not checked.
+    """
     try:
         marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
         for shard in marker.shards:
@@ -56,7 +61,7 @@ def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
 
 
 def write_marker(out: Path, unit: int, place: Path, marker: UnitMarker) -> None:
-    """Finish a unit whose shards are on the disk, in `place`."""
+    """Write the marker of a unit, after its shards have been written to `place` and synced."""
     stems = [place / shard.stem for shard in marker.shards]
     files = [path for stem in stems for path in (bin_path(stem), idx_path(stem))]
     remember_hashed(out, unit, facts(out, files))
@@ -64,20 +69,23 @@ def write_marker(out: Path, unit: int, place: Path, marker: UnitMarker) -> None:
 
 
 def facts(out: Path, files: Iterable[Path]) -> Facts:
-    """How the files are now; those in `out` by their name alone, so that it can be moved."""
+    """Return the current size and modification time of files.
+
+    Files in `out` are keyed by their name, others by their full path, so that `out` can be moved.
+    """
     stats = {path.name if path.parent == out else str(path): path.stat() for path in files}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def remember_hashed(out: Path, unit: int, facts: Facts) -> None:
-    """Note how the files of a unit were when their hashes were right."""
+    """Record the sizes and times of a unit's files, whose hashes have just been found correct."""
     path = _seen_path(out, unit)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(facts))  # half written, it is no JSON and worth nothing
+    path.write_text(json.dumps(facts))  # need not be atomic: a partial file is not valid JSON
 
 
 def last_hashed(out: Path, unit: int) -> Facts:
-    """What was noted; nothing if that is lost."""
+    """Return what `remember_hashed` recorded for a unit; empty if the record is missing."""
     noted: Any = None
     with suppress(OSError, ValueError):
         noted = json.loads(_seen_path(out, unit).read_bytes())

@@ -1,9 +1,9 @@
-"""Which source each sample of a run comes from: a pure function of weights and sizes.
+"""The mixture of sources: assigns a source to each sample of a run, from weights and sizes alone.
 
-A phase is a stretch of the run in which weights stay the same. In it the sources follow one another
-in a pattern that repeats: after any number of its samples, each source has had its share of them to
-within one sample. Each phase begins its pattern anew, so over several phases these differences may
-add up. Position k of the run is found in O(1).
+A phase is a range of samples in which the weights are constant. Within a phase the sources follow a
+repeating pattern: after any number of the phase's samples, each source has had its share of them to
+within one sample. Each phase restarts the pattern, so these differences can add up over several
+phases. The source at position k of the run is found in O(1).
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 OnExhausted = Literal["repeat", "stop", "renormalise"]
 Weights = tuple[Fraction, ...]
-"""One for each source; only their proportions count."""
+"""One weight per source; only their proportions matter."""
 
 LONGEST_PATTERN = 100_000
-"""Weights whose common period is longer are rounded to so many parts."""
+"""Maximum period of a pattern in samples; weights that need a longer one are rounded to it."""
 MOVED = Fraction(1, 100)
-"""Rounding that moves a share by a larger part of itself is worth a warning."""
+"""Relative change of a share through rounding above which dtt warns."""
 
 
 def shares(weights: Weights) -> tuple[int, ...]:
-    """Samples of each source in one pattern.
+    """Return the number of samples of each source in one period of the pattern.
 
-    In exact proportion, or rounded by largest remainders to LONGEST_PATTERN samples in all, of
-    which a source with a weight has at least one.
+    The numbers are in the exact proportion of the weights if the period is at most LONGEST_PATTERN.
+    Otherwise they are rounded by the largest-remainder method to LONGEST_PATTERN samples in total,
+    and every source with a positive weight has at least one.
     """
     total = sum(weights)
     exact = [weight / total for weight in weights]
@@ -53,23 +54,24 @@ def shares(weights: Weights) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One period of a phase."""
+    """One period of the repeating order of sources in a phase."""
 
     counts: Ints
-    """[sources]: samples of each."""
+    """[sources]: samples of each source in the period."""
     sources: Ints
-    """[period]: whose sample it is."""
+    """[period]: source of each sample."""
     ranks: Ints
-    """[period]: how many of the same source come before it."""
+    """[period]: number of earlier samples of the same source in the period."""
 
 
 @lru_cache(maxsize=256)
 def pattern(counts: tuple[int, ...]) -> Pattern:
-    """The sources in an order in which every prefix holds each one's share to within one sample.
+    """Return an order in which every prefix has each source's share to within one sample.
 
-    Tijdeman's chairman assignment (1980) as in Pfair scheduling (Baruah et al. 1996): with P
-    samples in all, sample i of a source that has n (i from 0) may come from slot floor(i P / n) on
-    and must come before slot ceil((i + 1) P / n). Taking the earliest deadline first meets all.
+    `counts` are the samples of each source in the period. The order is Tijdeman's chairman
+    assignment (1980) as in Pfair scheduling (Baruah et al. 1996): in a period of P samples, sample
+    i (from 0) of a source with n samples may be placed in slot floor(i P / n) or later, and must be
+    placed before slot ceil((i + 1) P / n). Earliest-deadline-first scheduling meets all deadlines.
     """
     period = sum(counts)
     sources, ranks, done = [], [], [0] * len(counts)
@@ -90,25 +92,26 @@ def pattern(counts: tuple[int, ...]) -> Pattern:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run with one pattern."""
+    """A range of positions of the run with one pattern."""
 
     first: int
-    """Position at which it begins."""
+    """First position of the phase."""
     consumed: Ints
-    """[sources]: samples of each source before."""
+    """[sources]: samples of each source before the phase."""
     weights: Weights
     pattern: Pattern
 
     def counts(self, position: int) -> Ints:
-        """[sources]: samples of each source before `position`, which lies in this phase."""
+        """Return [sources]: samples of each source before `position`, which is in this phase."""
         periods, slot = divmod(position - self.first, len(self.pattern.sources))
         part = np.bincount(self.pattern.sources[:slot], minlength=len(self.consumed))
         return self.consumed + periods * self.pattern.counts + part
 
     def after(self, source: int, count: int) -> int | None:
-        """The position before which `source` first has had `count` samples, more than before.
+        """Return the number of samples of the run after which `source` has had `count` of them.
 
-        As if the phase had no end; None when the source has no share in it.
+        `count` must exceed the samples of the source before the phase. The phase is assumed never
+        to end. Returns None if the source has no share in the phase.
         """
         share = int(self.pattern.counts[source])
         if share == 0:
@@ -120,7 +123,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A share of the samples that rounding moved by more than MOVED of itself."""
+    """A share of the samples that rounding changed by more than MOVED, relative to itself."""
 
     source: int
     phase: Phase
@@ -138,19 +141,22 @@ class Mixture:
         on_exhausted: OnExhausted,
         samples: int,
     ) -> None:
-        """`sizes`: samples in an epoch of each source; `weights`: from which position on they hold,
-        ascending from 0; `samples`: the run takes no more than so many.
+        """Plan the phases of a run.
+
+        `sizes` are the samples per epoch of each source. `weights` are pairs of a position, from
+        which the weights hold, and the weights; positions ascend and start at 0. `samples` is the
+        maximum number of samples of the run.
         """
         self.sizes = tuple(sizes)
         self.on_exhausted = on_exhausted
         self.end = samples
-        """Samples of the run: as many as asked for, or until sources are exhausted."""
+        """Number of samples of the run: `samples`, or fewer if sources are exhausted earlier."""
         self.phases = self._plan(list(weights))
         self._firsts = [phase.first for phase in self.phases]
 
     def _plan(self, weights: list[tuple[int, Weights]]) -> list[Phase]:
         phases: list[Phase] = []
-        gone: set[int] = set()  # sources that are exhausted and do not come again
+        gone: set[int] = set()  # exhausted sources, which are not repeated
         first, consumed = 0, np.zeros(len(self.sizes), dtype=np.int64)
         while first < self.end:
             given = next(w for start, w in reversed(weights) if start <= first)
@@ -170,14 +176,20 @@ class Mixture:
         return phases
 
     def _ends(self, phase: Phase) -> dict[int, int]:
-        """Where the sources of `phase` would be exhausted, if none of them begins anew."""
+        """Return the position at which each source of `phase` is exhausted; {} if sources repeat.
+
+        Assumes that `phase` does not end before.
+        """
         if self.on_exhausted == "repeat":
             return {}
         ends = ((source, phase.after(source, size)) for source, size in enumerate(self.sizes))
         return {source: end for source, end in ends if end is not None}
 
     def places(self, first: int, count: int) -> tuple[Ints, Ints]:
-        """For positions first … first + count - 1: the source, and the place in its own order."""
+        """Return, for positions first … first + count - 1, the source and its place in its order.
+
+        Both arrays are [count].
+        """
         sources, places = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
@@ -197,11 +209,11 @@ class Mixture:
         return sources, places
 
     def counts(self, position: int) -> Ints:
-        """[sources]: samples of each source before a position."""
+        """Return [sources]: samples of each source before a position."""
         return self._phase(position).counts(position)
 
     def rounded(self) -> list[Rounded]:
-        """Return the shares, phase by phase, that differ by more than MOVED from the weights."""
+        """Return the shares of each phase that differ from the weights by more than MOVED."""
         found = []
         for phase in self.phases:
             total, period = sum(phase.weights), len(phase.pattern.sources)
@@ -213,7 +225,7 @@ class Mixture:
         return found
 
     def exhausted_after(self, source: int) -> int | None:
-        """Samples of the run after which all of `source` has been seen once; None: never."""
+        """Return the samples of the run after which `source` completes its first epoch, or None."""
         for phase, end in zip(self.phases, [*self._firsts[1:], self.end], strict=True):
             position = phase.after(source, self.sizes[source])
             if position is not None and position <= end:

@@ -1,7 +1,7 @@
-"""The order of one source: `sample = f(seed, k)`, a keyed permutation of each epoch.
+"""The shuffle of one source: `sample = f(seed, k)`, a keyed permutation of each epoch.
 
-No index file, no state: place k names its sample in O(1) memory, so the order is the same for any
-number of ranks and a resume is one integer.
+It needs no index file and no state: the sample at place k is computed in O(1) memory. So the order
+is the same for any number of ranks, and one integer is enough to resume.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from dtt.data.source import Samples
 ROUNDS = 8
 DIGEST_BYTES = 16
 BLOCK = 2**13
-"""Places whose samples are found together: numpy takes several times as long for a few hundred."""
+"""Places computed together: numpy takes several times as long per place for a few hundred."""
 
 
 def permutation(index: Samples, size: int, key: bytes) -> Samples:
-    """Images of `index` (all below `size`) under the permutation of range(size) `key` names.
+    """Return the images of `index` (all below `size`) under a permutation of range(size).
 
-    A balanced Feistel network (Luby & Rackoff 1988) over the smallest even number of bits that
-    holds `size`, with cycle walking (Black & Rogaway 2002): images outside the range go round
-    again. At most 4 times as many evaluations on average.
+    `key` selects the permutation: a balanced Feistel network (Luby & Rackoff 1988) over the
+    smallest even number of bits that can represent range(size), with cycle walking (Black & Rogaway
+    2002): images outside the range are permuted again. This takes at most 4 evaluations per index
+    on average.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -45,22 +46,22 @@ def _feistel(x: Samples, half: np.uint64, mask: np.uint64, keys: Samples) -> Sam
 
 
 def _mix(x: Samples) -> Samples:
-    """The finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
+    """Apply the finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Order:
-    """The samples of one source in training order: each exactly once an epoch, for ever."""
+    """The infinite shuffled sequence of one source's samples; each occurs once per epoch."""
 
     def __init__(self, key: str, samples: int) -> None:
-        """`key` names the order: seed and source."""
+        """Shuffle range(samples) with `key`, which consists of the seed and the source."""
         self._key, self._samples = key, samples
         self._latest = -1, -1, np.empty(0, dtype=np.uint64)
 
     def samples_at(self, first: int, count: int) -> Samples:
-        """The samples at places first … first + count - 1, epoch by epoch."""
+        """Return the samples at places first … first + count - 1, counted across epochs."""
         parts = [np.empty(0, dtype=np.uint64)]
         while count:
             epoch, place = divmod(first, self._samples)
@@ -81,7 +82,10 @@ class Order:
 
 
 def extend_ledger(ledger: bytes, samples: Samples) -> bytes:
-    """The rolling hash of everything trained on, one step later."""
+    """Return the sample hash chain after one more step, in which `samples` were trained on.
+
+    `ledger` is the hash before the step. The chain identifies all samples of a run and their order.
+    """
     content = ledger + samples.astype("<u8").tobytes()
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 

@@ -1,8 +1,8 @@
-"""Best-fit packing: whole documents into bins, of which only those longer than a bin are cut.
+"""Best-fit packing of documents into fixed-length samples; only longer documents are divided.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830), who pack best
-fit decreasing and count documents by length to do so fast. Here documents of one length are placed
-all at once.
+The method is that of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv
+2404.10830): best-fit decreasing, made fast by counting documents by length. Here all documents of
+one length are placed at once. Following the bin-packing literature, a sample is called a bin here.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ Ints = npt.NDArray[np.int64]
 
 
 class Packed(NamedTuple):
-    """Pieces of documents, bin by bin, in the order of the text within each."""
+    """Packed samples: pieces of documents, grouped by bin and in text order within each bin."""
 
     first: Ints
-    """[bins + 1]: the first piece of each bin, then the number of pieces."""
+    """[bins + 1]: index of the first piece of each bin, then the number of pieces."""
     start: Ints
-    """[pieces]: first token."""
+    """[pieces]: index of each piece's first token in the token buffer."""
     length: Ints
-    """[pieces]: tokens, 1 … capacity."""
+    """[pieces]: number of tokens of each piece, 1 … capacity."""
 
 
 def pack(bounds: Ints, capacity: int) -> Packed:
-    """Documents bounds[i] … bounds[i + 1] - 1 of a row of tokens, in bins of `capacity` tokens.
+    """Pack the documents of a token buffer into bins of `capacity` tokens.
 
-    A longer document is cut into full bins and a rest, which is placed as a document is. Every
-    token is in exactly one bin. The same for the same arguments, in any version.
+    `bounds` is [documents + 1]: document i is tokens bounds[i] … bounds[i + 1] - 1 of the buffer. A
+    document longer than `capacity` is divided into full bins and a remainder, which is packed like
+    a document. Every token is in exactly one bin. The result depends on the arguments only, and
+    must stay the same in all versions of dtt.
     """
     tokens = np.diff(bounds)
     pieces = -(-tokens // capacity)
@@ -45,11 +47,12 @@ def pack(bounds: Ints, capacity: int) -> Packed:
 
 
 def best_fit(lengths: Ints, capacity: int) -> Ints:
-    """The bin of each item, best fit decreasing; `lengths` lie in 1 … capacity.
+    """Return the bin of each item by best-fit decreasing; `lengths` [items] are in 1 … capacity.
 
-    Longest first, each item goes into the bin with the least room that holds it. Once such a bin
-    took an item it is the tightest one still, so it takes all it can of that length, and all bins
-    of equal room take equally many: one assignment in bulk for each pair of length and room.
+    Items are placed in decreasing order of length, each into the bin with the least remaining room
+    that fits it. A bin that has just taken an item is still the tightest one, so it takes as many
+    items of that length as fit, and all bins with equal room take equally many. So one bulk
+    assignment suffices for each pair of length and room.
     """
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), dtype=np.int64)
@@ -66,17 +69,24 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
 
 
 class _Bins:
-    """Bins by the room that is left in them."""
+    """The open bins, grouped by their remaining room in tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._rooms: dict[int, list[Ints]] = {}
         self._there = 0
-        """Bit r: there are bins with room for r tokens. The lowest that fits is the tightest."""
+        """Bit r is set if there are bins with room for exactly r tokens.
+
+        The lowest set bit ≥ length is the tightest fit.
+        """
         self._made = 0
 
     def take(self, length: int, items: int) -> Ints:
-        """Bins for at most `items` items of one length, all of the tightest room; one an item."""
+        """Place up to `items` items of one length; return the bin of each placed item.
+
+        Uses only bins with the tightest room that fits, or new bins if none fits. There may be too
+        few such bins, so fewer items than `items` may be placed.
+        """
         fitting = self._there >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else self._capacity
         each = room // length
@@ -95,7 +105,7 @@ class _Bins:
         return np.arange(self._made - count, self._made)
 
     def _of(self, room: int, count: int) -> Ints:
-        """At most `count` bins of a room, out of it."""
+        """Remove at most `count` bins from those with this room; return them."""
         groups = self._rooms[room]
         group = groups.pop()
         if len(group) > count:

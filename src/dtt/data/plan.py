@@ -1,4 +1,4 @@
-"""What is known before anything is encoded: tokenizer, units, and which of them are finished."""
+"""The plan of a tokenization run: the tokenizer, the units, and which of them are finished."""
 
 from __future__ import annotations
 
@@ -29,35 +29,38 @@ from dtt.runtime.meeting import MEETING
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
 SHOWN = 10
-"""So many units that are made anew are named."""
+"""Maximum number of units to be made again that are logged."""
 
 
 class Begun(Record):
-    """What a folder of token files is for; written before the first unit."""
+    """Identity of the token files that a folder is for; written before the first unit."""
 
     key_parts: dict[str, Any]
-    """What decides the content of the token files."""
+    """Everything that determines the content of the token files."""
     tokenizer_sha256: str
 
     @property
     def key(self) -> str:
-        """Identity of the content, for markers and manifest."""
+        """Fingerprint of the content, stored in markers and manifest."""
         return fingerprint([self.key_parts, self.tokenizer_sha256])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Work for any number of ranks."""
+    """The units to encode, independent of the number of ranks."""
 
     begun: Begun
     units: list[Unit]
     pending: list[Unit]
     """Units that are not finished."""
     complete: bool
-    """Whether the manifest is there and all that it names is whole."""
+    """True if the manifest exists and everything that it names is complete."""
 
     def share(self, rank: int, size: int) -> list[Unit]:
-        """The units of one rank: the longest first, each to the rank with the least so far."""
+        """Return the units of one rank.
+
+        Units are assigned in decreasing order of size, each to the rank with the least work so far.
+        """
         shares: list[list[Unit]] = [[] for _ in range(size)]
         loads = [(0, rank) for rank in range(size)]
         for unit in sorted(self.pending, key=lambda unit: (-unit.text_bytes, unit.index)):
@@ -69,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cut:
-    """A corpus as all ranks see it."""
+    """A corpus divided into units, identical on all ranks."""
 
     corpus: Corpus
     unit_bytes: int
@@ -77,16 +80,16 @@ class Cut:
 
 
 def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
-    """Open and cut a corpus; every rank calls this.
+    """Open a corpus and divide it into units; collective.
 
-    Raises InputError when the corpus is empty.
+    Raises InputError if the corpus is empty.
     """
     corpus = Corpus(folder, comm=comm)
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
         raise InputError("the corpus holds no documents", where=folder)
-    comm.barrier()  # where the others wait to be ended
+    comm.barrier()  # if rank 0 raises, the others wait here until they are terminated
     return Cut(corpus, unit_bytes, units)
 
 
@@ -99,10 +102,12 @@ def make_plan(
     *,
     overwrite: bool = False,
 ) -> tuple[Corpus, Plan]:
-    """Prepare `out`: its tokenizer is there when this returns. Every rank calls this.
+    """Prepare `out`, which then contains its tokenizer, and return the corpus and plan; collective.
 
-    Raises ConfigError when `out` holds token files of something else, unless `overwrite`, which
-    removes them; InputError when the corpus is empty.
+    With `overwrite`, existing token files are removed first.
+
+    Raises ConfigError if `out` holds token files of another corpus, tokenizer or options, and
+    InputError if the corpus is empty.
     """
     cut = cut_corpus(cfg, corpus_folder, comm)
     if overwrite:
@@ -122,9 +127,10 @@ def make_plan(
 
 
 def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
-    """Where this node's shards go: below `tokenize.local` if there is such, else to `out`.
+    """Return the folder for this node's shards: below `tokenize.local` if it is set, else `out`.
 
-    The whole path of `out` is in the name there, as a hash: many folders may be called `tokens`.
+    The folder name below `tokenize.local` contains a hash of the full path of `out`, because
+    several folders may be called `tokens`.
     """
     if cfg.local is None:
         return out
@@ -132,7 +138,10 @@ def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
 
 
 def clear(cfg: TokenizeConfig, out: Path) -> None:
-    """Remove all that `tokenize` writes, the manifest first; several ranks may at once."""
+    """Remove everything that `tokenize` writes, the manifest first.
+
+    Several ranks may call this concurrently.
+    """
     (out / TokensManifest.filename).unlink(missing_ok=True)
     for folder in {out, local_folder(cfg, out)}:
         work = (path for path in (folder / WORK).glob("*") if path.name != MEETING)
@@ -149,7 +158,11 @@ def _shard_files(folder: Path) -> Iterator[Path]:
 def _begin(
     cfg: TokenizeConfig, tokenizer: TokenizerConfig, cut: Cut, out: Path, comm: Comm
 ) -> Begun:
-    """What `out` is for, with its tokenizer in place."""
+    """Return the identity of the token files in `out`, after its tokenizer is in place; collective.
+
+    Trains or copies the tokenizer if it is missing or damaged. Raises ConfigError if `out` is for
+    other content.
+    """
     begun, content, asked = None, None, {}
     if comm.rank == 0:
         content = given_content(tokenizer)
@@ -172,9 +185,9 @@ def _begin(
 
 
 def _tidy(out: Path, faults: dict[int, Fault]) -> None:
-    """Remove what a killed run left, and markers and files of units that are made anew.
+    """Remove leftovers of a killed run, and the markers and files of units to be made again.
 
-    The files, for new ones may go elsewhere: to a node's own disk.
+    The files must be removed because the new ones may be written elsewhere, to a node's local disk.
     """
     for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
         torn.unlink()
@@ -193,14 +206,14 @@ def _tidy(out: Path, faults: dict[int, Fault]) -> None:
 
 
 def given_content(tokenizer: TokenizerConfig) -> bytes | None:
-    """The tokenizer.json that was given; None if one is learnt."""
+    """Return the content of the given tokenizer.json, or None if the tokenizer is to be trained."""
     return given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
 
 
 def key_parts(
     cfg: TokenizeConfig, tokenizer: TokenizerConfig, cut: Cut, given: bytes | None
 ) -> dict[str, Any]:
-    """All that decides the content of token files, by name."""
+    """Return everything that determines the content of token files, by name."""
     return {
         "corpus": {"sha256": cut.corpus.manifest.content_key()},
         "tokenizer": _identity(tokenizer, given),
@@ -214,7 +227,7 @@ def key_parts(
 
 
 def _identity(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
-    """What decides the tokenizer: the options of its training, or its content."""
+    """Return what determines the tokenizer: the options of its training, or its sha256."""
     facts = tokenizer.model_dump(mode="json")
     if given is not None:
         del facts["path"], facts["revision"]
@@ -227,7 +240,7 @@ def _begun_path(out: Path) -> Path:
 
 
 def read_begun(out: Path) -> Begun | None:
-    """What `out` is for; None if nothing was begun there."""
+    """Return the identity of the token files in `out`, or None if `tokenize` has not started."""
     manifest = sound_manifest(out)
     if manifest is not None:
         return Begun(key_parts=manifest.key_parts, tokenizer_sha256=manifest.tokenizer_sha256)
@@ -238,16 +251,16 @@ def read_begun(out: Path) -> Begun | None:
 
 
 def holds(path: Path, sha256: str) -> bool:
-    """Whether `path` is there with this content."""
+    """Return True if the file `path` exists and has this sha256."""
     return path.is_file() and sha256_file(path) == sha256
 
 
 def _trained(
     tokenizer: TokenizerConfig, cut: Cut, validation_fraction: float, out: Path, comm: Comm
 ) -> bytes | None:
-    """The content of a tokenizer.json, learnt from the corpus; every rank calls this.
+    """Train a tokenizer on the corpus; collective.
 
-    Rank 0 gets it.
+    Returns the content of its tokenizer.json on rank 0, and None on the other ranks.
     """
     assert not isinstance(tokenizer, GivenTokenizerConfig)
     first = comm.rank == 0
@@ -263,7 +276,7 @@ def _trained(
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """In which parts two keys differ, in words."""
+    """Return a message for each entry in which two keys differ."""
     old, new = dict(_flat(there)), dict(_flat(asked))
     return [
         f"{key} is {old.get(key)!r} there, {new.get(key)!r} now"

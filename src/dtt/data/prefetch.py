@@ -1,4 +1,4 @@
-"""Have the system bring text into its file cache before it is read."""
+"""Prefetching of corpus files into the page cache of the operating system."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pyarrow as pa
 from dtt.data.corpus import Corpus, Span, Unit, text_chunks
 
 REQUEST_BYTES = 2**17
-"""Linux brings no more at a request than the read-ahead of the device, by default this much."""
+"""Bytes per posix_fadvise call: Linux reads at most the device's read-ahead, 128 KiB by default."""
 
 
 def prefetch(corpus: Corpus, unit: Unit) -> None:
-    """Ask for all of `unit` without waiting for it: the disk works while the processor does.
+    """Request all of `unit` from the disk without waiting, so that I/O overlaps with encoding.
 
-    Only the footers of Parquet are read, as they say where the text lies.
-    Left to who reads it is what cannot be asked for (a file that is damaged, or a system without
-    posix_fadvise(2), as macOS), and small files, as to open them takes as long as to read them.
+    Only the footers of Parquet files are read here, to locate the text column. Nothing is requested
+    for damaged files, for small files (opening them takes as long as reading them), and on systems
+    without posix_fadvise(2), such as macOS; these are read normally later.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -33,7 +33,10 @@ def prefetch(corpus: Corpus, unit: Unit) -> None:
 
 
 def _ranges(corpus: Corpus, span: Span) -> Iterator[tuple[int, int]]:
-    """Where the text of a span lies in its file: of Parquet, the text column of each row group."""
+    """Yield the byte ranges of a span's text in its file.
+
+    For Parquet, there is one range per chunk of the text column.
+    """
     if corpus.manifest.file_format != "parquet":
         yield span.start, span.stop
         return

@@ -1,7 +1,7 @@
-"""Pre-tokens: what the stock pre-tokenizers split text into, and how often each occurs.
+"""The built-in pre-tokenizers, and counting of the pre-tokens that they split text into.
 
-Nothing is ever merged across pre-tokens, so their counts are all that BPE learns from, and the
-counts of many ranks add up.
+BPE never merges across pre-tokens, so their counts are all that its training needs, and the counts
+of several ranks can be summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from dtt.runtime.comm import Comm
 
-# Meta's llama3/tokenizer.py, `pat_str`; Qwen2's tokenizer.json differs in one digit per token.
+# Meta's llama3/tokenizer.py, `pat_str`; Qwen2's differs: one digit per token.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,9 +28,12 @@ _SPLIT = (
 PATTERNS = {"llama3": _SPLIT % "{1,3}", "qwen2": _SPLIT % ""}
 
 HELD_CHARACTERS = 2**26
-"""Of pieces to be split; scripts without spaces make long ones that do not repeat."""
+"""Maximum characters of pieces kept before they are split into pre-tokens.
+
+This bounds memory for scripts without spaces, which produce long pieces that do not repeat.
+"""
 LONGEST_PIECE = 2**20
-"""Characters that are split at once. No other thread runs meanwhile: that of the signs of life."""
+"""Maximum characters split per call, which holds the GIL and so delays the heartbeat thread."""
 
 _BYTES = np.arange(256)
 _VISIBLE = (ord(" ") < _BYTES) & (_BYTES < 127)
@@ -39,7 +42,7 @@ _NO_LETTER = (_BYTES < 128) & ~_LETTER
 
 
 def pre_tokenizer(name: str) -> Any:
-    """The stock pre-tokenizer `name`: gpt2 (built into `ByteLevel`), llama3 or qwen2."""
+    """Return the built-in pre-tokenizer `name`: gpt2 (part of `ByteLevel`), llama3 or qwen2."""
     if name == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return pre_tokenizers.Sequence(
@@ -51,11 +54,11 @@ def pre_tokenizer(name: str) -> Any:
 
 
 def count_pre_tokens(name: str, documents: Iterable[list[bytes]]) -> Counter[str]:
-    """How often each pre-token occurs in `documents`, in the alphabet of `ByteLevel`.
+    """Count the pre-tokens in `documents`; they are in the alphabet of `ByteLevel`.
 
-    The regular expressions are slow. So text is first cut where each of them would, whatever stands
-    around; pieces repeat, and each is split but once. One that is longer than LONGEST_PIECE, as
-    scripts without spaces may give, is cut there too.
+    The regular expressions are slow. So text is first cut into pieces at positions where all of
+    them split regardless of the context. Pieces repeat, and each distinct one is split only once. A
+    piece longer than LONGEST_PIECE, which occurs in scripts without spaces, is cut there as well.
     """
     split = pre_tokenizer(name).pre_tokenize_str
     pre_tokens: Counter[str] = Counter()
@@ -81,7 +84,10 @@ def count_pre_tokens(name: str, documents: Iterable[list[bytes]]) -> Counter[str
 
 
 def sum_over_ranks(counts: Counter[str], comm: Comm, folder: Path) -> Counter[str]:
-    """The counts of all ranks together, on rank 0; they meet in `folder`."""
+    """Sum the counts of all ranks on rank 0, through files in `folder`; collective.
+
+    Other ranks get their own counts back.
+    """
     path = folder / f".pre-tokens-{secrets.token_hex(8)}.tmp"
     if comm.rank > 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +101,7 @@ def sum_over_ranks(counts: Counter[str], comm: Comm, folder: Path) -> Counter[st
 
 
 def _count_pieces(texts: list[bytes]) -> dict[str, int]:
-    """The pieces of `texts`, and how often each occurs."""
+    """Return the pieces of `texts` and their counts."""
     if not texts:
         return {}
     content = b"".join(texts)
@@ -109,11 +115,12 @@ def _count_pieces(texts: list[bytes]) -> dict[str, int]:
 
 
 def _cuts(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Before which bytes of `text` [n] (and its end) every pre-tokenizer here cuts: [n + 1].
+    """Return a mask [n + 1] of the positions in `text` [n] where all pre-tokenizers here split.
 
-    Only ASCII decides, of which all versions of Unicode say the same: a run of letters ends where
-    something else follows; a space after something visible begins the next pre-token; and what is
-    visible begins one after a single line end.
+    True at i means a split before byte i; n is the end of the text. Only ASCII is considered, on
+    which all versions of Unicode agree. There is a split between a letter and a following ASCII
+    character that is not a letter, before a space that follows a visible character, and before a
+    visible character that follows a visible character and a single line feed.
     """
     cuts = np.zeros(len(text) + 1, np.bool_)
     letter, visible = _LETTER[text], _VISIBLE[text]

@@ -1,4 +1,4 @@
-"""Which documents are held out for validation, and which the tokenizer learns from."""
+"""Selection of documents: for validation, for tokenizer training, and for the check of engines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dtt.runtime.comm import Comm
 from dtt.runtime.log import Advance
 
 HELD_OUT_BY = "xxh3_64 of the text"
-"""How `held_out` decides: part of what identifies token files, and text that is trained from."""
+"""The rule of `held_out`; part of the key of token files and of text sources."""
 BATCH_BYTES = 2**20
 SOME_UNITS = 4
 SOME_BYTES = 2**16
-"""On which an engine is tried: more would be noticed at the start."""
+"""Size of the sample on which engines are compared; more would noticeably delay the start."""
 
 
 def held_out(document: bytes, fraction: float) -> bool:
-    """Whether a document is for validation: decided by a hash of its text alone.
+    """Return True if a document belongs to the validation split, by a hash of its text.
 
-    So equal texts are on one side, and adding documents moves none.
+    So equal texts are always in the same split, and adding documents to the corpus does not move
+    others to another split.
     """
     return xxh3_64_intdigest(document) < int(fraction * 2**64)
 
@@ -35,15 +36,15 @@ def tokenizer_sample(
     comm: Comm,
     advance: Advance,
 ) -> Iterator[list[bytes]]:
-    """This rank's share of about `train_bytes` of text for the tokenizer, in lists.
+    """Yield this rank's share of about `train_bytes` bytes of text to train the tokenizer on.
 
-    It is the start of every unit, in proportion to its size, without documents that are held out.
-    So what all ranks read together does not depend on how many they are. `advance` is told the
-    bytes taken.
+    The text is the start of every unit, in proportion to its size, without held-out documents. The
+    union over all ranks does not depend on their number. Documents come in lists, and `advance` is
+    called with the number of bytes of each.
     """
     total = max(sum(unit.text_bytes for unit in units), 1)
     for unit in units[comm.rank :: comm.size]:
-        # Rounded up, and at least a document: an estimate of no bytes may still hold some.
+        # Rounded up, so at least one document: a unit with an estimated size of 0 may have some.
         quota = -(-train_bytes * max(unit.text_bytes, 1) // total)
         documents = read_unit(corpus, unit, BadDocuments())
         for batch in batches(documents, min(BATCH_BYTES, quota)):
@@ -55,9 +56,10 @@ def tokenizer_sample(
 
 
 def some_text(corpus: Corpus, units: list[Unit], rank: int = 0, size: int = 1) -> list[bytes]:
-    """Documents from all over the corpus, about SOME_BYTES: the start of SOME_UNITS at most.
+    """Return this rank's share of about SOME_BYTES of text from across the corpus.
 
-    Of a document that is longer than a unit's part, the beginning. Each rank gets its share.
+    The text is the start of at most SOME_UNITS units. A document longer than a unit's part is
+    truncated to that part.
     """
     chosen = units[:: -(-len(units) // SOME_UNITS)]
     part = SOME_BYTES // len(chosen)

@@ -1,4 +1,4 @@
-"""One unit of work: documents in, a shard per split out, and a marker when all is on the disk."""
+"""Encoding of units of work: each becomes one shard per split, and a marker once it is on disk."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from dtt.data.tokenfile import TokenFileWriter, bin_path, idx_path
 from dtt.runtime.files import fsync_folder
 
 BATCHES_BEHIND = 8
-"""Encoded, and waiting for the disk: a few megabytes."""
+"""Maximum number of encoded batches that wait for the disk: a few megabytes."""
 
 Split = Literal["train", "validation"]
 
 
 def aside_path(out: Path, unit: int, split: Split) -> Path:
-    """Where a shard lies that is being written, without its suffix."""
+    """Return the temporary path of a shard that is being written, without its suffix."""
     return out / WORK / f"{unit:05d}.{split}"
 
 
 class Work(NamedTuple):
-    """What one rank did."""
+    """The work of one rank in numbers."""
 
     units: int = 0
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    """UTF-8."""
+    """UTF-8 bytes of the documents."""
     seconds: float = 0.0
-    """From its first unit to its last."""
+    """Wall-clock time from the rank's first unit to its last."""
 
 
 def encode_units(
@@ -60,11 +60,13 @@ def encode_units(
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
-    `place` is `out`, or a folder on this node's own disk. The system brings the next unit's bytes
-    into its cache meanwhile. `cores` are those of this rank alone: where there is a second one,
-    text is decoded ahead on it; on a single one the threads would only take turns.
-    The bytes depend on the unit, the tokenizer and `validation_fraction` alone. Memory is a few
-    batches, however large files and units are.
+    `place` is `out`, or a folder on this node's local disk. While a unit is encoded, the next one
+    is prefetched into the page cache. `cores` is the number of cores of this rank alone. With more
+    than one, documents are read and decoded ahead in a second thread; on a single core the threads
+    would only alternate. Shards are written by another thread.
+
+    The content of the shards depends only on the unit, the tokenizer and `validation_fraction`.
+    Memory use is a few batches, regardless of the size of files and units.
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
     start = time.monotonic()
@@ -102,7 +104,7 @@ def encode_units(
 
 
 def _divided(batch: list[bytes], validation_fraction: float) -> dict[Split, list[bytes]]:
-    """The documents of each split, without empty ones."""
+    """Return the documents of each split; empty documents are left out."""
     documents = [document for document in batch if document]
     if not validation_fraction:
         return {"train": documents}
@@ -114,7 +116,7 @@ def _divided(batch: list[bytes], validation_fraction: float) -> dict[Split, list
 
 
 class _UnitShards:
-    """The shards of one unit, written aside until they are whole."""
+    """The shards of one unit, written to temporary files until they are complete."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class _UnitShards:
         (place / WORK).mkdir(parents=True, exist_ok=True)
         self._asides = {split: aside_path(place, unit.index, split) for split in splits}
         self.open_files = ExitStack()
-        """Leaving it closes what has not been finished."""
+        """Closes the writers that are still open when it is left."""
         self._writers = {
             split: self.open_files.enter_context(TokenFileWriter(aside, vocab_size))
             for split, aside in self._asides.items()
@@ -145,7 +147,7 @@ class _UnitShards:
         self._counts[split] += counts
 
     def finish(self) -> None:
-        """Put the shards into their places, then the marker."""
+        """Move the shards to their final paths, then write the marker."""
         with self.open_files:
             files = {split: writer.close() for split, writer in self._writers.items()}
         shards: list[TokenShard] = []

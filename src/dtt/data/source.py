@@ -1,4 +1,4 @@
-"""What training reads from: samples of a fixed length, whatever lies behind them."""
+"""The interface between training and its data: sources of samples of a fixed length."""
 
 from __future__ import annotations
 
@@ -12,90 +12,99 @@ import numpy.typing as npt
 from dtt.artifacts import CorpusSource
 
 Samples = npt.NDArray[np.uint64]
-"""Numbers of samples: a source's own below 2**SOURCE_SHIFT, a mixture's with the source above."""
+"""Sample numbers. The number within a source is below 2**SOURCE_SHIFT.
+
+In a mixture, the higher bits are the index of the source.
+"""
 SOURCE_SHIFT = 48
 PADDING = -100
-"""In place of an id: no token. As a target it is ignored by the loss."""
+"""Value that marks a missing token; the loss ignores targets with this value."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one document inside a sample, for people who ask what a step saw."""
+    """A part of one document inside a sample, to show which documents a step was trained on."""
 
     file: Path
-    """What was read: a `.bin`, or the document's own file."""
+    """File that was read: a `.bin`, or the document's own file."""
     document: int
-    """Number of the document in `file`."""
+    """Index of the document in `file`."""
     offset: int
-    """Tokens of the document before this piece."""
+    """Number of tokens of the document before this piece."""
     start: int
-    """Place in the sample of the piece's first token …"""
+    """Index in the sample of the piece's first token."""
     stop: int
-    """… and one past its last."""
+    """Index in the sample one past the piece's last token."""
 
 
 class Source(Protocol):
-    """One body of text as samples of `seq_len + 1` tokens: inputs, and targets one further on.
+    """A body of text as samples of `seq_len + 1` tokens; targets are the inputs shifted by one.
 
-    A sample is named by a number that stays the same for ever; the order in which training sees
-    them is a function of a seed and of how many came before.
+    A sample has a number that never changes. The order of samples in training is a function of a
+    seed and of the place in the sequence.
     """
 
     name: str
     tokens: int
-    """Tokens in an epoch; an estimate where they are made on the way."""
+    """Tokens in an epoch; an estimate if text is tokenized on the fly."""
     bytes_per_token: float | None
-    """UTF-8 bytes of text per token, where known."""
+    """UTF-8 bytes of text per token, if known."""
 
     def __len__(self) -> int:
-        """Samples in an epoch; an estimate where they are made on the way."""
+        """Return the number of samples in an epoch; an estimate for text tokenized on the fly."""
 
     def samples_at(self, first: int, count: int) -> Samples:
-        """The samples at places first … first + count - 1 of this source's order, epoch by epoch.
+        """Return the samples at places first … first + count - 1 of this source's shuffled order.
 
-        Where samples are made on the way, `first` never goes back behind the last `restore`.
+        Places are counted across epochs. If text is tokenized on the fly, `first` must not be
+        smaller than the place of the last `restore`.
         """
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """Ids [len(samples), seq_len + 1]; PADDING after the last token of a short sample."""
+        """Return token ids [len(samples), seq_len + 1].
+
+        PADDING fills the rest of a sample that is shorter than seq_len + 1.
+        """
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Which document of its sample each id of `read(samples)` is in, counted from 0."""
+        """Return the document index, within its sample, of each id of `read(samples)`, from 0."""
 
     def targets(self, samples: Samples) -> int:
-        """How many targets that are not PADDING these samples have, without reading them."""
+        """Return the number of targets that are not PADDING, without reading the samples."""
 
     def locate(self, sample: int) -> list[Piece]:
-        """The documents of a sample, in order."""
+        """Return the pieces of documents in a sample, in order."""
 
     def state(self, consumed: int) -> Any:
-        """JSON from which `restore` goes on after `consumed` samples; None where none is needed."""
+        """Return JSON from which `restore` resumes after `consumed` samples; None if not needed."""
 
     def restore(self, state: Any) -> None:
-        """Go on where `state` was taken."""
+        """Resume from what `state` returned."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the numbers of tokens mean."""
+    """The vocabulary of a source: its tokenizer, size and end-of-document token."""
 
     tokenizer: Path
-    """A tokenizer.json."""
+    """Path of the tokenizer.json."""
     sha256: str
+    """sha256 of the tokenizer.json."""
     size: int
+    """Largest id + 1."""
     end_of_document: int
     """Id of the token after every document."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A configured source, ready to be read."""
+    """A configured source that has been opened for reading."""
 
     train: Source
     validation: Source | None
-    """None when nothing is held out, or too little for one sample."""
+    """Held-out text; None if there is none, or too little for one sample."""
     key: str
-    """Identity of the content, wherever it lies."""
+    """Fingerprint of the content, independent of its location."""
     vocabulary: Vocabulary
     corpus: CorpusSource | None
-    """Where the documents came from, where known."""
+    """Origin of the documents, if known."""

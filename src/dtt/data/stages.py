@@ -1,6 +1,6 @@
-"""How large each step of a run is: batch and context schedules, set against its length.
+"""The batch-size and context-length schedules of a run, resolved to the size of each step.
 
-Imports neither torch nor numpy: a login node asks this before it submits a job.
+The module imports neither torch nor numpy, because a login node uses it before it submits a job.
 """
 
 from __future__ import annotations
@@ -19,80 +19,87 @@ from dtt.config.train import TrainConfig
 from dtt.errors import ConfigError
 
 LR_EXPONENT = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""The learning rate goes with the batch to the power of this."""
+"""Exponent p by `lr_rule`: the learning rate is scaled by (batch / full batch) ** p."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run in which all steps are of one size."""
+    """A range of steps with the same batch size and context length."""
 
     step: int
-    """The first, counted from 0."""
+    """First step, counted from 0."""
     samples: int
-    """Samples of the run before it."""
+    """Samples of the run before the first step."""
     sequences: int
-    """Samples in each of its steps."""
+    """Samples per step."""
     seq_len: int
-    """Tokens in the rows that the model sees: those of a sample, or a whole part of them."""
+    """Context length in tokens: the length of a sample, or a divisor of it."""
     lr_factor: float
-    """By what the schedule's learning rate is multiplied."""
+    """Factor by which the scheduled learning rate is multiplied."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The size of every step, found in O(log stages). A sample is always of the longest context.
+    """The batch size and context length of every step, found in O(log stages).
 
-    Steps and samples count from 0; the last stage has no end.
+    Samples always have the longest context length. Steps and samples count from 0; the last stage
+    has no end.
     """
 
     sample_tokens: int
+    """Tokens per sample."""
     stages: tuple[Stage, ...]
+    """The stages in ascending order of their first steps."""
 
     def at(self, step: int) -> Stage:
-        """The stage that a step is in."""
+        """Return the stage that contains a step."""
         return self.stages[bisect_right(self.stages, step, key=attrgetter("step")) - 1]
 
     def first_sample(self, step: int) -> int:
-        """Samples before a step."""
+        """Return the number of samples before a step."""
         stage = self.at(step)
         return stage.samples + (step - stage.step) * stage.sequences
 
     def step_of(self, sample: int) -> int:
-        """The step that takes a sample; so many steps are whole when the samples end before it."""
+        """Return the step that consumes a sample.
+
+        This is also the number of complete steps in a run that has only the samples before it.
+        """
         stage = self.stages[bisect_right(self.stages, sample, key=attrgetter("samples")) - 1]
         return stage.step + (sample - stage.samples) // stage.sequences
 
     def tokens_before(self, step: int) -> int:
-        """Tokens, in whole samples, of all steps before this one."""
+        """Return the number of tokens of all steps before this one."""
         return self.first_sample(step) * self.sample_tokens
 
     def step_after(self, tokens: Fraction | int) -> int:
-        """The first step that has so many tokens, or more, before it."""
+        """Return the first step that at least `tokens` tokens precede."""
         samples = math.ceil(tokens / self.sample_tokens)
         return self.step_of(samples - 1) + 1 if samples > 0 else 0
 
     def batch_tokens(self, step: int) -> int:
-        """Tokens that a step takes."""
+        """Return the number of tokens of a step."""
         return self.at(step).sequences * self.sample_tokens
 
     def describe(self, steps: int) -> str:
-        """The size of the first step in words, and of the last of `steps` where that differs."""
+        """Return the size of the first step in words, and of the last of `steps` if it differs."""
         first, last = self.batch_tokens(0), self.batch_tokens(steps - 1)
         said = f"{first} tokens" if first == last else f"{first} to {last} tokens"
         short, long = self.at(0).seq_len, self.at(steps - 1).seq_len
         return said if short == long else f"{said} in contexts of {short} to {long}"
 
     def record(self, step: int) -> dict[str, Any]:
-        """What metrics say of a step's size; nothing where all steps are alike."""
+        """Return the metrics of a step's size; empty if all steps have the same size."""
         if len(self.stages) == 1:
             return {}
         return {"batch_tokens": self.batch_tokens(step), "seq_len": self.at(step).seq_len}
 
 
 def resolve(train: TrainConfig) -> Stages:
-    """Set the schedules of `train` against its steps.
+    """Resolve the batch-size and context-length schedules of `train` to steps.
 
-    ConfigError for a stage that would begin before the one ahead of it, or after the end.
+    Raises ConfigError for a stage that would start before the preceding one, or after the end of
+    the run.
     """
     batches = _batches(train)
     contexts = {0: train.seq_len}
@@ -110,7 +117,7 @@ def resolve(train: TrainConfig) -> Stages:
 
 
 def _batches(train: TrainConfig) -> Stages:
-    """The batches alone, each at the full context."""
+    """Resolve the batch-size schedule alone, at the full context length."""
     schedule, full, seq_len = train.batch_schedule, train.global_batch_tokens, train.seq_len
     exponent = 0.0 if isinstance(schedule, ConstantBatch) else LR_EXPONENT[schedule.lr_rule]
     found = Stages(seq_len, ())
@@ -119,7 +126,7 @@ def _batches(train: TrainConfig) -> Stages:
         samples = found.first_sample(step) if found.stages else 0
         ahead = found.stages[-1].step if found.stages else 0
         _check_place("train.batch_schedule", tokens, step, ahead, train)
-        # One that begins where the one ahead of it does leaves that one no step.
+        # If both start at the same step, the preceding stage has no steps and is dropped.
         kept = found.stages[:-1] if step == ahead else found.stages
         stage = Stage(step, samples, tokens // seq_len, seq_len, (tokens / full) ** exponent)
         found = Stages(seq_len, (*kept, stage))
@@ -127,7 +134,10 @@ def _batches(train: TrainConfig) -> Stages:
 
 
 def _sizes(train: TrainConfig) -> Iterator[tuple[tuple[Unit, Fraction], int]]:
-    """From when on, and tokens in a step: the first from 0, the last the full batch."""
+    """Yield (start, tokens per step) of each stage.
+
+    The first stage starts at 0, and the last one has the full batch.
+    """
     schedule, full = train.batch_schedule, train.global_batch_tokens
     match schedule:
         case ConstantBatch():
@@ -140,7 +150,7 @@ def _sizes(train: TrainConfig) -> Iterator[tuple[tuple[Unit, Fraction], int]]:
             unit, length = measure(schedule.length)
             increment = schedule.increment or start
             count = (full - start) // increment
-            for k in range(count + 1):  # each begins where the straight line reaches it
+            for k in range(count + 1):  # a size starts where the linear ramp reaches it
                 yield (unit, k * length / count), start + k * increment
         case ListedBatch():
             for begin, tokens in schedule.stages:
@@ -150,7 +160,7 @@ def _sizes(train: TrainConfig) -> Iterator[tuple[tuple[Unit, Fraction], int]]:
 
 
 def _step(start: tuple[Unit, Fraction], train: TrainConfig, batches: Stages) -> int:
-    """The step that something begins with, given the batches before it."""
+    """Return the step of a point in the run, given the batches before it."""
     unit, amount = start
     match unit:
         case "steps":
@@ -164,7 +174,7 @@ def _step(start: tuple[Unit, Fraction], train: TrainConfig, batches: Stages) -> 
 
 
 def _check_place(key: str, size: int, step: int, ahead: int, train: TrainConfig) -> None:
-    """ConfigError unless a stage may begin at `step` of the run."""
+    """Raise ConfigError unless a stage may start at `step`; the preceding one starts at `ahead`."""
     if step < ahead:
         raise ConfigError(
             f"the stages of {key} do not follow one another",

@@ -1,4 +1,4 @@
-"""`python-stdlib`: the corpus that every machine already has."""
+"""The `python-stdlib` corpus: the sources of Python's standard library, which need no download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string())])
 LEFT_OUT = frozenset(
     {
         "__pycache__",
-        "dist-packages",  # what was installed
+        "dist-packages",  # installed packages
         "encodings",  # tables of characters
         "ensurepip",
         "idlelib",
@@ -37,14 +37,15 @@ LEFT_OUT = frozenset(
 
 
 def revision() -> str:
-    """What decides the content: the Python that runs, as in `CPython 3.11.7`."""
+    """Return the running Python, which determines the content, such as `CPython 3.11.7`."""
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
 def write_stdlib(folder: Path) -> Path:
-    """Write the sources of the standard library into `folder` as one Parquet file: `id`, `text`.
+    """Write the sources of the standard library into `folder` as one Parquet file; return its path.
 
-    One row per module, in the order of their names; the same Python gives the same bytes.
+    The columns are `id` (the module name) and `text`. There is one row per module, sorted by name.
+    The same Python produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     modules = sorted(_modules(root))
@@ -83,7 +84,7 @@ def write_stdlib(folder: Path) -> Path:
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each module worth reading: no tests, tables or facts of the build."""
+    """Yield the name and file of each module, except tests, data tables and build configuration."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
         if not LEFT_OUT.intersection(parts) and not parts[-1].startswith("_sysconfigdata"):

@@ -1,4 +1,4 @@
-"""Decode ahead and write behind, each on a thread of its own, beside the one that encodes."""
+"""Helpers to read ahead and to write behind in threads, while the main thread encodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ P = ParamSpec("P")
 
 
 def ahead(items: Iterator[T], reader: Executor) -> Iterator[T]:
-    """`items`, each made by `reader` while the one before is used; none of them is None."""
+    """Yield `items`; `reader` computes each while the caller uses the previous one.
+
+    No item may be None.
+    """
     coming = reader.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = reader.submit(next, items, None)
@@ -22,21 +25,22 @@ def ahead(items: Iterator[T], reader: Executor) -> Iterator[T]:
 
 
 class Behind:
-    """Does things in their order while the caller goes on.
+    """A background thread that executes actions in order.
 
-    After an error nothing more is done, and a later call raises it. A context manager: leaving it
-    waits until all is done, or on an error drops what has not begun.
+    After an error no further action is executed, and a later call of `do` raises the error. Leaving
+    the context manager waits for all actions; if it is left by an exception, it drops the actions
+    that have not started.
     """
 
     def __init__(self, depth: int) -> None:
-        """So many things may wait beside the one that is being done; with more the caller waits."""
+        """Allow `depth` unfinished actions; with more, `do` blocks until the oldest is done."""
         self._depth = depth
         self._thread = ThreadPoolExecutor(1)
         self._waiting: deque[Future[None]] = deque()
         self._failed = False
 
     def do(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call `action`, later."""
+        """Call `action` later, in the background thread."""
         self._finish(self._depth)
         self._waiting.append(self._thread.submit(self._try, partial(action, *args, **kwargs)))
 

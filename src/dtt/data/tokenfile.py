@@ -1,9 +1,11 @@
-r"""Token files: Megatron's `.bin`/`.idx` pair, written in a stream, read through a memory map.
+r"""Token files in Megatron's `.bin`/`.idx` format: a streaming writer and a memory-mapped reader.
 
-`.bin` is all token ids in a row. `.idx`, little endian: `MMIDIDX\0\0`, uint64 version 1, uint8
-dtype code, uint64 sequences S, uint64 entries of the document index E, int32[S] lengths in tokens,
-int64[S] offsets in bytes, int64[E] document index (first sequence of each document, then S).
-dtt writes one sequence per document; files of others may hold several, and empty ones.
+The `.bin` file contains all token ids, concatenated. The `.idx` file, little endian, contains
+`MMIDIDX\0\0`, uint64 version 1, uint8 dtype code, uint64 number of sequences S, uint64 number of
+entries of the document index E, int32[S] lengths in tokens, int64[S] offsets in bytes, and int64[E]
+document index (first sequence of each document, then S). dtt writes one sequence per document.
+Files of other programs may have several per document, empty sequences, and documents without any
+sequence; all of these are supported.
 """
 
 from __future__ import annotations
@@ -35,28 +37,29 @@ Tokens = npt.NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """The dtype Megatron chooses for a vocabulary of this size."""
+    """Return the dtype that Megatron chooses for a vocabulary of this size."""
     return "uint16" if vocab_size < UINT16_VOCAB_LIMIT else "int32"
 
 
 def bin_path(stem: Path) -> Path:
-    """The file of the ids."""
+    """Return the path of the file with the token ids."""
     return stem.with_name(stem.name + ".bin")
 
 
 def idx_path(stem: Path) -> Path:
-    """The file of the document boundaries."""
+    """Return the path of the index file, which has the document boundaries."""
     return stem.with_name(stem.name + ".idx")
 
 
 class TokenFile:
-    """An open pair of files; nothing but the header is read until it is asked for.
+    """A `.bin`/`.idx` pair that is open for reading.
 
-    Raises InputError when a file is missing, DamagedError when the two do not fit together.
+    Opening it reads only the header and the last entries of the index. Raises InputError if a file
+    is missing, DamagedError if the two do not fit together.
     """
 
     def __init__(self, stem: Path) -> None:
-        """`stem` is the common path without `.bin` and `.idx`."""
+        """Open the pair at `stem`, the common path without `.bin` and `.idx`."""
         self.stem = stem
         with _open(idx_path(stem)) as file:
             bin_bytes = _size(bin_path(stem))
@@ -86,7 +89,10 @@ class TokenFile:
         """Tokens in the file."""
 
     def _end(self, fd: int) -> int:
-        """Where the last sequence ends in the `.bin`, in bytes; without mapping the index."""
+        """Return the byte offset in the `.bin` of the end of the last sequence.
+
+        Reads two entries of the index without mapping it.
+        """
         length = os.pread(fd, 4, HEADER.size + 4 * (self.sequences - 1))
         offset = os.pread(fd, 8, HEADER.size + 12 * self.sequences - 8)
         return int.from_bytes(offset, "little") + (
@@ -104,7 +110,7 @@ class TokenFile:
 
     @cached_property
     def byte_offsets(self) -> Tokens:
-        """int64[sequences]: where each sequence starts in the `.bin`, in bytes."""
+        """int64[sequences]: byte offset in the `.bin` of each sequence's first token."""
         return self._array("<i8", HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
@@ -122,13 +128,13 @@ class TokenFile:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """All ids in a row, memory-mapped."""
+        """[total]: all token ids, memory-mapped."""
         return map_file(bin_path(self.stem)).view(self.dtype)
 
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """Index into `tokens` of the first token of documents first … stop - 1.
+        """Return the index into `tokens` of the first token of documents first … stop - 1.
 
-        One more document than there are, of no tokens, begins at the end of the file.
+        `stop` may be one more than the number of documents; the last value is then `total`.
         """
         sequences = self.documents[first:stop]
         starts = np.full(len(sequences), self.total, dtype=np.int64)
@@ -137,21 +143,21 @@ class TokenFile:
         return starts
 
     def starting_after(self, token: int) -> int:
-        """The first document whose first token comes after `token`; none is read to find it."""
+        """Return the first document whose first token is after `token`; no tokens are read."""
         offsets, entries = self.byte_offsets, self.documents
         sequence = offsets.searchsorted(token * self.dtype.itemsize, side="right")
         return int(entries.searchsorted(sequence))
 
     def bounds(self) -> npt.NDArray[np.int64]:
-        """First token of every document, then `total`."""
+        """Return [documents + 1]: index of the first token of every document, then `total`."""
         return self.starts(0, self._entries)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return self.sequences
 
     def __getitem__(self, sequence: int) -> Tokens:
-        """The ids of one sequence."""
+        """Return the token ids of one sequence."""
         start = int(self.byte_offsets[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 
@@ -186,7 +192,7 @@ def _missing(path: Path) -> InputError:
 
 
 class Written(NamedTuple):
-    """What a closed TokenFileWriter leaves."""
+    """Sizes and hashes of a pair of files, returned by `TokenFileWriter.close`."""
 
     sequences: int
     tokens: int
@@ -195,13 +201,13 @@ class Written(NamedTuple):
 
 
 class TokenFileWriter:
-    """Writes one pair of files; on the disk and hashed when `close` returns.
+    """A writer of one `.bin`/`.idx` pair, which is synced and hashed when `close` returns.
 
-    A context manager: leaving it on an error closes the files unfinished, without an index.
+    Leaving the context manager without calling `close` leaves an incomplete `.bin` and no index.
     """
 
     def __init__(self, stem: Path, vocab_size: int) -> None:
-        """`stem` as for TokenFile; `vocab_size` bounds the ids and decides their dtype."""
+        """Create the files at `stem`; `vocab_size` bounds the ids and determines their dtype."""
         self._stem, self._vocab_size = stem, vocab_size
         self._dtype = token_dtype(vocab_size)
         self._lengths: list[npt.NDArray[np.int32]] = []
@@ -209,9 +215,9 @@ class TokenFileWriter:
         self._file: BinaryIO = bin_path(stem).open("wb")
 
     def append(self, ids: Tokens, lengths: Tokens) -> None:
-        """Add sequences: `ids` [sum(lengths)] in a row, tokens of each in `lengths` [sequences].
+        """Append sequences: their concatenated `ids` [sum(lengths)] and `lengths` [sequences].
 
-        Raises DamagedError for an id outside the vocabulary, which is never written.
+        Raises DamagedError for an id outside the vocabulary, before anything is written.
         """
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise DamagedError(
@@ -226,7 +232,7 @@ class TokenFileWriter:
         self._lengths.append(lengths.astype(np.int32, copy=False))
 
     def close(self) -> Written:
-        """Write the index; return what was written."""
+        """Sync the `.bin`, write the index, and return their sizes and hashes."""
         _flush(self._file)
         lengths = np.concatenate(self._lengths or [np.empty(0, np.int32)])
         ends = np.cumsum(lengths, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Tokenizers: byte-level BPE learnt from a corpus, or any given `tokenizer.json`."""
+"""Tokenizers: byte-level BPE trained on a corpus, or any existing `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dtt.runtime.log import log, progress
 
 
 def train_tokenizer(cfg: TrainedTokenizerConfig, pre_tokens: Mapping[str, int]) -> str:
-    """Learn byte-level BPE from counts of pre-tokens; returns the content of `tokenizer.json`.
+    """Train byte-level BPE on counts of pre-tokens; return the content of `tokenizer.json`.
 
-    Special tokens come first, so the end-of-document token is 0; then the 256 bytes, then merges.
+    Ids are assigned to the special tokens first, so the end-of-document token has id 0; then to the
+    256 bytes, then to the merges.
     """
     steps = cfg.vocab_size - 256 - len(cfg.special_tokens)
     with progress("learning the tokenizer", steps, "merges") as advance:
@@ -42,12 +43,16 @@ def train_tokenizer(cfg: TrainedTokenizerConfig, pre_tokens: Mapping[str, int]) 
 
 
 def given_tokenizer(cfg: GivenTokenizerConfig) -> bytes:
-    """The content of the `tokenizer.json` that `cfg` names."""
+    """Return the content of the `tokenizer.json` that `cfg` names."""
     return find_tokenizer(cfg).read_bytes()
 
 
 def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
-    """The `tokenizer.json` that `cfg` names: a file, that of a folder, or the Hub's, fetched."""
+    """Return the path of the `tokenizer.json` that `cfg` names.
+
+    `cfg.path` is the file itself, a folder that contains it, or a model on the Hub, from which it
+    is fetched. Raises InputError if there is none.
+    """
     path = Path(cfg.path).expanduser()
     if path.is_dir():
         path /= "tokenizer.json"
@@ -76,7 +81,10 @@ def _only_sentencepiece(folder: Path) -> str | None:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json of token files or an export; InputError, DamagedError if it is none."""
+    """Open a tokenizer.json, with truncation and padding switched off.
+
+    Raises InputError if the file is missing, DamagedError if it is not a tokenizer.json.
+    """
     try:
         tokenizer = parse_tokenizer(path.read_bytes(), path)
     except FileNotFoundError:
@@ -89,7 +97,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
-    """A tokenizer of the `content` of a tokenizer.json; DamagedError, naming `where`, if none."""
+    """Return the tokenizer in `content`, a tokenizer.json.
+
+    Raises DamagedError, with `where` as its location, if it is not one.
+    """
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001 - `tokenizers` raises nothing more specific
@@ -102,16 +113,16 @@ def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
 
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-"""A byte of SentencePiece's byte fallback."""
+"""Pattern of the tokens for single bytes in SentencePiece's byte fallback."""
 
 
 def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArray[np.int64] | None:
-    """Return the UTF-8 bytes of text that each id stands for, [vocab_size].
+    """Return the number of UTF-8 bytes of text that each id represents, [vocab_size].
 
-    `path` is a tokenizer.json. Special tokens stand for no text. The bytes are exact for
-    byte-level BPE, whose tokens have a character for each byte. In vocabularies of SentencePiece,
-    "▁" counts as the space that it was, also where the tokenizer put one before the first word.
-    None for other tokenizers, whose tokens do not tell how much text was between them.
+    `path` is a tokenizer.json. Special tokens represent no text. The numbers are exact for
+    byte-level BPE, whose tokens have one character per byte. In SentencePiece vocabularies, "▁"
+    counts as one space, even where the tokenizer added one before the first word. Returns None for
+    other tokenizers, because their tokens do not show how much text was between them.
     """
     facts = json.loads(path.read_bytes())
     parts = [*_parts(facts.get("decoder")), *_parts(facts.get("pre_tokenizer"))]
@@ -125,7 +136,7 @@ def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArra
     entries = (
         vocabulary.items()
         if isinstance(vocabulary, dict)
-        else ((token, i) for i, (token, _) in enumerate(vocabulary))  # of a unigram model
+        else ((token, i) for i, (token, _) in enumerate(vocabulary))  # unigram: (token, score)
     )
     sizes = {
         i: len(token)
@@ -137,12 +148,12 @@ def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArra
     }
     for added in facts.get("added_tokens") or ():
         sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-    sizes[end_of_document] = 0  # also where it is not marked as special
+    sizes[end_of_document] = 0  # even if it is not marked as special
     return np.array([sizes.get(i, 0) for i in range(vocab_size)], dtype=np.int64)
 
 
 def _parts(section: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The parts of a decoder or a pre-tokenizer, which may be a sequence of them."""
+    """Yield a decoder or pre-tokenizer section and, if it is a sequence, its parts recursively."""
     if section is not None:
         inner = section.get("decoders") or section.get("pretokenizers")
         yield section

@@ -1,8 +1,8 @@
-"""Which units of a token folder are finished: their files are looked at, read and hashed.
+"""Verification of the units of a token folder: checks which are finished, and hashes their files.
 
-All ranks take part, each with a share. A file that has the size and time it had when it was last
-hashed is not hashed again; what is known of that lies beside the markers, and losing it costs
-time only.
+All ranks take part, each with a share of the units. A file whose size and modification time equal
+those of its last successful check is not hashed again. These records are stored beside the markers;
+losing them costs only time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ NOT_MADE = "not made yet"
 
 
 class Fault(NamedTuple):
-    """Why a unit is not finished."""
+    """The reason why a unit is not finished."""
 
     why: str
     whole: bool = False
-    """Whether the files are what the manifest says, and only the marker is missing."""
+    """True if the files match the manifest and only the marker is missing."""
 
 
 def find_faults(
     out: Path, units: int, key: str, comm: Comm, *, remember: bool = True
 ) -> dict[int, Fault]:
-    """The units that are not finished for `key`, by index; every rank calls this and gets all.
+    """Return the units that are not finished for `key`, by index; collective, same on all ranks.
 
-    Files on a node's own disk are looked at by its ranks. Without `remember` nothing is written.
+    Files on a node's local disk are checked by the ranks of that node. Without `remember`, the
+    results of the checks are not recorded, so nothing is written.
     """
     here = socket.gethostname()
     in_manifest = _by_unit(out, key)
     faults: dict[int, Fault] = {}
 
     def look(unit: int) -> str | None:
-        """Note what is wrong with a unit; or say on which other node its files are."""
+        """Check a unit and record its fault; return the host of its files if it is another node."""
         marker = read_marker(out, unit, key)
         if marker is None and in_manifest is None:
             there = marker_path(out, unit).exists()
@@ -73,7 +74,7 @@ def find_faults(
 
 
 def sound_manifest(out: Path) -> TokensManifest | None:
-    """The manifest of `out`; None where there is none that can be read: it is written anew."""
+    """Return the manifest of `out`; None if it is missing or damaged, as it can be rewritten."""
     try:
         return TokensManifest.read(out)
     except (InputError, DamagedError):
@@ -81,7 +82,7 @@ def sound_manifest(out: Path) -> TokensManifest | None:
 
 
 def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
-    """The shards of each unit as the manifest names them; None without a manifest for `key`."""
+    """Return the manifest's shards by unit, or None if there is no manifest for `key`."""
     manifest = sound_manifest(out)
     if manifest is None or manifest.key != key:
         return None
@@ -89,13 +90,13 @@ def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
     for shard in manifest.shards:
         number = shard.stem.rpartition("-")[2]
         if not number.isdecimal():
-            return None  # it is not what `tokenize` writes
+            return None  # not a name that `tokenize` writes
         shards.setdefault(int(number), []).append(shard)
     return shards
 
 
 def _stem(out: Path, shard: TokenShard, here: str) -> Path | None:
-    """Where the files of a shard should be; None on another node."""
+    """Return the path of a shard's files without suffix; None if they are on another node."""
     stem = out / shard.stem
     if shard.path is None or idx_path(stem).exists():
         return stem
@@ -105,7 +106,7 @@ def _stem(out: Path, shard: TokenShard, here: str) -> Path | None:
 def _damage(
     out: Path, unit: int, shards: list[tuple[Path, TokenShard]], remember: bool
 ) -> str | None:
-    """The first file of a unit that is not what was written, and how; None if all are."""
+    """Return a message about the first bad file of a unit, or None if all files are intact."""
     known = last_hashed(out, unit)
     now: Facts = {}
     for path, sha256 in _files(shards):
@@ -116,7 +117,7 @@ def _damage(
                 return f"{path} is damaged: its sha256 is not that of what was written"
         except FileNotFoundError:
             return f"{path} is missing"
-        except OSError as error:  # a failing disk
+        except OSError as error:  # such as a failing disk
             return f"{path} cannot be read: {error.strerror}"
     if remember and now != known:
         remember_hashed(out, unit, now)
