@@ -68,7 +68,7 @@ def check(paths: Iterable[Path]) -> None:
 
 def _header(path: Path) -> tuple[Any, int]:
     """Return the parsed header and the number of bytes after it."""
-    with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor, not a path
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(LARGEST, size - 8):

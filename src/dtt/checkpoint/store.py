@@ -26,7 +26,7 @@ from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomi
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
-if TYPE_CHECKING:  # `dtt ckpt ls` needs no torch
+if TYPE_CHECKING:  # keeps torch out of `dtt ckpt ls`
     from torch import Tensor
 
     from dtt.checkpoint.tensors import Stored

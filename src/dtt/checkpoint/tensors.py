@@ -100,8 +100,8 @@ def _divided(parts: Sequence[tuple[str, Held]]) -> Iterator[Piece]:
 def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
     """Write CPU pieces as one safetensors file, and fsync it.
 
-    The hash in the returned record is computed from the bytes in memory, so a mismatch when the
-    file is read reveals corruption on the way to the disk as well.
+    The hash in the returned record is computed from the bytes in memory, so verifying the file also
+    detects corruption while it was written.
     """
     return write_bytes(path, _safetensors(list(pieces)))
 

@@ -145,8 +145,8 @@ def _write_tokenizer(trained: Trained, folder: Path) -> None:
     content = json.loads(trained.tokenizer.read_bytes())
     content |= {"truncation": None, "padding": None}
     processor = content.get("post_processor")
-    if processor is not None and processor["type"] != "ByteLevel":  # that one adds no tokens
-        content["post_processor"] = None  # the model never saw what it adds, such as <s>
+    if processor is not None and processor["type"] != "ByteLevel":  # ByteLevel adds no tokens
+        content["post_processor"] = None  # training had no added tokens such as <s>
     _write_json(folder / "tokenizer.json", content)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
     _write_json(folder / "special_tokens_map.json", special)

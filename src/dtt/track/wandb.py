@@ -86,7 +86,7 @@ class WandbTracker:
             return
         try:
             action()
-        except Exception as error:  # noqa: BLE001  whatever the client raises, training goes on without it
+        except Exception as error:  # noqa: BLE001  no error of the client may stop training
             self._alive = False
             log.warning("wandb failed and is off for this attempt: %s", error)
 

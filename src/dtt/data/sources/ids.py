@@ -53,7 +53,7 @@ class ShardIds:
         dtypes = sorted({s.dtype for s in shards})
         self._views = [self._bytes.view(dtype) for dtype in dtypes]
         self._view = np.array([dtypes.index(s.dtype) for s in shards])  # each shard's in `_views`
-        self._first = (self._begin + header) // width  # in ids, as `_begin` in bytes
+        self._first = (self._begin + header) // width  # like `_begin`, but in ids
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
         self._mapped: dict[int, None] = {}
         """Mapped shards as an ordered set, the one mapped longest ago first."""
