@@ -1,2 +1,2 @@
-"""Training states on disk that are whole or not there. Sees state dicts and files.
+"""Training checkpoints, either complete on disk or absent; knows only state dicts and files.
 May touch: config, runtime."""

@@ -1,6 +1,6 @@
-"""Headers of safetensors files, checked before anything is allocated or read by them.
+"""Validation of safetensors headers, before anything is allocated or read according to them.
 
-A manifest with a matching seal proves that a file is as it was written, not that dtt wrote it.
+A manifest with a matching hash proves that a file is unchanged, not that dtt wrote it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dtt.errors import DamagedError
 from dtt.reading import STRICT, fits, is_kind, open_regular, parse
 
 LARGEST = 100_000_000
-"""Bytes of a header, as in the safetensors library."""
+"""Maximum bytes of a header; the safetensors library has the same limit."""
 ITEM_SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element, by the names of the dtypes that a checkpoint may have."""
+"""Bytes per element for each dtype that a checkpoint may contain, by its safetensors name."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, as a header describes it."""
+    """A box of a tensor as described by a header."""
 
     name: str
     dtype: str
@@ -34,11 +34,11 @@ class Part:
     offset: tuple[int, ...]
     """Start of the box in the full tensor, in each dimension."""
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
 
 
 def read(path: Path) -> list[Part]:
-    """Return the parts of tensors in a file; DamagedError unless the header describes it exactly.
+    """Return the tensor parts in a file; raise DamagedError if its header is invalid.
 
     The data of the tensors must fill the rest of the file without gap or overlap.
     """
@@ -49,7 +49,7 @@ def read(path: Path) -> list[Part]:
 
 
 def check(paths: Iterable[Path]) -> None:
-    """Raise DamagedError unless the parts in some files make up complete tensors, each once."""
+    """Raise DamagedError unless the parts in `paths` cover every tensor exactly once."""
     parts: dict[str, list[tuple[Path, Part]]] = defaultdict(list)
     for path in paths:
         for part in read(path):
@@ -68,7 +68,7 @@ def check(paths: Iterable[Path]) -> None:
 
 def _header(path: Path) -> tuple[Any, int]:
     """Return the parsed header and the number of bytes after it."""
-    with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor, not a path
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(LARGEST, size - 8):
@@ -104,7 +104,7 @@ def _parts(header: Any, data: int) -> list[Part]:
 
 
 def _extent(name: str, entry: Any) -> tuple[int, ...]:
-    """Return the shape of an entry of a header, once all of the entry is checked."""
+    """Validate an entry of a header and return its shape; ValueError if it is invalid."""
     if not fits(entry, {"dtype": str, "shape": list, "data_offsets": list}):
         raise ValueError(f"its header does not describe {name!r}")
     if entry["dtype"] not in ITEM_SIZES:
@@ -117,7 +117,7 @@ def _extent(name: str, entry: Any) -> tuple[int, ...]:
 def _place(
     name: str, piece: Any, extent: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset in the full tensor and its shape."""
+    """Return the offset of a part in its full tensor, and the shape of the full tensor."""
     if piece is None:
         return (0,) * len(extent), extent
     if (
@@ -131,12 +131,15 @@ def _place(
 
 
 def _sizes(values: Any, count: int | None = None) -> bool:
-    """Return True for a list (of `count`) of numbers of elements or bytes."""
+    """Return True if `values` are non-negative integers, `count` of them if it is given."""
     return all(is_kind(n, int) and n >= 0 for n in values) and count in (None, len(values))
 
 
 def _overlap(parts: Sequence[Part]) -> bool:
-    """Return True if two boxes share an element; boxes are cut along the first dimension mostly."""
+    """Return True if two boxes share an element.
+
+    A sweep along the first dimension, which is the one that most tensors are cut along.
+    """
     boxes = sorted((p for p in parts if math.prod(p.extent)), key=lambda p: p.offset)
     reaching: list[Part] = []
     for box in boxes:

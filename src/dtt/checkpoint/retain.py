@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention of checkpoints: the rules for keeping and deleting them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dtt.runtime.files import remove
 
 
 def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int]:
-    """Steps that stay: those the rules name, the newest, and the newest of up to step `diverged`.
+    """Return the steps to keep: those selected by the rules, and the newest up to `diverged`.
 
-    `diverged` is the last step with a finite loss before the last one without (None: there was
-    none): what is newer may come from weights that were already going astray.
+    The rules always keep the newest checkpoint. `diverged` is the step before the latest
+    divergence, or None if there was none: weights after it may already have been diverging, so the
+    newest checkpoint from before is kept, too.
     """
     steps = store.steps(folder)
     keep = set(steps[-rules.keep_last :])
@@ -32,7 +33,7 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
 
 
 def eval_loss(path: Path) -> float:
-    """Validation loss of a checkpoint; infinite without an evaluation at its very step."""
+    """Return the validation loss of a checkpoint; infinite if its step was not evaluated."""
     position = tolerant(path / store.POSITION, read_json) or {}
     measured = fits(position, {"evaluated": int, "step": int, "eval_loss": float})
     evaluated = measured and position["evaluated"] == position["step"]
@@ -40,7 +41,10 @@ def eval_loss(path: Path) -> float:
 
 
 def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:
-    """Delete what need not stay; call only after the newest was verified. Returns the steps."""
+    """Delete the checkpoints that `kept` does not select, and return their steps.
+
+    Call this only after the newest checkpoint has been verified.
+    """
     gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged))
     for step in gone:
         delete(store.folder_of(folder, step))
@@ -48,19 +52,29 @@ def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) ->
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a half-deleted one is never taken for whole."""
+    """Delete a checkpoint.
+
+    It is renamed first, so that an interrupted deletion never leaves a checkpoint that looks
+    complete.
+    """
     doomed = path.with_name(f"{store.STAGING_PREFIX}{path.name}-pruned")
     path.rename(doomed)
     remove(doomed)
 
 
 def remove_rejected(folder: Path) -> None:
-    """Delete the checkpoints that a newer one has replaced; call once that one is verified."""
+    """Delete the rejected checkpoints that `store.commit` set aside.
+
+    Call this only after the checkpoint that replaced them has been verified.
+    """
     for path in folder.glob(f"{store.STAGING_PREFIX}*{store.REJECTED_SUFFIX}"):
         remove(path)
 
 
 def sweep_staging(folder: Path) -> None:
-    """Delete what interrupted saves and prunings left; call when nobody else writes here."""
+    """Delete leftovers of interrupted saves and deletions.
+
+    Call this only while no other process writes to `folder`.
+    """
     for path in folder.glob(f"{store.STAGING_PREFIX}*"):
         retrying(partial(remove, path))

@@ -1,7 +1,7 @@
-"""Saving while training goes on: copied off the device, then written by a thread.
+"""Asynchronous checkpointing: tensors are copied to the host, then written by a thread.
 
-All ranks write at once, each its pieces. The thread has a process group of its own, so what it says
-to other ranks never mixes with training. One checkpoint is on its way at most.
+All ranks write in parallel, each its own pieces. The thread uses its own process group, so its
+collectives never interleave with those of training. At most one save is in progress.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ T = TypeVar("T")
 
 SECONDS_TO_SETTLE = 120.0
 NICENESS = 10
-"""Of the writing thread: where cores are scarce, training comes first."""
+"""Nice value of the writing thread, so that training has priority when cores are scarce."""
 
 
 @dataclass
 class Save:
-    """One checkpoint on its way: what is to be written, then what it took."""
+    """A checkpoint being saved: its content, then the time it took."""
 
     step: int
     pieces: dict[str, list[Piece]]
-    """This rank's, by kind."""
+    """Pieces that this rank writes, by kind."""
     position: Mapping[str, Any]
     bytes: int
-    """Of all ranks."""
+    """Bytes of the tensors that all ranks save together."""
     flush: Callable[[], None]
-    """Makes durable what a run that goes on from here must find."""
+    """Function that makes durable everything else that a run resumed from here needs."""
     began: float = field(default_factory=time.perf_counter)
-    """When training went on, by `time.perf_counter`."""
+    """`time.perf_counter` when the copy to host memory was complete."""
     ended: float = 0.0
-    """When it was on the disk and verified."""
+    """`time.perf_counter` when the checkpoint was on the disk and verified."""
     blocked_seconds: float = 0.0
-    """How long training stood still for it."""
+    """Seconds for which training was blocked."""
     write_seconds: float = 0.0
-    """From the first byte to the commit."""
+    """Seconds from the first byte to the commit."""
     verify_seconds: float = 0.0
-    """Reading all of it back."""
+    """Seconds for reading all files back."""
 
     def record(self) -> dict[str, Any]:
-        """What it took, for the metrics."""
+        """Return the size and the durations, for the metrics."""
         numbers = ("step", "bytes", "blocked_seconds", "write_seconds", "verify_seconds")
         return {name: round(getattr(self, name), 4) for name in numbers}
 
 
 class Saver:
-    """Writes the checkpoints of one attempt."""
+    """Asynchronous writer of the checkpoints of one attempt."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class Saver:
         facts: Mapping[str, Any],
         stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`facts` go into every manifest: what the run is, not where it is.
+        """Prepare to save to `job`; `facts` identify the run and go into every manifest.
 
-        While it waits for space, it asks whether a stop is wanted, on any rank: then it gives up.
+        While a save waits for disk space, it polls `stop_wanted`. If that is True on any rank, the
+        save fails with DiskFull on all ranks.
         """
         self._stop_wanted = stop_wanted
         self._diverged = job.diverged_after()
@@ -102,12 +103,12 @@ class Saver:
         position: Mapping[str, Any],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take a copy and begin to write it; on return the tensors may change.
+        """Copy the tensors and start to write them; on return the tensors may change.
 
-        `shared` tensors, by kind and name, are the same on every rank, or DTensors of which each
-        has its part; `own` are this rank's, under names no other rank uses, and become part of the
-        kind STATE. `flush` is called by the first rank, from the thread. Waits for the save before;
-        raises what went wrong with that one.
+        `shared` tensors, by kind and name, are identical on every rank, or DTensors. `own` tensors
+        belong to this rank, have names that no other rank uses, and are saved with the kind STATE.
+        Rank 0 calls `flush`, from the writing thread. Waits for the previous save first, and raises
+        its error if it failed.
         """
         started = time.perf_counter()
         self.wait()
@@ -128,11 +129,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the last save went wrong; `wait` then raises it, on every rank the same."""
+        """True if the last save failed; `wait` then raises the same error on every rank."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Return when the last save is on the disk and verified; raises what went wrong with it."""
+        """Wait until the last save is on the disk and verified; raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -141,17 +142,20 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """After a failure elsewhere: let a save on its way come to its end, if it still can."""
+        """Wait up to SECONDS_TO_SETTLE for a save in progress; call after a failure elsewhere."""
         if self._thread is not None:
             self._thread.join(timeout=SECONDS_TO_SETTLE)
 
     def finished(self) -> list[Save]:
-        """The saves that have come to their good end since the last call."""
+        """Return the saves that completed successfully since the last call."""
         done, self._done = self._done, []
         return done
 
     def _copied(self, pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
-        """The pieces in host memory, apart from what training goes on to change."""
+        """Copy the pieces to host memory, so that training may change the originals.
+
+        Returns the pieces themselves if they are on the CPU and the save is synchronous.
+        """
         on_gpu = self._world.device.type == "cuda"
         if not on_gpu and not self._config.asynchronous:
             return dict(pieces)
@@ -171,11 +175,14 @@ class Saver:
         return Piece(piece.name, copy, piece.offset, piece.shape)
 
     def _run(self, save: Save) -> None:
-        """Body of the thread: nothing may escape it, `wait` raises it elsewhere."""
+        """Run a save in the thread. Errors are stored for `wait`, which raises them."""
         try:
-            if self._config.asynchronous and sys.platform == "linux":  # there, of this thread alone
+            # Only on Linux does a priority apply to a single thread.
+            if self._config.asynchronous and sys.platform == "linux":
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            with waiting_for_space(None):  # here all ranks wait together, for all files anew
+            # `retrying` must not wait for space by itself on one rank: if the disk is full, all
+            # ranks wait together below, and then write all files again.
+            with waiting_for_space(None):
                 full = self._write(save)
             if full is not None and self._world.first:
                 log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)
@@ -191,7 +198,10 @@ class Saver:
             self._error = error
 
     def _write(self, save: Save) -> DiskFull | None:
-        """Write, commit, verify, prune; or return that the disk is full and to be waited for."""
+        """Write, commit, verify and prune; return DiskFull if the save should wait for space.
+
+        With on_full="stop", DiskFull is raised instead.
+        """
         folder, staging = self._job.checkpoints, self._staging(save)
         first, started = self._world.first, time.perf_counter()
         try:
@@ -226,7 +236,7 @@ class Saver:
         self._staging(save).mkdir(parents=True, exist_ok=True)
 
     def _write_files(self, save: Save) -> list[FileRecord]:
-        """This rank's files, and the position if it is the first."""
+        """Write the files of this rank and, on rank 0, the position; return their records."""
         staging = self._staging(save)
         rank = self._world.rank
         files = [
@@ -240,12 +250,15 @@ class Saver:
         return files
 
     def _together(self, action: Callable[[], T]) -> list[T]:
-        """`action()` on every rank; all results, or the first failure, on all of them."""
+        """Run `action` on every rank, and return the results of all ranks.
+
+        If it fails on any rank, every rank raises the first failure. OSErrors become StorageErrors.
+        """
         outcome: T | DttError
         try:
             outcome = action()
         except OSError as error:
-            told = in_words(error)  # whatever it is, it is the disk's: a missing folder, too
+            told = in_words(error)  # every OSError here is a storage failure
             outcome = told if isinstance(told, StorageError) else StorageError(str(told))
         except DttError as error:
             outcome = error
@@ -259,12 +272,12 @@ class Saver:
         try:
             retain.prune(self._job.checkpoints, self._config, self._diverged)
             retain.remove_rejected(self._job.checkpoints)
-        except OSError as error:  # there is one too many: no reason to stop
+        except OSError as error:  # an extra checkpoint is no reason to stop
             log.warning("an old checkpoint could not be deleted: %s", error)
 
 
 def _verify_files(path: Path, files: list[FileRecord]) -> None:
-    """Read back what this rank wrote; StorageError when the disk gives something else."""
+    """Read back the files of this rank; raise StorageError if they differ from what was written."""
     for record in files:
         retrying(partial(forget_cached, path / record.path))
         try:

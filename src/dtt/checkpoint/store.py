@@ -1,9 +1,10 @@
-"""Checkpoints on disk: committed whole or not there, found by scanning, verified before use.
+"""Checkpoints on disk: committed atomically, found by scanning, verified before use.
 
     .tmp-step-000500-<attempt>/   being written
     step-000500/                  committed: MANIFEST.json was written last, then the folder renamed
 
-Tensors lie in safetensors files, everything else in JSON: nothing that is loaded can execute code.
+Tensors are stored in safetensors files, everything else in JSON, so loading a checkpoint cannot
+execute code.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomi
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
-if TYPE_CHECKING:  # `dtt ckpt ls` needs no torch
+if TYPE_CHECKING:  # keeps torch out of `dtt ckpt ls`
     from torch import Tensor
 
     from dtt.checkpoint.tensors import Stored
 
 MODEL, STATE = "model", "state"
-"""Kinds of tensor files: weights; optimizer state and random number generators."""
+"""Kinds of tensor files: model weights; optimizer state and random number generators."""
 POSITION = "position.json"
 HASHED_AT_ONCE = 8
-"""Files: a core hashes a gigabyte or two a second, which is less than a file server gives."""
+"""Number of files hashed in parallel.
+
+One core hashes 1 to 2 GB/s, which is slower than a file server delivers."""
 PREFIX, STAGING_PREFIX, SUPERSEDED_PREFIX = "step-", ".tmp-step-", "superseded-step-"
 REJECTED_SUFFIX = "-rejected"
 
 
 def rank_file(kind: str, rank: int) -> str:
-    """Name of the file that holds the pieces `rank` wrote."""
+    """Return the name of the file with the pieces that `rank` writes."""
     return f"{kind}-{rank:05d}.safetensors"
 
 
@@ -53,26 +56,26 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self.manifest.step
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
-        """All tensors of a kind, whole, on the CPU; by parameter name for MODEL."""
+        """Read all tensors of a kind to the CPU, unsharded; by parameter name for MODEL."""
         return {name: stored[()] for name, stored in self.stored(kind).items()}
 
     def stored(self, kind: str) -> dict[str, Stored]:
-        """The same, but of each only what is asked of it is read, and only then."""
+        """Return the tensors of a kind as `Stored` objects, which read only what is indexed."""
         from dtt.checkpoint import tensors
 
         return tensors.read(self.files(kind))
 
     def files(self, kind: str) -> list[Path]:
-        """The files that hold the tensors of a kind."""
+        """Return the paths of the files that hold the tensors of a kind."""
         names = [f.path for f in self.manifest.files if f.path.startswith(f"{kind}-")]
         return [self.path / name for name in names]
 
     def position(self) -> dict[str, Any]:
-        """What is not a tensor: where in the run it was taken."""
+        """Read the part that is not tensors: the position in the run. DamagedError if invalid."""
         path = self.path / POSITION
         try:
             return read_json(path)
@@ -82,25 +85,27 @@ class Checkpoint:
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"{PREFIX}{step:06d}"
 
 
 def staging_name(step: int, attempt: int) -> str:
-    """Name of the folder that every rank writes its files of `step` into before the commit."""
+    """Return the name of the folder into which all ranks write the files of `step`."""
     return f"{STAGING_PREFIX}{step:06d}-{attempt}"
 
 
 def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoint:
-    """Turn a folder of written files into a checkpoint; `facts` are the manifest's other fields.
+    """Commit a folder of written files as a checkpoint; `facts` are the manifest's other fields.
 
-    When this returns the checkpoint survives a power failure; before, there is none of this step.
+    On return, the checkpoint survives a power failure. Before the final rename, no checkpoint of
+    this step exists.
     """
     manifest = CheckpointManifest(files=tuple(sorted(files, key=lambda f: f.path)), **facts)
     write_atomically(staging / manifest.filename, manifest.dump())
     folder = staging.parent
-    # Training reached this step from an older one, so those from here on were rejected. Set aside,
-    # they neither take this one's place nor count as newer than it.
+    # Training reached this step from an older checkpoint, so existing ones at or after this step
+    # were rejected on resume. Rename them, so that they neither block the path of this checkpoint
+    # nor count as newer.
     for step in retrying(lambda: steps(folder)):
         if step >= manifest.step:
             rejected = folder / f"{STAGING_PREFIX}{step:06d}{REJECTED_SUFFIX}"
@@ -112,15 +117,15 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
 
 
 def _rename(old: Path, new: Path) -> None:
-    if new.exists() and not old.exists():  # the file server did it, then lost its answer
+    if new.exists() and not old.exists():  # a file server did it, but its reply was lost
         return
     old.rename(new)
 
 
 def supersede(folder: Path, step: int, attempt: int) -> list[Path]:
-    """Take the checkpoints after `step` out of the row, since training goes on from there anew.
+    """Rename the checkpoints after `step`, because training restarts from `step`.
 
-    They keep their content, as `superseded-step-N-<attempt>`, until `dtt ckpt prune`.
+    They are kept as `superseded-step-N-<attempt>` until `dtt ckpt prune`. Returns the new paths.
     """
     moved = []
     for newer in (s for s in steps(folder) if s > step):
@@ -131,9 +136,10 @@ def supersede(folder: Path, step: int, attempt: int) -> list[Path]:
 
 
 def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Put the checkpoint of another job into `folder`, whole or not at all, and verify it there.
+    """Copy the checkpoint of another job into `folder` atomically, and verify it there.
 
-    Files are linked where the file system can; either way the other job may then be deleted.
+    Files are hard-linked if the file system permits. In both cases, the other job may be deleted
+    afterwards.
     """
     staging = folder / staging_name(checkpoint.step, 0)
     shutil.rmtree(staging, ignore_errors=True)
@@ -141,7 +147,7 @@ def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     for name in (checkpoint.manifest.filename, *(f.path for f in checkpoint.manifest.files)):
         try:
             os.link(checkpoint.path / name, staging / name)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or one without hard links
             shutil.copyfile(checkpoint.path / name, staging / name)
             fsync_file(staging / name)
     fsync_folder(staging)
@@ -152,9 +158,9 @@ def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Check a folder against its manifest; DamagedError names the first file that differs.
+    """Verify a folder against its manifest; DamagedError names the first file that differs.
 
-    Files that the manifest does not name (notes, leftovers of NFS) are ignored, and never read.
+    Files that are not in the manifest (notes, leftovers of NFS) are ignored and never read.
     """
     try:
         manifest = retrying(lambda: CheckpointManifest.read(path))
@@ -182,7 +188,7 @@ def verify(path: Path) -> Checkpoint:
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
-    """DamagedError unless one file of a checkpoint is as its manifest says."""
+    """Raise DamagedError unless a file of the checkpoint at `path` matches its manifest record."""
     try:
         retrying(lambda: _compare(path, record))
     except OSError as error:
@@ -204,7 +210,7 @@ def _compare(path: Path, record: FileRecord) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a committed folder, oldest first, verified or not."""
+    """Return the steps that have a committed folder, verified or not, in ascending order."""
     names = {path.name for path in folder.glob(f"{PREFIX}*")}
     numbers = (name.removeprefix(PREFIX) for name in names)
     found = sorted(int(number) for number in numbers if number.isdecimal())
@@ -214,10 +220,10 @@ def steps(folder: Path) -> list[int]:
 def newest(
     folder: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies, each rejection named; None if there never was one.
+    """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
-    `check` may raise DamagedError to reject one, too. DamagedError when there are checkpoints but
-    none verifies: starting over is for a person to say.
+    Logs each rejected checkpoint. `check` may reject one as well, by raising DamagedError. If there
+    are checkpoints but none passes, raises DamagedError: only the user may decide to start over.
     """
     rejected = 0
     for checkpoint in _newest_first(folder, check):
@@ -244,12 +250,12 @@ def _newest_first(
             check(checkpoint)
             yield checkpoint
         except (DamagedError, InputError) as error:
-            if path.exists():  # else pruned meanwhile, by the job that is running
+            if path.exists():  # otherwise the running job has pruned it meanwhile
                 yield error
 
 
 def find(reference: str) -> Checkpoint:
-    """The verified checkpoint that `JOB` (its newest) or `JOB@STEP` means; InputError if none."""
+    """Return the verified checkpoint for `JOB` (its newest) or `JOB@STEP`; InputError if none."""
     folder, step = locate(reference)
     found = newest(folder) if step is None else at_step(folder, step)
     assert found is not None, "it was just located"
@@ -257,7 +263,10 @@ def find(reference: str) -> Checkpoint:
 
 
 def parse(reference: str) -> tuple[Path, int | None]:
-    """The folder of checkpoints and the step (None: its newest) of `JOB@STEP`, there or not."""
+    """Parse `JOB` or `JOB@STEP` into the checkpoint folder and the step (None: the newest).
+
+    Neither has to exist.
+    """
     job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
     if step and not step.isdigit():
         raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
@@ -265,7 +274,10 @@ def parse(reference: str) -> tuple[Path, int | None]:
 
 
 def locate(reference: str) -> tuple[Path, int | None]:
-    """The folder of checkpoints and the step (None: its newest) that `find` verifies."""
+    """Return the checkpoint folder and the step (None: the newest) of an existing checkpoint.
+
+    Raises InputError if there is none. The checkpoint is not verified.
+    """
     folder, step = parse(reference)
     if not steps(folder):
         raise InputError(
@@ -279,7 +291,7 @@ def locate(reference: str) -> tuple[Path, int | None]:
 
 
 def at_step(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of one step; InputError lists the steps there are."""
+    """Return the verified checkpoint of a step; InputError lists the existing steps."""
     try:
         return verify(existing(folder, step))
     except DamagedError as error:
@@ -289,7 +301,7 @@ def at_step(folder: Path, step: int) -> Checkpoint:
 
 
 def existing(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step; InputError lists the steps there are."""
+    """Return the folder of the checkpoint of a step; InputError lists the existing steps."""
     path = folder_of(folder, step)
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"

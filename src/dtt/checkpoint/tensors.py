@@ -1,9 +1,9 @@
-"""Tensors in safetensors files: cut over ranks when written, put together when read.
+"""Sharded tensors in safetensors files, resharded when read.
 
-Every rank writes one file of its pieces. What several ranks hold alike, whole tensors or shards, is
-cut along its first dimension so that these ranks write the same number of bytes. A piece that is
-not the whole tensor is described in the file's own header, so any number of ranks, however they
-share the tensors, can read what any other number wrote, and each reads no more than its part.
+Every rank writes one file with its pieces. Data that several ranks replicate, whether full tensors
+or shards, is divided along its first dimension so that these ranks write about the same number of
+bytes. The header of each file describes the pieces that are not full tensors. So a checkpoint can
+be read with any number of ranks and any sharding, and each rank reads only its own part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtt.runtime.files import named
 from dtt.runtime.sharding import Box, Held, held
 
 CHUNK = 2**24
-"""Bytes hashed and written at once: few enough to stay in a cache between the two."""
+"""Bytes hashed and written at a time; small enough to stay in the CPU cache in between."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -50,26 +50,26 @@ class Piece:
 
     name: str
     tensor: Tensor
-    """The elements themselves."""
+    """Elements of the box."""
     offset: tuple[int, ...]
-    """Where in the whole tensor they begin, in each dimension."""
+    """Start of the box in the full tensor, in each dimension."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
 
     @property
     def whole(self) -> bool:
-        """Whether there are no other pieces."""
+        """True if the piece is the full tensor."""
         return tuple(self.tensor.shape) == self.shape
 
 
 def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]:
-    """The pieces that `rank` of `size` writes of tensors that all of them save together.
+    """Return the pieces that `rank` of `size` writes of tensors that all ranks save together.
 
-    Of a DTensor these are of its shard, which it shares with the ranks that hold a copy; other
-    tensors lie on every rank in full. Of what the same ranks hold, all bytes, one tensor after the
-    other, are divided evenly; a row belongs to the rank in whose part it begins. The order is of
-    names, as dicts that were filled otherwise have another; large elements come first, so that all
-    are aligned.
+    A DTensor contributes its local shard, which the ranks with a replica of that shard divide among
+    them. Other tensors are replicated on all ranks. Tensors held by the same ranks are
+    concatenated, and their bytes are divided evenly; a row belongs to the rank in whose range it
+    starts. Tensors are ordered by name, so that the order of insertion, which may differ between
+    ranks, does not matter. Those with larger elements come first, so that all data is aligned.
     """
     alike: dict[tuple[int, ...], list[tuple[str, Held]]] = defaultdict(list)
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
@@ -82,7 +82,7 @@ def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]:
 
 
 def _divided(parts: Sequence[tuple[str, Held]]) -> Iterator[Piece]:
-    """This rank's share of parts that the same ranks hold."""
+    """Yield the pieces that this rank writes of parts that the same ranks hold."""
     copy, copies = parts[0][1].copy, parts[0][1].copies
     total, position = sum(part.local.nbytes for _, part in parts), 0
     begin, end = total * copy // copies, total * (copy + 1) // copies
@@ -98,16 +98,16 @@ def _divided(parts: Sequence[tuple[str, Held]]) -> Iterator[Piece]:
 
 
 def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
-    """Write CPU pieces as one safetensors file; on return it is on the disk.
+    """Write CPU pieces as one safetensors file, and fsync it.
 
-    The hash is that of the bytes in memory, computed as they are written: what differs from it
-    when the file is read was damaged on the way.
+    The hash in the returned record is computed from the bytes in memory, so verifying the file also
+    detects corruption while it was written.
     """
     return write_bytes(path, _safetensors(list(pieces)))
 
 
 def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write `chunks`; on return they are on the disk."""
+    """Write `chunks` to a file and fsync it; return its record with size and sha256."""
     digest, size = hashlib.sha256(), 0
     with named(path), path.open("wb", buffering=0) as file:
         for chunk in chunks:
@@ -121,7 +121,7 @@ def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file: length of the header, header, tensors."""
+    """Yield the bytes of a safetensors file: header length, header, tensors."""
     parts = {p.name: {"offset": p.offset, "shape": p.shape} for p in pieces if not p.whole}
     described: dict[str, object] = {"__metadata__": {"pieces": json.dumps(parts)}}
     position = 0
@@ -134,7 +134,7 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
         }
         position = end
     text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight, as the format asks
+    text += b" " * (-len(text) % 8)  # the format aligns tensor data to 8 bytes
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
         flat = piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -144,16 +144,16 @@ def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
 
 @dataclass
 class Stored:
-    """A tensor in files: `stored[10:20, :]` reads that part of it, `stored[()]` all of it."""
+    """A tensor in files, read lazily: `stored[10:20, :]` reads a part, `stored[()]` everything."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[Any, Box]] = field(default_factory=list)
-    """Open files, and the part of the tensor that lies in each."""
+    """Open files, each with the box of the tensor that it contains."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """On the CPU; DamagedError if some of it is in no file."""
+        """Read a part of the tensor to the CPU; DamagedError if elements of it are in no file."""
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         wanted = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         tensor = torch.empty([end - begin for begin, end in wanted], dtype=self.dtype)
@@ -179,13 +179,13 @@ def _shifted(ranges: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[
 
 
 def read(paths: Iterable[Path]) -> dict[str, Stored]:
-    """The tensors in some files, by name; only the files' headers are read, and checked."""
+    """Return the tensors in `paths` by name; reads and validates only the headers of the files."""
     found: dict[str, Stored] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for path in paths:
         parts = header.read(path)
         try:
-            file: Any = safetensors.safe_open(path, "pt")  # it has no types
+            file: Any = safetensors.safe_open(path, "pt")  # safetensors has no type annotations
         except safetensors.SafetensorError as error:
             why = f"{path.name}: {error}"
             raise DamagedError(f"checkpoint {path.parent} is damaged", why=why) from None

@@ -1,2 +1,2 @@
-"""A checkpoint becomes a verified Hugging Face folder.
+"""Export of checkpoints to verified Hugging Face folders, and import of such folders.
 May touch: data, model, checkpoint."""

@@ -24,7 +24,10 @@ def model_card(
     evaluation: Mapping[str, Any] | None,
     ema: bool,
 ) -> str:
-    """Markdown with the Hub's metadata: what the model is, what it saw, how to use it."""
+    """Return Markdown with the Hub's metadata: facts on the model and its data, and how to use it.
+
+    `tokens` is the number of training tokens, `evaluation` the last `eval` record if there is one.
+    """
     corpora = [source.corpus for source in data.sources if source.corpus is not None]
     facts = ModelCardData(
         library_name="transformers",
@@ -80,14 +83,14 @@ Trained and exported with dtt {__version__}; `transformers` was seen to compute 
 
 
 def _public_name(source: SourceFacts) -> str:
-    """Name what was trained on, without the folders of the machine that it lay on."""
+    """Return the name of a source without the local folders that contain it."""
     if source.corpus is None:
         return source.name
     return Path(source.corpus.id).name if source.corpus.kind == "local" else source.corpus.id
 
 
 def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:
-    """Describe the last evaluation in nats per token and, where known, bits per byte."""
+    """Describe the last evaluation in nats per token and, if known, bits per byte."""
     loss, bits = evaluation["loss"], evaluation.get("bits_per_byte")
     if ema and evaluation.get("ema_loss") is not None:
         loss, bits = evaluation["ema_loss"], None

@@ -1,6 +1,6 @@
-"""Multipliers of the forward pass put into the weights, so that models without them are equal.
+"""Folding of forward-pass multipliers into the weights.
 
-Stock classes of transformers know the multipliers of their family, not those of muP.
+The stock classes of transformers implement the multipliers of their family, but not those of muP.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ PARAMETER = re.compile(r"(?:layers\.\d+\.)?(?P<module>.+)\.(?P<kind>weight|bias)
 
 
 def fold(trained: Trained) -> Trained:
-    """The same function with the multipliers that its config.json means; exact but for rounding.
+    """Return an equivalent model whose multipliers are those that its config.json implies.
 
-    Weights that need no factor are the very same tensors.
+    The model computes the same function up to rounding. Weights that need no factor are shared, not
+    copied.
     """
     family = families.get(trained.arch.family)
     theirs = family.from_hf_config(family.to_hf_config(trained.arch, trained.end_of_document))
@@ -37,17 +38,18 @@ def fold(trained: Trained) -> Trained:
 
 
 def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
-    """What the output of a module must be multiplied by, by its name within the layer."""
+    """Return the factor for the output of each module, by its name within the layer."""
     embed = ours.embed_scale / theirs.embed_scale
     added = ours.residual_scale / theirs.residual_scale
     logits = ours.logit_scale / theirs.logit_scale
     return {
         "embed": embed,
-        # Where a norm follows, it would undo a factor on what comes before.
+        # A norm cancels any factor on its input, so the factor goes into the norm's own weight.
         "attn.q_norm" if ours.qk_norm else "attn.q": ours.attn_scale / theirs.attn_scale,
         "attn_post_norm" if ours.sandwich_norm else "attn.o": added,
         "mlp_post_norm" if ours.sandwich_norm else "mlp.down": added,
-        # Not the head: when tied, it is the embedding, whose factor is taken back here.
+        # In the final norm, not in the head: a tied head is the embedding matrix and so has its
+        # factor already, which is divided out here.
         "norm": logits / embed if ours.tie_embeddings else logits,
     }
 

@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder: aside first, verified there, then renamed into place."""
+"""Export to a Hugging Face folder: written to a temporary folder, verified, then renamed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Which checkpoint an export is of."""
+    """The checkpoint that an export is made from."""
 
     job: str
     step: int
     checkpoint_sha256: str
-    """Of the checkpoint's manifest."""
+    """sha256 of the checkpoint's manifest."""
     ema: bool = False
-    """Whether it is of the weights' moving average."""
+    """True if the export contains the moving average of the weights."""
 
 
 def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
-    """The manifest of the same export at `out`; None if nothing or another of the job is there.
+    """Return the manifest of the same export if it exists at `out`.
 
-    ConfigError when something else is there, DamagedError when a file of it is gone or cut.
+    Returns None if `out` is empty, does not exist, or holds another export of the same job, which
+    may be replaced. Raises ConfigError if `out` holds anything else, DamagedError if a file of the
+    export is missing or has another size.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -73,9 +75,12 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
 def export(
     trained: Trained, origin: Origin, out: Path, *, dtype: Dtype, max_shard_size: str, card: str
 ) -> ExportManifest:
-    """Write `out`, in place of what is there; it appears only once `transformers` was seen to
-    compute the same logits from it (DamagedError otherwise). `card` is the text of README.md."""
-    out = out.resolve()  # the place itself, not a link to it, nor `.`
+    """Write the export to `out`, replacing an existing folder, and return its manifest.
+
+    The folder appears only after `transformers` has computed the same logits from it; otherwise
+    raises DamagedError. `card` is the text of README.md.
+    """
+    out = out.resolve()  # the target of a symbolic link, and a name instead of `.`
     n_parameters = count.parameters(trained.arch)
     size = n_parameters * DTYPES[dtype].itemsize
     check_space(out.parent, size + 2**24, "the export")
@@ -114,7 +119,7 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_size: str
     for name, keys in shards.filename_to_tensors.items():
         path = folder / name
         path.touch()
-        mode = path.stat().st_mode  # what the umask says; safetensors writes a private file
+        mode = path.stat().st_mode  # as set by the umask; safetensors creates files with mode 0600
         save_file({key: tensors[key] for key in keys}, path, metadata={"format": "pt"})
         path.chmod(mode)
     if shards.is_sharded:
@@ -126,7 +131,7 @@ def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
     family = families.get(trained.arch.family)
     config = family.to_hf_config(trained.arch, trained.end_of_document)
     name = str(DTYPES[dtype]).removeprefix("torch.")
-    # `torch_dtype` is what transformers before 4.56 and other readers look for.
+    # transformers before 4.56 and other readers expect the old name, `torch_dtype`.
     _write_json(folder / "config.json", config | {"dtype": name, "torch_dtype": name})
     end = trained.end_of_document
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
@@ -134,22 +139,21 @@ def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
 
 
 def _write_tokenizer(trained: Trained, folder: Path) -> None:
-    """tokenizer.json, which makes the ids of the token files, and what `AutoTokenizer` wants to
-    know besides."""
+    """Write tokenizer.json, which gives the ids of the token files, and AutoTokenizer's files."""
     assert trained.end_of_document is not None, "a job's data name it"
     end = open_tokenizer(trained.tokenizer).id_to_token(trained.end_of_document)
     content = json.loads(trained.tokenizer.read_bytes())
     content |= {"truncation": None, "padding": None}
     processor = content.get("post_processor")
-    if processor is not None and processor["type"] != "ByteLevel":  # that one adds no tokens
-        content["post_processor"] = None  # the model never saw what it adds, such as <s>
+    if processor is not None and processor["type"] != "ByteLevel":  # ByteLevel adds no tokens
+        content["post_processor"] = None  # training had no added tokens such as <s>
     _write_json(folder / "tokenizer.json", content)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
     _write_json(folder / "special_tokens_map.json", special)
     _write_json(
         folder / "tokenizer_config.json",
         {
-            # The one name that every version of transformers takes for "tokenizer.json, as it is".
+            # The only class that uses tokenizer.json unchanged in every version of transformers.
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": trained.arch.max_seq_len,
             "clean_up_tokenization_spaces": False,
@@ -170,7 +174,7 @@ def _records(folder: Path) -> tuple[FileRecord, ...]:
 
 
 def _publish(aside: Path, out: Path) -> None:
-    """Every byte on the disk before the name appears; what was there goes only then."""
+    """Rename `aside` to `out` once all bytes are on the disk, then delete the old `out`."""
     for path in aside.iterdir():
         fsync_file(path)
     fsync_folder(aside)

@@ -1,4 +1,4 @@
-"""A trained model, read from wherever it lies: a checkpoint of a job, or a Hugging Face folder."""
+"""Reading of trained models from checkpoints of jobs and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from dtt.model.families.base import Family
 
 MOST = 2**28
-"""Bytes of a config.json or an index: a million tensors."""
+"""Maximum bytes of a config.json or an index; enough for a million tensors."""
 AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights, and what their numbers mean."""
+    """A trained model: architecture, weights and tokenizer."""
 
     arch: Architecture
     state: Mapping[str, Tensor]
-    """State of a `Decoder`, on the CPU."""
+    """State dict of a `Decoder`, on the CPU."""
     tokenizer: Path
     """A tokenizer.json."""
     end_of_document: int | None
@@ -47,7 +47,7 @@ class Trained:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
-    """The verified checkpoint of `step`, or the newest; InputError if there is none."""
+    """Return the verified checkpoint of `step`, or the newest; InputError if there is none."""
     found = store.newest(folder) if step is None else store.at_step(folder, step)
     if found is None:
         raise InputError(
@@ -61,9 +61,10 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
 def read_checkpoint(
     cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
 ) -> Trained:
-    """The model of a job whose resolved config is `cfg`; nothing outside its directory is read.
+    """Return the model of a job with the resolved config `cfg`; reads only the job directory.
 
-    With `ema` the weights are their moving average; InputError if the job keeps none.
+    With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
+    DamagedError if the job directory holds the data manifest of other data.
     """
     data = DataManifest.read(job.root)
     if checkpoint.manifest.data_key != data.key:
@@ -93,9 +94,9 @@ def _averages(checkpoint: store.Checkpoint) -> dict[str, Tensor]:
 
 
 def read_hf_folder(folder: Path) -> Trained:
-    """The model of a Hugging Face folder with safetensors; InputError if it is none that dtt knows.
+    """Read the model of a Hugging Face folder with safetensors files.
 
-    The weights keep the folder's dtype.
+    The weights keep their dtype. Raises InputError if dtt does not support the model.
     """
     config = _read_config(folder / "config.json")
     family = _family(config, folder)
@@ -110,7 +111,7 @@ def read_hf_folder(folder: Path) -> Trained:
 
 
 def read_hf_architecture(folder: Path) -> Architecture:
-    """Return the architecture of a Hugging Face folder, of which only config.json is read."""
+    """Return the architecture of a Hugging Face folder; reads only config.json."""
     config = _read_config(folder / "config.json")
     return _architecture(_family(config, folder), config, folder)
 
@@ -129,7 +130,7 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
 
 
 def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Architecture:
-    """Return the architecture that config.json describes; InputError if dtt has no such."""
+    """Return the architecture that config.json describes; InputError if dtt does not support it."""
     try:
         return family.from_hf_config(config, partial(transformers_defaults, family))
     except KeyError as error:
@@ -138,10 +139,10 @@ def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Ar
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights, as transformers does: one, or those of the index.
+    """Return the weight files as transformers does: model.safetensors, or the files of the index.
 
-    Files beside them do not belong to the model. The names in an index may come from anybody:
-    DamagedError for one that leads out of the folder.
+    Other files in the folder do not belong to the model. The index is untrusted input: raises
+    DamagedError for a name that leads out of the folder.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
@@ -153,7 +154,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; DamagedError for one that is malformed."""
+    """Read a safetensors file; DamagedError if it is malformed."""
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -161,9 +162,9 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def transformers_defaults(family: Family) -> dict[str, Any]:
-    """Return the configuration of transformers' class for the family, with nothing set.
+    """Return the default configuration of the family's transformers class.
 
-    A key that dtt does not know yet is harmless at this value.
+    A key that dtt does not know is harmless if it has its default value.
     """
     from transformers import AutoConfig
 
@@ -172,8 +173,11 @@ def transformers_defaults(family: Family) -> dict[str, Any]:
 
 
 def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """Return its id, of several the first; None if neither config.json nor generation_config.json
-    names one, as in a Qwen3 that transformers made."""
+    """Return the end-of-document id, the first if there are several.
+
+    Returns None if neither config.json nor generation_config.json names one, as in a Qwen3 model
+    that transformers created.
+    """
     generation = folder / "generation_config.json"
     for said in (config, _read_config(generation) if generation.is_file() else {}):
         match said.get("eos_token_id"):

@@ -1,4 +1,4 @@
-"""Send an exported folder to the Hugging Face Hub, or to whatever HF_ENDPOINT names."""
+"""Upload of an export to the Hugging Face Hub, or to the server that HF_ENDPOINT names."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from huggingface_hub import HfApi, errors, get_token
 
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit
 
-# The base of what the client's HTTP library raises: httpx or httpx2, by its version.
+# Base class of the errors of the client's HTTP library: httpx or httpx2, depending on its version.
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
 def check(repo: str) -> None:
-    """Raise what `upload` to `repo` would raise, as far as it shows before anything is sent."""
+    """Raise the errors of `upload` to `repo` that can be detected before anything is sent."""
     _token(repo)
     api = HfApi(library_name="dtt")
     with _told(api, repo, "nothing was exported yet"):
-        api.repo_exists(repo)  # refuses what cannot be a name
+        api.repo_exists(repo)  # raises for an invalid name
         api.whoami()
 
 
 def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload `folder` as the model `repo` (`org/name`, made if absent) and return its URL.
+    """Upload `folder` as the model `repo` (`org/name`, created if absent) and return its URL.
 
-    Files that are there already are not sent again. EnvironmentUnfit when there is no token, the
-    Hub refuses it, or the Hub is out of reach.
+    Files that the Hub already has are not sent again. Raises EnvironmentUnfit if there is no token,
+    the Hub refuses the token, or the Hub cannot be reached; ConfigError if `repo` is not a valid
+    name.
     """
     _token(repo)
     api = HfApi(library_name="dtt")
@@ -47,7 +48,7 @@ def _token(repo: str) -> None:
 
 @contextmanager
 def _told(api: HfApi, repo: str, state: str) -> Iterator[None]:
-    """Turn errors of the client into those of dtt; `state` says what there is by now."""
+    """Convert errors of the client to those of dtt; `state` describes the progress so far."""
     try:
         yield
     except errors.HFValidationError as error:

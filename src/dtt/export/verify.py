@@ -1,4 +1,4 @@
-"""Proof that `transformers` computes from a folder what dtt does: of an export, and of an import.
+"""Verification of exports and imports: `transformers` and dtt must compute the same logits.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 
 TOLERANCE = 1e-4
-"""Largest difference of fp32 logits that is still rounding, as a share of the largest logit."""
+"""Maximum difference of fp32 logits due to rounding, relative to the largest logit."""
 TEXT = """def mean(numbers: list[float]) -> float:
 \treturn sum(numbers) / len(numbers)   # 3.14e-10, "naïve" café
 
@@ -34,11 +34,11 @@ It's 12,345 words — Übergröße, Привет, 你好世界, नमस्त�
 
 @torch.inference_mode()
 def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokenizer: Path) -> float:
-    """Load `folder` with the Auto classes; compare with a Decoder that holds `state`.
+    """Load `folder` with the Auto classes, and compare it with a Decoder that holds `state`.
 
-    Class, configuration, tensor names, tying, token ids of real text, and fp32 logits of random
-    ids and of that text must agree: DamagedError names the first that does not. Returns the
-    largest absolute difference of a logit. Works on the CPU, in memory for two fp32 models.
+    Class, configuration, tensor names, weight tying, token ids of real text, and fp32 logits of
+    random ids and of that text must agree; DamagedError names the first mismatch. Returns the
+    largest absolute difference of a logit. Runs on the CPU and takes the memory of two fp32 models.
     """
     try:
         theirs = _load(folder, arch)
@@ -54,12 +54,11 @@ def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokeniz
 
 @torch.inference_mode()
 def check_import(folder: Path, trained: Trained) -> float:
-    """Compare the model that was read from a Hugging Face folder with that of transformers.
+    """Compare a model that dtt read from a Hugging Face folder with that of transformers.
 
-    Class, configuration, tensor names, tying and fp32 logits of random ids must agree: InputError
-    names the first that does not. DamagedError says that logits are no finite numbers. Returns the
-    largest absolute difference of a logit. Works on the CPU, in memory for one fp32 model at a
-    time.
+    Class, configuration, tensor names, weight tying and fp32 logits of random ids must agree;
+    InputError names the first mismatch. Raises DamagedError if the logits are not finite. Returns
+    the largest absolute difference of a logit. Runs on the CPU and holds one fp32 model at a time.
     """
     ids_1T = _random_ids(trained.arch)[None]
     try:
@@ -81,7 +80,7 @@ def check_import(folder: Path, trained: Trained) -> float:
 
 @torch.inference_mode()
 def check_folded(folded: Trained, trained: Trained) -> None:
-    """DamagedError unless the weights with the multipliers in them give the same fp32 logits."""
+    """Raise DamagedError unless the folded weights give the same fp32 logits as before."""
     if folded.arch != trained.arch:
         ids_1T = _random_ids(trained.arch)[None]
         before, after = (_decoder(one.state, one.arch)(ids_1T) for one in (trained, folded))
@@ -92,11 +91,11 @@ def check_folded(folded: Trained, trained: Trained) -> None:
 
 
 class _Mismatch(Exception):
-    """Two readings of one model differ, in words."""
+    """Difference between two versions of one model; the message describes it."""
 
 
 def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
-    """The model, in fp32."""
+    """Build the Decoder with the weights in fp32."""
     with torch.device("meta"):
         model = Decoder(arch)
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
@@ -109,8 +108,10 @@ def _random_ids(arch: Architecture) -> Tensor:
 
 
 def _difference(expected: Tensor, got: Tensor, what: str) -> float:
-    """The largest of a logit; _Mismatch when it is more than rounding, Diverged when there is
-    nothing to compare."""
+    """Return the largest absolute difference of a logit.
+
+    Raises _Mismatch if it exceeds rounding, Diverged if `expected` contains non-finite values.
+    """
     if not expected.isfinite().all():
         raise Diverged(
             "the model gives logits that are no finite numbers; nothing was published",
@@ -124,18 +125,18 @@ def _difference(expected: Tensor, got: Tensor, what: str) -> float:
 
 
 def _load(folder: Path, arch: Architecture) -> Any:
-    """The model as transformers builds it, in fp32."""
+    """Load the model with transformers in fp32; _Mismatch if it differs from `arch`."""
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     try:
-        # The folder may ask for a kernel that this machine does not have.
+        # Set the attention implementation: config.json may name a kernel that is not installed.
         model, report = load(
             folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
-    except Exception as error:  # noqa: BLE001  (of many kinds, also from huggingface_hub)
+    except Exception as error:  # noqa: BLE001  (many classes, also from huggingface_hub)
         raise _Mismatch(f"transformers cannot load it: {error}") from None
-    # Buffers that older versions saved are no weights.
+    # Ignore buffers that older versions saved with the weights.
     unread = [n for n in report.pop("unexpected_keys", ()) if not n.endswith(NOT_WEIGHTS)]
     wrong = {kind: names for kind, names in (report | {"unexpected_keys": unread}).items() if names}
     if wrong:
@@ -143,7 +144,8 @@ def _load(folder: Path, arch: Architecture) -> Any:
     family = families.get(arch.family)
     if type(model).__name__ != family.hf_class:
         raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {family.hf_class}")
-    # 128 tokens would not show a window of 4096, nor how far the rotary embedding reaches.
+    # The logits of 128 tokens do not reveal a wrong attention window of 4096 or a wrong range of
+    # the rotary embedding, so compare the architectures, too.
     theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
     if replace(theirs, dropout=arch.dropout) != arch:
         raise _Mismatch("transformers reads another architecture in config.json")
@@ -154,10 +156,10 @@ def _load(folder: Path, arch: Architecture) -> Any:
 
 
 def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
-    """Ids of a text as in the token files, which AutoTokenizer must make of the folder too."""
+    """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer gives other ids."""
     expected: list[int] = open_tokenizer(tokenizer).encode(TEXT, add_special_tokens=False).ids
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    loaded.model_max_length = len(expected)  # a shorter context would be warned of
+    loaded.model_max_length = len(expected)  # avoids a warning about a shorter context
     got = loaded(TEXT)["input_ids"]
     if got != expected:
         raise _Mismatch(f"AutoTokenizer gives other ids: {got[:8]}…, not {expected[:8]}…")

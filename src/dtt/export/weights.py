@@ -1,4 +1,4 @@
-"""Our parameters under Hugging Face's names, and back: renamed, stacked, transposed, no more."""
+"""Conversion between dtt's and Hugging Face's state dicts: renaming, stacking and transposition."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 
 HEAD = "lm_head.weight"
-# Buffers that older transformers saved with the weights; they hold nothing that was trained.
+# Buffers that older versions of transformers saved with the weights; they are not trained.
 NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def to_hf(state: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
-    """State of a Decoder → tensors of the family's transformers class; a tied head is left out."""
+    """Convert the state dict of a Decoder to that of the family's transformers class.
+
+    A tied head is left out.
+    """
     rules = list(families.get(arch.family).weight_rules(arch))
     _compare((name for rule in rules for name in rule.ours), state, "the checkpoint")
     tensors = {}
@@ -29,9 +32,10 @@ def to_hf(state: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
 
 
 def from_hf(tensors: Mapping[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
-    """Tensors of the family's transformers class → state of a Decoder.
+    """Convert the state dict of the family's transformers class to that of a Decoder.
 
-    Those of its base class, without a head, serve as well: the released GPT-2 is one.
+    The state dict of its base class, whose names lack the prefix, is accepted as well; the released
+    GPT-2 is one. Raises DamagedError if names, shapes or dtypes do not match `arch`.
     """
     rules = list(families.get(arch.family).weight_rules(arch))
     base = f"{rules[0].theirs.split('.')[0]}."

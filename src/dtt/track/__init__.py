@@ -1,2 +1,2 @@
-"""Where metrics go: metrics.jsonl first, then the console, W&B, TensorBoard.
+"""Metric trackers: metrics.jsonl first, then the console, W&B and TensorBoard.
 May touch: config, runtime."""

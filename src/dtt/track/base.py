@@ -1,21 +1,23 @@
-"""What a tracker is: something that is told every record and closed once.
+"""The tracker interface: an object that receives every metric record and is closed once.
 
 A record is a dict with `kind` and `step`:
-    train   loss (nats per target token), lr, grad_norm, tokens, ledger; skipped (true) if the step
-            changed nothing, its loss and grad_norm then null where they are no finite numbers
-    guard   why a step was skipped: why (non_finite | spike), bad_step (itself, or the one it is
-            near), action (stop | skip | rewind), ledger
-    eval    loss, bits_per_byte (null where the bytes are not known), losses of each source if
-            there are several, by name; ema_loss if weights are averaged
-    data    epochs of each source, by name
+    train   loss (nats per target token), lr, grad_norm, tokens, ledger (the sample hash chain);
+            skipped (true) if the step left the weights unchanged; loss and grad_norm are null if
+            they are not finite
+    guard   why a step was skipped: why (non_finite | spike), bad_step (the anomalous step: this one
+            or one near it), action (stop | skip | rewind), ledger
+    eval    loss, bits_per_byte (null if the number of bytes is unknown), losses by source if there
+            are several; ema_loss if an average of the weights is kept
+    data    epochs by source
     sample  text
     start   seconds from the command to the end of the first step, by phase; matmul_flops
-    perf    steps (of the run, as far as is known), tokens_per_second, seconds_per_step, mfu and
-            other shares, memory, seconds of each part, the slowest rank: `dtt.train.meter`
-    save    blocked_seconds (training stood still), write_seconds, verify_seconds, bytes,
-            next_step_slowdown, slowdown (of the next step and of all meanwhile, as a share)
-Only `start`, `perf` and `save` records differ between two runs of one config. metrics.jsonl adds to
-each `time`, in seconds since 1970, at which it was written.
+    perf    steps (expected total of the run), tokens_per_second, seconds_per_step, mfu and other
+            utilisation figures, memory, seconds by part, the slowest rank: see `dtt.train.meter`
+    save    blocked_seconds (training was blocked), write_seconds, verify_seconds, bytes;
+            next_step_slowdown, slowdown (relative to the median step: of the next step, and the
+            mean of all steps during the save)
+Only `start`, `perf` and `save` records differ between two runs of the same config. metrics.jsonl
+adds `time` to each record, the time of writing in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Record = dict[str, Any]
 
 
 def scalars(record: Record) -> Iterator[tuple[str, int | float]]:
-    """The numbers of a record as `kind/name`, those of sources as `kind/name/source`."""
+    """Yield the numbers of a record as (`kind/name`, value); nested ones as `kind/name/inner`."""
     for name, value in record.items():
         if isinstance(value, dict):
             for inner, number in value.items():
@@ -37,16 +39,16 @@ def scalars(record: Record) -> Iterator[tuple[str, int | float]]:
 
 
 class Tracker(Protocol):
-    """A place metrics go."""
+    """A destination for metrics."""
 
     def log(self, record: Record) -> None:
-        """Take one record."""
+        """Log one record."""
 
     def flush(self) -> None:
-        """Make what was logged so far as durable as this place can."""
+        """Make all records logged so far as durable as this destination permits."""
 
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`: training went back there, and it will come again."""
+        """Drop the records after `step`, because training restarts from there."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush, and release all resources."""

@@ -1,4 +1,4 @@
-"""The line a person watches: rewritten in place on a terminal, plain lines elsewhere."""
+"""Progress on the console: one line updated in place on a terminal, plain log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dtt.runtime.log import ERASE_LINE, log
 from dtt.track.base import Record
 
 NOTABLE = 0.05
-"""Shares of the time from which on a person is told."""
+"""Minimum share of the time for which a cost is shown on the progress line."""
 
 
 class ConsoleTracker:
-    """Shows progress on stderr at each `perf` record, validation and samples as they come."""
+    """Tracker that prints to stderr: progress per `perf` record, evaluations, samples, skips."""
 
     def __init__(self) -> None:
-        """Nothing is shown yet."""
+        """Create a tracker without output so far."""
         self._train: Record = {}
         self._live = sys.stderr.isatty()
 
     def log(self, record: Record) -> None:
-        """Show one record, or remember it for the next line."""
+        """Print one record, or keep it for the next progress line."""
         match record["kind"]:
             case "train":
                 self._train = record
-            case "guard" if record["action"] != "stop":  # else an error is to say so
+            case "guard" if record["action"] != "stop":  # a stop raises an error
                 log.warning("step %d: skipped (%s)", record["step"], _reason(record))
             case "perf":
                 self._progress(self._line(record))
@@ -34,13 +34,13 @@ class ConsoleTracker:
                 log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: output is not buffered."""
 
     def rewind(self, step: int) -> None:
-        """What was shown was shown."""
+        """Do nothing: printed output cannot be withdrawn."""
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """End the progress line, so that later output starts on a new line."""
         if self._live:
             sys.stderr.write("\n")
 
@@ -64,7 +64,7 @@ class ConsoleTracker:
 
 
 def _losses(perf: Record) -> str:
-    """What took enough of the time to be worth a look, as `  data 12%`."""
+    """Return the notable costs, such as `  data 12%`: data, communication, a slow rank."""
     seconds, told = perf["seconds"], ""
     whole = sum(seconds.values()) or 1.0
     communication = sum(perf["communication_seconds"].values())
@@ -78,19 +78,19 @@ def _losses(perf: Record) -> str:
 
 
 def _reason(guard: Record) -> str:
-    """As `spike`, or `near the spike of step 40`."""
+    """Return `spike`, or `near the spike step 40`."""
     why = guard["why"].replace("_", "-")
     near = guard["bad_step"] != guard["step"]
     return f"near the {why} step {guard['bad_step']}" if near else why
 
 
 def _number(value: float | None, digits: int) -> str:
-    """`n/a` for what was no finite number."""
+    """Format a number; None, which stands for a non-finite number, becomes `n/a`."""
     return "n/a" if value is None else f"{value:.{digits}f}"
 
 
 def _found(evaluation: Record) -> str:
-    """The overall loss, and those of the sources where there are several."""
+    """Format an evaluation: loss, bits per byte, loss by source, loss of the averaged weights."""
     found = f"{evaluation['loss']:.4f}"
     if evaluation["bits_per_byte"] is not None:
         found += f", {evaluation['bits_per_byte']:.4f} bits per byte"

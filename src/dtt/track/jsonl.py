@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a job, one JSON object a line; everything else derives from it."""
+"""metrics.jsonl: the metrics of a job, one JSON object per line, from which all reports derive."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from dtt.runtime.log import log
 from dtt.track.base import Record
 
 GAP = "gap"
-"""Kind of the record that says which steps have none."""
+"""Kind of the record that lists the steps whose records were lost."""
 
 
 class JsonlTracker:
-    """Appends records; `flush` makes them durable.
+    """Tracker that appends records to a file; `flush` makes them durable.
 
-    What the disk does not take at once is kept and tried again: only `flush` fails.
+    Lines that cannot be written are kept in memory and retried later. `log` only warns about a full
+    or failing disk; `flush` raises.
     """
 
     def __init__(self, path: Path, resume_step: int | None, *, evaluated: bool = True) -> None:
-        """Open `path`; drop the records that will be made again.
+        """Open `path`, and drop the records that this attempt will write again.
 
-        Those are the ones after `resume_step` (None: all), and the evaluation and the sample of
-        that very step if it is not `evaluated` yet.
+        These are the records after `resume_step` (None: all) and, unless `evaluated`, the
+        evaluation and the sample of `resume_step` itself.
         """
         self._path = path
         self._pending = b""
-        self._lock = threading.Lock()  # a checkpoint's thread flushes while training logs
+        self._lock = threading.Lock()  # the checkpoint thread flushes while training logs
         self._begin(resume_step, evaluated)
 
     def _begin(self, resume_step: int | None, evaluated: bool) -> None:
@@ -48,7 +49,7 @@ class JsonlTracker:
             told = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
             more = ", …" if len(gaps) > 3 else ""
             log.warning("%s lacks the records of steps %s%s: they are lost", self._path, told, more)
-            kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # it is said once
+            kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # warn only once
         write_atomically(self._path, "".join(_line(record) for record in kept))
         self._file = retrying(lambda: self._path.open("ab", buffering=0))
 
@@ -64,14 +65,14 @@ class JsonlTracker:
                     log.warning("metrics.jsonl is behind, its lines are kept: %s", error)
 
     def flush(self) -> None:
-        """Return when every record so far is on the disk."""
+        """Write and fsync all records logged so far."""
         with self._lock:
             self._write()
         with named(self._path):
             os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`; call when no checkpoint is on its way."""
+        """Drop the records after `step`; call this only while no checkpoint is being saved."""
         self.close()
         self._begin(step, evaluated=True)
 
@@ -91,7 +92,7 @@ def _line(record: Record) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Without what JSON has no number for: null stands for it."""
+    """Return `value` with non-finite floats, which JSON cannot represent, replaced by None."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -100,14 +101,15 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path, kind: str | None = None, *, timed: bool = False) -> Iterator[Record]:
-    """The records of a file, or those of one kind; none if it is absent.
+    """Yield the records of a file, or those of one kind; none if the file does not exist.
 
-    With `timed`, each has the `time` at which it was written. Without, the records of a resumed run
-    equal those of an undisturbed one.
+    With `timed`, each record has the `time` at which it was written. Without it, the records of a
+    resumed run equal those of an uninterrupted one.
 
-    A torn last line (a crash) is left out; so is, with one warning, what is no record.
+    A last line that a crash left incomplete is skipped. So are lines that are not records, with one
+    warning.
     """
-    mark = b"" if kind is None else json.dumps(kind).encode()  # spares parsing most lines
+    mark = b"" if kind is None else json.dumps(kind).encode()  # avoids parsing most lines
     for record in read_records(path, {"kind": str, "step": int}, mark=mark):
         if kind is None or record["kind"] == kind:
             if not timed:
@@ -116,7 +118,10 @@ def read(path: Path, kind: str | None = None, *, timed: bool = False) -> Iterato
 
 
 def _gaps(records: Sequence[Record], step: int) -> list[list[int]]:
-    """Return the first and last step of each gap: steps up to `step` that have no record."""
+    """Return (first, last) of each range of steps up to `step` without a `train` record.
+
+    Ranges that an earlier `gap` record lists are left out.
+    """
     known = [[r["step"], r["step"]] for r in records if r["kind"] == "train"]
     for record in records:
         if record["kind"] == GAP and fits(record, {"steps": list}):

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, as PNG files."""
+"""Plots of metrics, as PNG files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MOST_IN_LEGEND = 12
 
 @dataclass(frozen=True)
 class Curve:
-    """Points that are joined; `x` holds numbers, or words for an axis of categories."""
+    """A line plot; `x` holds numbers, or strings for a categorical axis."""
 
     label: str
     x: Sequence[float | str]
     y: Sequence[float]
     error: Sequence[float] = ()
-    """Half the height of the bar at each point; 0 for none."""
+    """Half the height of the error bar at each point, 0 for no bar; empty for no error bars."""
 
 
 def figure(
     curves: Sequence[Curve], x_label: str, y_label: str, *, log_x: bool, log_y: bool
 ) -> Figure:
-    """Draw curves over one pair of axes; EnvironmentUnfit without matplotlib."""
+    """Draw curves into one plot; EnvironmentUnfit without matplotlib."""
     drawing = empty(8, 5, dpi=150)
     axes = drawing.add_subplot(
         xlabel=x_label,
@@ -45,7 +45,7 @@ def figure(
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes of several; all x are numbers above zero."""
+    """One plot of a grid; all x values are positive numbers."""
 
     title: str
     curves: Sequence[Curve]
@@ -59,7 +59,10 @@ def grid(
     log_y: bool,
     panel_width: float = 2.4,
 ) -> Figure:
-    """Draw panels side by side, x logarithmic; those of a column have one scale. As `figure`."""
+    """Draw a grid of panels with logarithmic x axes; the panels of a column share the y axis.
+
+    Raises the same errors as `figure`.
+    """
     columns = len(rows[0])
     drawing = empty(panel_width * columns + 1.0, 2.6 * len(rows) + 0.5, dpi=80)
     all_axes = drawing.subplots(len(rows), columns, sharex=True, sharey="col", squeeze=False)
@@ -72,7 +75,7 @@ def grid(
             axes.minorticks_off()
     if log_y:
         for axes in all_axes[0]:
-            low, high = axes.get_ylim()  # what hardly varies must look so: a decade at least
+            low, high = axes.get_ylim()  # at least a decade: small changes must look small
             wider = max(1.0, (10.0 * low / high) ** 0.5)
             axes.set_ylim(low / wider, high * wider)
     drawing.supxlabel(x_label)
@@ -81,7 +84,7 @@ def grid(
 
 
 def empty(width: float, height: float, dpi: int) -> Figure:
-    """Return a figure with nothing in it, sizes in inches."""
+    """Return an empty figure of `width` × `height` inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
@@ -90,7 +93,7 @@ def empty(width: float, height: float, dpi: int) -> Figure:
 def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
     words = not all(isinstance(x, int | float) for curve in curves for x in curve.x)
     for number, curve in enumerate(curves):
-        # A label that begins with `_` stays out of the legend.
+        # matplotlib omits labels that start with `_` from the legend.
         label = _plain(curve.label) if number < MOST_IN_LEGEND else "_"
         x = [_plain(str(value)) for value in curve.x] if words else list(curve.x)
         if curve.error:
@@ -104,14 +107,14 @@ def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formula."""
+    """Escape `$`, so that matplotlib does not parse formulas in the text."""
     return text.replace("$", r"\$")
 
 
 def spread(groups: Iterable[Sequence[Any]]) -> bool:
-    """Whether values ask for a logarithmic axis.
+    """Return True if the values need a logarithmic axis.
 
-    They do if all are above zero and the largest is more than 100 times the smallest.
+    That is the case if all are positive and the largest is more than 100 times the smallest.
     """
     values = [value for group in groups for value in group]
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
@@ -119,7 +122,7 @@ def spread(groups: Iterable[Sequence[Any]]) -> bool:
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    """Write a figure as PNG; returns where."""
+    """Write a figure as PNG, and return `path`."""
     png = io.BytesIO()
     drawing.savefig(png, format="png")
     write_atomically(path, png.getvalue())

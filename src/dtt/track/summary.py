@@ -1,4 +1,4 @@
-"""What metrics.jsonl says about a run, in a few numbers."""
+"""Summary of a run, computed from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ NEEDED: dict[str, dict[str, Kind]] = {
 
 @dataclass(frozen=True)
 class Summary:
-    """First and last of what was measured; None where nothing was."""
+    """Key figures of a run; None for figures that were not measured."""
 
     steps: int
     tokens: int
     tokens_per_second: float | None
-    """Median over the run, all devices together."""
+    """Median over the run, of all devices together."""
     first_eval: Record | None
     last_eval: Record | None
     first_sample: str | None
     last_sample: str | None
 
     def facts(self) -> dict[str, Any]:
-        """Return what `--json` prints of a run: all but the samples."""
+        """Return the fields that `--json` prints: all except the samples."""
         return {name: value for name, value in asdict(self).items() if "sample" not in name}
 
 
 def summarize(metrics: Path) -> Summary:
-    """Read a job's metrics."""
+    """Summarize the metrics file of a job."""
     by_kind: dict[str, list[Record]] = defaultdict(list)
     for record in jsonl.read(metrics):
         if fits(record, NEEDED.get(record["kind"], {})):

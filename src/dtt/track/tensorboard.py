@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""Tracker for TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtt.track.base import Record, scalars
 
 
 class TensorBoardTracker:
-    """Writes numbers as scalars `kind/name`, samples as text."""
+    """Tracker that writes numbers as scalars `kind/name`, and samples as text."""
 
     @staticmethod
     def writer() -> Any:
-        """Return torch's class of writers; EnvironmentUnfit if TensorBoard is not installed."""
+        """Return torch's SummaryWriter class; EnvironmentUnfit if TensorBoard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -27,7 +27,7 @@ class TensorBoardTracker:
         return SummaryWriter
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        """Events after `resume_step` of an earlier attempt are hidden, as they will come again."""
+        """Open a writer to `folder`; hide events of earlier attempts after `resume_step`."""
         self._open = partial(self.writer(), str(folder))
         self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
@@ -40,7 +40,7 @@ class TensorBoardTracker:
             self._writer.add_text("sample", record["text"], step)
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered events to disk."""
         self._writer.flush()
 
     def rewind(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The trackers that a configuration asks for."""
+"""Creation of the trackers that a configuration names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtt.track.wandb import WandbTracker
 
 
 def check_installed(cfg: RunConfig) -> None:
-    """EnvironmentUnfit if a tracker that the configuration names is not installed."""
+    """Raise EnvironmentUnfit if a tracker that the configuration names is not installed."""
     for tracker in cfg.track:
         match tracker:
             case WandbConfig():
@@ -29,9 +29,9 @@ def check_installed(cfg: RunConfig) -> None:
 def make_trackers(
     cfg: RunConfig, job: JobDir, resume_step: int | None, *, evaluated: bool
 ) -> list[Tracker]:
-    """The job's own record first, then what a person watches, then what the config asks for.
+    """Return the trackers of a job: metrics.jsonl, the console, then those in the configuration.
 
-    `evaluated`: what was to be measured at `resume_step` has been.
+    `evaluated` is True if the evaluation due at `resume_step` has been done.
     """
     record = JsonlTracker(job.metrics, resume_step, evaluated=evaluated)
     trackers: list[Tracker] = [record, ConsoleTracker()]

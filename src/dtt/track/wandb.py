@@ -1,4 +1,7 @@
-"""Weights & Biases: one run over all attempts of a job; its failure never stops training."""
+"""Tracker for Weights & Biases, with one W&B run for all attempts of a job.
+
+Errors of the W&B client never stop training.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from dtt.track.base import Record, scalars
 
 
 class WandbTracker:
-    """Sends numbers as `kind/name` metrics over their step."""
+    """Tracker that sends numbers as metrics `kind/name`, plotted over the step."""
 
     @staticmethod
     def client() -> Any:
-        """Return the module of the client; EnvironmentUnfit if it is not installed."""
+        """Return the `wandb` module; EnvironmentUnfit if it is not installed."""
         try:
             import wandb
         except ImportError:
@@ -34,13 +37,16 @@ class WandbTracker:
     def __init__(
         self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
     ) -> None:
-        """`run_id` makes restarts one run; `settings` is the job's config; files go to `folder`."""
+        """Start or resume the run `run_id`, which all attempts of a job share.
+
+        `settings` is the config of the job; local files are written to `folder`.
+        """
         wandb = self.client()
         self._alive = True
         self._run: Any = None
 
         def begin() -> None:
-            # The client keeps all of Slurm's variables with a run; SLURM_JWT is one.
+            # The client uploads all SLURM_* variables with a run, including secrets (SLURM_JWT).
             for variable in [v for v in os.environ if v.startswith("SLURM_") and named_secret(v)]:
                 del os.environ[variable]
             self._run = wandb.init(
@@ -60,16 +66,16 @@ class WandbTracker:
         self._guarded(begin)
 
     def log(self, record: Record) -> None:
-        """Send one record; samples are left to metrics.jsonl."""
+        """Send one record, except samples, which are in metrics.jsonl only."""
         if record["kind"] != "sample":
             values = {**dict(scalars(record)), "step": record["step"]}
             self._guarded(lambda: self._run.log(values))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the client sends records in the background."""
 
     def rewind(self, step: int) -> None:
-        """Nothing sent can be taken back; what comes again is drawn over it."""
+        """Do nothing: sent records cannot be withdrawn; repeated steps are plotted over them."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -80,13 +86,16 @@ class WandbTracker:
             return
         try:
             action()
-        except Exception as error:  # noqa: BLE001  whatever the client raises, training goes on without it
+        except Exception as error:  # noqa: BLE001  no error of the client may stop training
             self._alive = False
             log.warning("wandb failed and is off for this attempt: %s", error)
 
 
 def _mode(config: WandbConfig) -> Any:
-    """Online with a key and a server that answers; what is kept offline can be sent later."""
+    """Return the W&B mode: in `auto`, online if there is an API key and the server answers.
+
+    Offline runs can be uploaded later with `wandb sync`.
+    """
     import wandb
 
     mode = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
@@ -100,7 +109,7 @@ def _mode(config: WandbConfig) -> Any:
 
 
 def _answers(server: str) -> bool:
-    """Whether there is anything at that address; the client would try for a minute and more."""
+    """Return True if the server answers within 5 s; the client itself retries for over a minute."""
     try:
         urllib.request.urlopen(server, timeout=5).close()
     except urllib.error.HTTPError:

@@ -1,2 +1,2 @@
-"""What lies in a folder or file of text or tokens, for people who look before they train.
+"""Inspection of text and token files before training: contents, mixture, training samples.
 May touch: data, config, runtime, artifacts, errors."""

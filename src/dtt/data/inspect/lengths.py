@@ -1,4 +1,4 @@
-"""How long documents are: a distribution in bounded memory, whatever their number."""
+"""Distribution of document lengths, in memory independent of the number of documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 STEPS = 256
-"""Bins per power of two: lengths below this are counted exactly, others to within 1/256."""
+"""Bins per power of two; lengths below this are exact, others have a relative error of 1/256."""
 OCTAVES = 48
 _SHIFT = 52 - (STEPS.bit_length() - 1)
 _FIRST = 1023 * STEPS  # the bin of length 1: 1023 is the exponent of 1.0
@@ -16,43 +16,43 @@ _FIRST = 1023 * STEPS  # the bin of length 1: 1023 is the exponent of 1.0
 
 @dataclass(frozen=True)
 class Summary:
-    """A distribution in a few numbers."""
+    """Summary statistics of document lengths."""
 
     unit: str
     """`tokens` or `bytes`."""
     documents: int
-    """That were measured."""
+    """Number of documents measured."""
     empty: int
     mean: float
     median: int
     p90: int
     max: int
     histogram: tuple[tuple[int, int, int], ...]
-    """(shortest, longest, documents): powers of two, without those at both ends that are empty."""
+    """(shortest, longest, documents) for each power of two, without empty bins at both ends."""
 
 
 class Lengths:
-    """Counts lengths in bins of a constant relative width, as HdrHistogram does."""
+    """Histogram of lengths with bins of constant relative width, like HdrHistogram."""
 
     def __init__(self) -> None:
-        """Of no document yet."""
+        """Create an empty histogram."""
         self._bins = np.zeros(OCTAVES * STEPS, dtype=np.int64)
         self.empty = 0
-        """Documents of no length."""
+        """Number of documents of length zero."""
         self._total = self._max = 0
 
     def add(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Count documents; lengths from 0 to 2**48 - 1."""
+        """Count documents by length; lengths must be in 0 … 2**48 - 1."""
         some = lengths[lengths > 0]
         self.empty += len(lengths) - len(some)
         self._total += int(some.sum())
         self._max = max(self._max, int(some.max(initial=0)))
-        # The exponent and the first bits of the mantissa of a float64 are the bin.
+        # The exponent and the leading mantissa bits of the length as float64 give the bin.
         bins = (some.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
         self._bins += np.bincount(bins, minlength=len(self._bins))
 
     def summary(self, unit: str) -> Summary:
-        """What was counted."""
+        """Return summary statistics of the lengths counted so far."""
         documents = self.empty + int(self._bins.sum())
         return Summary(
             unit=unit,
@@ -66,7 +66,7 @@ class Lengths:
         )
 
     def _quantile(self, share: float) -> int:
-        """A length that `share` of the documents do not exceed, the shortest to within a bin."""
+        """Return the `share` quantile of the lengths, rounded up to the end of its bin."""
         counts = np.cumsum(self._bins) + self.empty
         if counts[-1] == 0 or self.empty >= share * counts[-1]:
             return 0

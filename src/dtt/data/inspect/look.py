@@ -1,4 +1,4 @@
-"""What lies at a path: told apart, looked at, reported."""
+"""Inspection of a path: format detection, reading and the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 DATATROVE = (".index", ".metadata")
-"""What lies beside a `.ds` file."""
+"""Suffixes of the files beside a `.ds` file."""
 TOKEN_FILES = (".bin", ".idx", ".ds", ".npy", ".mds")
 KINDS = {
     "dtt": "token files of dtt",
@@ -39,9 +39,10 @@ KINDS = {
 def look(path: Path, wishes: Wishes) -> Report:
     """Report on a corpus, on text files, or on token files in any format that dtt reads.
 
-    InputError if it is none of these; ConfigError if hashes are wanted where there are none.
+    Raises InputError if `path` is none of these, ConfigError if `wishes` asks for hashes of files
+    without a manifest.
     """
-    made: type[Manifest] | None  # of another program's manifest.json nothing is said
+    made: type[Manifest] | None  # None for another program's manifest.json, too
     made = next((kind for kind in (TokensManifest, CorpusManifest) if kind.is_in(path)), None)
     if wishes.hashes and made is None:
         raise ConfigError(
@@ -63,7 +64,7 @@ def _has_token_files(path: Path) -> bool:
 
 
 def _look_at_tokens(path: Path, wishes: Wishes) -> Report:
-    # Among others, a broken file is one finding; alone, it is all there is to say.
+    # In a folder, a broken file is one finding among others; a single broken file is an error.
     broken: dict[Path, DttError] = {}
     taken = broken if path.is_dir() else None
     files = open_files(path, None, raw_dtype=wishes.dtype, end_of_document=None, broken=taken)
@@ -121,7 +122,7 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
 
 
 def _files_of(ids: Path, file_format: str) -> list[Path]:
-    """The file of ids and those that belong to it, if they are there."""
+    """Return the file of ids and the files that belong to it, as far as they exist."""
     beside = {
         "dtt": [idx_path(ids.with_suffix(""))],
         "megatron": [idx_path(ids.with_suffix(""))],
@@ -131,7 +132,7 @@ def _files_of(ids: Path, file_format: str) -> list[Path]:
 
 
 def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Damages:
-    """What is wrong with the files that a manifest names, by size and perhaps by content."""
+    """Return the problems of the files in a manifest, by size and, with `hashes`, by content."""
     expected = []
     for shard, record in zip(files.shards, manifest.shards, strict=True):
         item, documents = fit.BYTES[manifest.dtype], record.counts.documents
@@ -149,7 +150,7 @@ def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Da
 
 
 def _count(files: TokenFiles, damaged: Damages) -> int:
-    """Documents of all shards; those of which the index tells nonsense are put into `damaged`."""
+    """Return the number of documents in all shards; add shards with a bad index to `damaged`."""
     documents = 0
     for shard in files.shards:
         try:
@@ -160,7 +161,7 @@ def _count(files: TokenFiles, damaged: Damages) -> int:
 
 
 def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Damages:
-    """Look at places of the files that are not `damaged`; returns what is found wrong with them."""
+    """Read places in the files that are not `damaged`; return the problems found there."""
     wrong: Damages = {}
     chosen = list(places([shard.tokens for shard in files.shards], everything=wishes.everything))
     opened: tuple[int, Documents | None] | None = None
@@ -180,13 +181,13 @@ def _read(files: TokenFiles, seen: Seen, damaged: Damages, wishes: Wishes) -> Da
 
 
 def _why(error: DttError) -> str:
-    """An error in a line: its `why`, or what has happened."""
+    """Return an error as one line: its `why`, or else its first line."""
     lines = str(error).splitlines()
     return next((line.strip()[7:] for line in lines if line.startswith("  why:")), lines[0])
 
 
 def _open_tokenizer(asked: Path | None, beside: Path) -> Tokenizer | None:
-    """The one asked for, or the one beside the ids if there is any."""
+    """Open the requested tokenizer, or else the one beside the ids; None if there is neither."""
     if asked is None and not beside.is_file():
         return None
     from dtt.data.tokenizer import open_tokenizer  # slow to import
@@ -195,10 +196,10 @@ def _open_tokenizer(asked: Path | None, beside: Path) -> Tokenizer | None:
 
 
 def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
-    """Ids as text; without a tokenizer as numbers."""
+    """Return a function that decodes ids to text; without a tokenizer, it prints the numbers."""
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    # `decode` takes no negative id; it leaves out those above the vocabulary.
+    # `decode` fails on negative ids; it ignores ids above the vocabulary.
     return lambda ids: str(tokenizer.decode([i for i in ids if i >= 0], skip_special_tokens=False))
 
 

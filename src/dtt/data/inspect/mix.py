@@ -1,4 +1,4 @@
-"""What a mixture comes to in a run, worked out before it starts: nothing is read but sizes."""
+"""Preview of a data mixture: epochs, tokens and shares per source, computed from sizes alone."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from dtt.data.dataset import Dataset
 from dtt.data.source import Source
 
 MEASURED = 4096
-"""Samples whose targets are counted to know how many an average one has."""
+"""Maximum number of samples per source whose targets are counted to estimate the mean."""
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """One source in the run."""
+    """One source of the mixture and its part in the run."""
 
     name: str
     path: str
     tokens: int
-    """In an epoch."""
+    """Tokens in an epoch."""
     samples: int
-    """In an epoch."""
+    """Samples in an epoch."""
     bytes_per_token: float | None
     utilisation: float | None
-    """Share of the places in its samples that hold a token; None where all do."""
+    """Share of token positions in its packed samples that hold a token; None if not packed."""
     share: float
-    """Of all samples of the run."""
+    """Share of all samples of the run."""
     run_samples: int
     run_tokens: int
-    """Targets, to within the difference of samples that are not full; with data.eod_mask_loss also
-    the first tokens of documents."""
+    """Targets in the run, estimated from the mean over samples if they are packed.
+
+    Includes the first tokens of documents, even if data.eod_mask_loss excludes them from the loss.
+    """
     epochs: float
     exhausted_at_step: int | None
-    """The step that sees its last sample for the first time; None: the run does not come so far."""
+    """Step that sees the source's last sample for the first time; None if the run ends earlier."""
 
 
 @dataclass(frozen=True)
 class PhaseShares:
-    """A stretch of the run in which weights stay the same."""
+    """A range of steps with constant mixture weights."""
 
     from_step: int
     shares: dict[str, float]
@@ -49,32 +51,32 @@ class PhaseShares:
 
 @dataclass(frozen=True)
 class Mix:
-    """A run's data in numbers."""
+    """Summary of the data of a run."""
 
     steps: int
-    """That there are samples for."""
+    """Number of steps for which there are samples."""
     steps_asked: int
     samples_per_step: list[int]
-    """Of the first step, and of the last."""
+    """Samples in the first step and in the last."""
     samples: int
     tokens: int
     bytes_per_token: float | None
-    """Of all that the run sees; None if one source does not know."""
+    """Mean over the tokens of the run; None if unknown for one source."""
     epochs: float
-    """Samples of the run over those of all sources."""
+    """Samples of the run divided by the samples of all sources."""
     packing: str
     on_exhausted: str
     sources: list[SourceShare]
     phases: list[PhaseShares]
     rounded: list[str]
-    """The shares that differ by more than 1 % from the weights."""
+    """A line for each share that differs by more than 1 % from its weight."""
 
 
 def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
-    """Work it out for the run that `cfg` describes; `dataset` is what it opens."""
+    """Compute the mix for the run that `cfg` describes; `dataset` is the one opened from `cfg`."""
     packing = cfg.data.packing if isinstance(cfg.data, TokensDataConfig) else "concat"
     mixture = dataset.mixture
-    samples = dataset.first_sample(dataset.steps)  # a step that is not whole is not trained
+    samples = dataset.first_sample(dataset.steps)  # excludes an incomplete last step
     counts = mixture.counts(samples).tolist()
     sources = []
     for number, source in enumerate(dataset.sources):
@@ -121,7 +123,7 @@ def work_out(cfg: RunConfig, dataset: Dataset) -> Mix:
 
 
 def _targets(source: Source, cfg: RunConfig, *, packed: bool) -> float:
-    """Targets in an average sample."""
+    """Return the mean number of targets per sample."""
     if not packed:
         return cfg.train.seq_len
     some = np.linspace(0, len(source) - 1, min(len(source), MEASURED)).astype(np.uint64)

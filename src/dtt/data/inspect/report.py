@@ -1,4 +1,4 @@
-"""What a look at data gives: the same fields for text and tokens."""
+"""Report of a data inspection, with the same fields for text and tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dtt.runtime.files import sha256_file
 from dtt.runtime.log import progress
 
 SHOWN = 10
-"""Oddities of one kind that are named; more are counted."""
+"""Maximum number of oddities of one kind listed by name; the rest are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """How to look."""
+    """Options of an inspection."""
 
     samples: int
-    """Documents to show the beginning of."""
+    """Number of documents whose beginning is shown."""
     everything: bool
-    """Read all of it, however large."""
+    """True to read all data, whatever its size."""
     hashes: bool
-    """Compare every file with the sha256 in its manifest."""
+    """True to compare every file with the sha256 in its manifest."""
     tokenizer: Path | None
-    """A tokenizer.json; None: the one beside the ids, if any."""
+    """A tokenizer.json; None for the one beside the ids, if any."""
     dtype: str
-    """Of raw ids."""
+    """dtype of raw ids."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +41,49 @@ class Sample:
 
 @dataclass(frozen=True)
 class Read:
-    """How much was read to tell what is told of documents and ids."""
+    """The amount of data read for the statistics on documents and ids."""
 
     amount: int
     total: int
-    """An estimate for text that is compressed."""
+    """Estimated for compressed text."""
     unit: str
 
     @property
     def everything(self) -> bool:
-        """Whether nothing was left out, so that all numbers are exact."""
+        """True if all data was read, so that all numbers are exact."""
         return self.amount >= self.total
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What lies at a path."""
+    """The result of inspecting a path."""
 
     path: str
     kind: str
     files: int
     file_bytes: int
     documents: int | None
-    """None: not known without reading it all."""
+    """None if unknown without reading everything."""
     documents_estimated: bool = False
     tokens: int | None = None
     text_bytes: int | None = None
-    """UTF-8 bytes of text; an estimate for files that are compressed, until everything is read."""
+    """UTF-8 bytes of text; estimated for compressed files unless everything was read."""
     facts: dict[str, object] = field(default_factory=dict)
-    """What only this kind of data has, by name."""
+    """Facts specific to this kind of data, by name."""
     read: Read
     lengths: Summary | None
-    """None: nothing tells where documents begin."""
+    """Document lengths; None if the document boundaries are unknown."""
     samples: list[Sample]
     oddities: list[str]
     damaged: list[str]
-    """Files that are not what they should be, each with the reason."""
+    """Damaged or missing files, each with the reason."""
     verified: bool
-    """Whether the content of every file was compared with its sha256."""
+    """True if the content of every file was compared with its sha256."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A file as a manifest names it."""
+    """A file as recorded in a manifest."""
 
     path: Path
     sha256: str
@@ -91,13 +91,13 @@ class Expected:
 
 
 Damages = dict[Path, str]
-"""What is wrong with files."""
+"""Problems of files, by path."""
 
 
 def damages(files: Sequence[Expected], *, hashes: bool) -> Damages:
-    """Files that differ from their manifest: by size, with `hashes` by content.
+    """Return the files that differ from their manifest in size or, with `hashes`, in content.
 
-    The latter reads every file to its end.
+    With `hashes`, every file is read completely.
     """
     found = {file.path: _by_size(file) for file in files}
     if hashes:
@@ -110,7 +110,7 @@ def damages(files: Sequence[Expected], *, hashes: bool) -> Damages:
 
 
 def told(damaged: Damages) -> list[str]:
-    """A line for each file."""
+    """Return a line for each damaged file."""
     return [f"{path}: {problem}" for path, problem in damaged.items()]
 
 
@@ -130,7 +130,7 @@ def _by_content(file: Expected) -> str | None:
 
 
 def raise_if_damaged(report: Report) -> None:
-    """DamagedError that counts what `report` names."""
+    """Raise DamagedError if `report` lists damaged files."""
     if report.damaged:
         raise DamagedError(
             f"{report.path} is damaged; files not as they should be: {len(report.damaged)}",

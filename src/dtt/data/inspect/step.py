@@ -1,4 +1,4 @@
-"""What one optimizer step was trained on: its samples, and the documents in them."""
+"""The data of one optimizer step: its samples and the documents in them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dtt.data.source import Samples
 
 @dataclass(frozen=True)
 class Part:
-    """What a sample holds of one document."""
+    """The part of one document that a sample contains."""
 
     file: str
     document: int
-    """Its number in the file."""
+    """Number of the document in the file."""
     offset: int
-    """Tokens of the document before this part."""
+    """Number of tokens of the document before this part."""
     tokens: int
     text: str
 
@@ -28,39 +28,42 @@ class Sample:
     """One sequence of the step."""
 
     position: int
-    """In the run: samples before it."""
+    """Number of samples before it in the run."""
     source: str
     sample: int
-    """Its number in the source."""
+    """Number of the sample in its source."""
     epoch: int
-    """Of the source, from 1; an estimate where samples are made on the way."""
+    """Epoch of the source, from 1; estimated for a source that is tokenized on the fly."""
     documents: list[Part]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The samples of an optimizer step, those of all ranks."""
+    """The samples of an optimizer step, of all ranks."""
 
     first: int
-    """Position of the first in the run."""
+    """Position of the step's first sample in the run."""
     samples: Samples
 
     @classmethod
     def of(cls, dataset: Dataset, step: int) -> Step:
-        """Step `step`, counted from 1 as in metrics.jsonl."""
+        """Return step `step`, counted from 1 as in metrics.jsonl."""
         first = dataset.first_sample(step - 1)
         return cls(first, dataset.samples_at(first, dataset.first_sample(step) - first))
 
     def follows(self, before: bytes, after: bytes) -> bool:
-        """Whether the ledger `before` this step becomes the ledger `after` it."""
+        """Return True if this step's samples extend the sample hash chain `before` to `after`.
+
+        Both are digests recorded by the run: after the previous step, and after this one.
+        """
         return extend_ledger(before, self.samples) == after
 
     def rows(self, rank: int, ranks: int) -> range:
-        """Which of the samples a rank has."""
+        """Return the indices of the samples that a rank reads."""
         return range(rank, len(self.samples), ranks)
 
     def read(self, dataset: Dataset, row: int, decode: Callable[[list[int]], str]) -> Sample:
-        """One sample with its documents."""
+        """Read one sample and decode the text of its documents."""
         position = self.first + row
         number = self.samples[row : row + 1]
         _, places = dataset.mixture.places(position, 1)

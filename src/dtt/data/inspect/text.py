@@ -1,4 +1,4 @@
-"""A look at raw documents: what `download` left, or any files of text."""
+"""Inspection of raw documents: a corpus made by `dtt download`, or any text files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from dtt.runtime.log import progress
 
 SAMPLE_BYTES = 2**26
 PLACES = 32
-"""Where a large corpus is read, spread evenly over it."""
+"""Number of places, spread evenly, at which a large corpus is read."""
 BATCH = 4096
 SHOWN_CHARACTERS = 300
 
 
 def describe(path: Path) -> CorpusManifest:
-    """A file or folder of documents as a corpus, not hashed; InputError if there are none."""
+    """Return the manifest of a file or folder of documents, without hashing the files.
+
+    Raises InputError if there are no documents.
+    """
     if not path.exists():
         raise InputError(
             f"there is no {path}", next="name a corpus, documents, or token files of any kind"
@@ -35,7 +38,7 @@ def describe(path: Path) -> CorpusManifest:
 
 
 def look(path: Path, manifest: CorpusManifest, wishes: Wishes) -> Report:
-    """Report on the documents of `manifest`; those that cannot be read are named, not fatal."""
+    """Report on the documents of `manifest`, listing unreadable ones among the oddities."""
     files = [Expected(path / file.path, file.sha256, file.bytes) for file in manifest.files]
     damaged = damages(files, hashes=wishes.hashes)
     whole_files = tuple(file for file in manifest.files if path / file.path not in damaged)
@@ -73,20 +76,23 @@ def look(path: Path, manifest: CorpusManifest, wishes: Wishes) -> Report:
 
 
 def _documents(corpus: Corpus, seen: _Seen, total: int, whole: bool) -> tuple[int, bool]:
-    """How many there are, and whether that is exact: the footers of Parquet say it."""
+    """Return the number of documents, and True if it is exact rather than an estimate.
+
+    It is exact if the whole corpus was read, or from the footers of Parquet files.
+    """
     if whole:
         return seen.documents, True
     if corpus.manifest.file_format == "parquet":
         try:
             paths = map(corpus.path, range(len(corpus.manifest.files)))
             return sum(pq.read_metadata(path).num_rows for path in paths), True
-        except (OSError, pa.ArrowException):  # named among the oddities if it is in a place we read
+        except (OSError, pa.ArrowException):  # an oddity if it is at a place that was read
             pass
     return round(seen.documents * total / max(seen.bytes, 1)), False
 
 
 class _Seen:
-    """What the documents read so far come to."""
+    """Running statistics of the documents read so far."""
 
     def __init__(self) -> None:
         self.lengths = Lengths()
@@ -96,7 +102,7 @@ class _Seen:
         self._waiting: list[int] = []
 
     def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
-        """Read the documents of a unit until they hold `limit` bytes."""
+        """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
         room = limit
         where = corpus.path(unit.spans[0].file).name
         for number, text in enumerate(read_unit(corpus, unit, self._bad)):
@@ -124,12 +130,12 @@ class _Seen:
         self._waiting.clear()
 
     def samples(self, count: int) -> list[Sample]:
-        """The first documents of places that are spread evenly."""
+        """Return the first documents of up to `count` places, spread evenly."""
         chosen = np.linspace(0, len(self._firsts) - 1, min(count, len(self._firsts)))
         return [self._firsts[round(i)] for i in chosen.tolist()]
 
     def oddities(self) -> Iterator[str]:
-        """What a person should know."""
+        """Yield a line for each anomaly in the documents."""
         if self.lengths.empty:
             yield f"empty documents, which tokenize leaves out: {self.lengths.empty:,}"
         if self._blank:

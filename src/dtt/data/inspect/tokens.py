@@ -1,7 +1,7 @@
-"""A look at token ids: those of dtt, or of others in the formats that training reads.
+"""Inspection of token ids in any format that training reads.
 
-A large body is read in a few places, spread evenly over it. A document is looked at where it ends,
-so long ones are met as often as short ones.
+Large data is read at a few places, spread evenly over it. A document is counted at the place that
+contains its end, so that long documents are sampled with the same probability as short ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN_TOKENS = 64
 
 
 def count(documents: Documents) -> int:
-    """How many there are."""
+    """Return the number of documents."""
     match documents:
         case TokenFile():
             return len(documents.documents) - 1
@@ -35,7 +35,7 @@ def count(documents: Documents) -> int:
 
 
 def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, int]]:
-    """(file, start, stop) of the tokens to look at, given the tokens of each file."""
+    """Yield (file, start, stop) of the tokens to read, given the number of tokens in each file."""
     starts = np.cumsum([0, *sizes], dtype=np.int64)
     total = int(starts[-1])
     if everything or total <= PLACES * PLACE_TOKENS:
@@ -51,28 +51,28 @@ def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, in
 
 @dataclass
 class Seen:
-    """What the ids read so far come to."""
+    """Running statistics of the ids read so far."""
 
     vocab_size: int | None
     end: int | None
-    """Id that ends documents, where known."""
+    """Id that ends documents; None if unknown."""
     tokens: int = 0
     largest: int | None = None
     outside: int = 0
-    """Ids that are negative, or not below `vocab_size`."""
+    """Number of ids that are negative or not below `vocab_size`."""
     examples: list[str] = field(default_factory=list)
-    """Where the first of these are."""
+    """Locations of the first ids outside the vocabulary."""
     lengths: Lengths = field(default_factory=Lengths)
     last: Counter[int] = field(default_factory=Counter)
-    """How many documents ended with which id."""
+    """Number of documents by their last id."""
     beginnings: list[tuple[str, list[int]]] = field(default_factory=list)
-    """Where, and the first ids of one document in each place."""
+    """Location and first ids of one document per place."""
 
     def read(self, shard: Shard, documents: Documents | None, start: int, stop: int) -> None:
-        """Look at tokens start … stop - 1 of a shard, and at the documents that end there.
+        """Read tokens start … stop - 1 of a shard, and count the documents that end there.
 
-        Without `documents` nothing tells where they end. DamagedError if the shard has not these
-        tokens, or its documents do not follow one another.
+        `documents` is None if the document boundaries are unknown; then no documents are counted.
+        Raises DamagedError if the shard is too short, or its documents are not contiguous.
         """
         ids = _ids(shard, start, stop)
         self.tokens += len(ids)
@@ -84,7 +84,7 @@ class Seen:
             where = f"{shard.path.name}, token {start}"
             self.beginnings.append((where, ids[:SHOWN_TOKENS].tolist()))
             return
-        # A document ends where the one after it starts.
+        # A document ends where the next one starts.
         first = documents.starting_after(start) - 1 if start else 0
         last = count(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
         if last > first:
@@ -97,7 +97,11 @@ class Seen:
             self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
 
     def _documents(self, shard: Shard, first: int, starts: Tokens, at: int, ids: Tokens) -> None:
-        """Look at documents from `first` on; `ids` from token `at` on hold the last of each."""
+        """Count the documents from `first` on.
+
+        `starts` holds their first tokens, then the end of the last one. `ids` are the shard's ids
+        from token `at` on and contain the last id of each document.
+        """
         lengths = np.diff(starts)
         if lengths.min() < 0 or not at <= starts[1] <= starts[-1] <= at + len(ids):
             raise DamagedError(
@@ -117,13 +121,17 @@ class Seen:
             self.beginnings.append((where, beginning.tolist()))
 
     def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[Sample]:
-        """Beginnings of documents from places spread evenly, as text."""
+        """Return the decoded beginnings of up to `number` documents, from places spread evenly."""
         chosen = np.linspace(0, len(self.beginnings) - 1, min(number, len(self.beginnings)))
         found = [self.beginnings[round(i)] for i in chosen.tolist()]
         return [Sample(where, decode(ids)) for where, ids in found]
 
     def end_of_documents(self) -> tuple[int, int] | None:
-        """The id that ends documents, and how many it does; if not known, that which ends most."""
+        """Return the id that ends documents, and the number of documents that end with it.
+
+        If that id is unknown, return the most frequent last id if it ends more than half of the
+        documents, otherwise None.
+        """
         if not self.last:
             return None
         end = self.last.most_common(1)[0][0] if self.end is None else self.end
@@ -132,7 +140,10 @@ class Seen:
 
 
 def _ids(shard: Shard, start: int, stop: int) -> Tokens:
-    """Tokens start … stop - 1, read in a row; the map is for reading here and there."""
+    """Return tokens start … stop - 1 of a shard.
+
+    Reads the file sequentially: the memory map of training is tuned for scattered access.
+    """
     dtype = np.dtype(shard.dtype)
     offset = shard.offset + start * dtype.itemsize
     ids: Tokens = np.fromfile(shard.path, dtype=dtype, count=stop - start, offset=offset)

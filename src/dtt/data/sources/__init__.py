@@ -1,2 +1,2 @@
-"""The sources that training reads: token files of dtt and of others, text tokenized on the way.
+"""Data sources for training: token files of dtt and other programs, text tokenized on the fly.
 May touch: the rest of data (not loader.py), config, runtime. numpy and pyarrow only."""

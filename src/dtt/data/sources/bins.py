@@ -1,11 +1,14 @@
-"""Samples of whole documents: how they are packed is worked out once and kept beside the tokens.
+"""Best-fit packing of documents into samples, computed once and cached beside the token files.
 
-    .packing/<key>/first    int64[bins + 1]: the first piece of each bin, then the number of pieces
-                   start    int64[pieces]: first token of each piece, in all shards in a row
-                   length   int32[pieces]: its tokens
+    .packing/<key>/first    int64[bins + 1]: index of each bin's first piece; the last entry is
+                            the number of pieces
+                   start    int64[pieces]: first token of each piece, counted over all shards as
+                            one concatenated stream
+                   length   int32[pieces]: number of tokens in each piece
 
-The folder is renamed into place when it is complete. Where tokens cannot be written to, it is in
-the user's cache folder.
+A piece is a document, or part of one that is longer than a bin. The folder is renamed into place
+when it is complete. If the folder of the token files is not writable, the packing is stored in the
+user's cache folder instead ($XDG_CACHE_HOME or ~/.cache).
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
 
 
 def bins(files: TokenFiles, ends: Ints, capacity: int) -> Bins:
-    """The documents of all shards in bins of `capacity` tokens; each shard is packed by itself.
+    """Return the documents of all shards packed into bins of `capacity` tokens.
 
-    `ends` [shards]: where each shard ends in the stream. The first process that asks packs them,
-    others wait for it.
+    `ends` [shards] is the end of each shard in the token stream. Each shard is packed separately.
+    The first process to call this packs the documents while the others wait on a file lock.
     """
     key = fingerprint(["best-fit", capacity, [(s.tokens, s.version) for s in files.shards]])[:16]
     beside = files.path if files.path.is_dir() else files.path.parent
@@ -62,8 +65,9 @@ def _can_hold(folder: Path) -> bool:
 
 
 def _pack(files: TokenFiles, capacity: int, place: Path) -> None:
-    """Pack shard after shard, and log how full the bins are."""
-    # Some file systems lock within a node only; then each makes its own, and one of them stays.
+    """Pack one shard after the other, and log the fill rate of the bins."""
+    # On some file systems, locks work within one node only. Each node then writes its own copy, and
+    # the first rename wins.
     aside = place.with_name(f".{place.name}.{socket.gethostname()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -95,7 +99,10 @@ def _pack(files: TokenFiles, capacity: int, place: Path) -> None:
 
 
 def _bounds(shard: Shard) -> Ints:
-    """Where its documents begin and end; DamagedError if they do not follow one another."""
+    """Return the first token of each document, then the number of tokens.
+
+    Raises DamagedError if the documents are not contiguous or do not cover the shard.
+    """
     bounds = shard.documents().bounds()
     if bounds[0] != 0 or bounds[-1] != shard.tokens or (np.diff(bounds) < 0).any():
         raise DamagedError(
@@ -108,26 +115,26 @@ def _bounds(shard: Shard) -> Ints:
 
 
 class Bins:
-    """Bins that were packed. A dtt.data.sources.layout.Layout."""
+    """Packed bins read from disk. Implements dtt.data.sources.layout.Layout."""
 
     whole_documents = True
 
     def __init__(self, folder: Path, ends: Ints, capacity: int) -> None:
-        """`folder` holds the bins of shards that end at `ends` [shards] of the stream."""
+        """Map the bins in `folder`; `ends` [shards] is the end of each shard in the stream."""
         self._first, self._start, self._length = (
             map_file(folder / column).view(dtype) for column, dtype in COLUMNS.items()
         )
         self._ends, self._capacity = ends, capacity
 
     def __len__(self) -> int:
-        """Number of bins."""
+        """Return the number of bins."""
         return len(self._first) - 1
 
     def pieces(self, samples: Samples) -> Pieces:
         """See Layout."""
         first = self._first[samples]
         counts = self._first[samples + np.uint64(1)] - first
-        before = np.cumsum(counts) - counts  # pieces of the rows above
+        before = np.cumsum(counts) - counts  # pieces in the rows above
         row = np.repeat(np.arange(len(samples)), counts)
         piece = np.arange(len(row)) + (first - before)[row]
         start, length = self._start[piece], self._length[piece].astype(np.int64)

@@ -1,12 +1,15 @@
-"""Token files of any origin as shards in a row; the format is told by what is there.
+"""Token files of any supported format, opened as a sequence of shards.
 
-    dtt          manifest.json, and Megatron pairs that it names
-    Megatron     NAME.bin and NAME.idx (datatrove's Megatron writer makes the same)
-    datatrove    NAME.ds, ids; NAME.ds.index, the end of each document in tokens, uint64
+The format is detected from the files present:
+
+    dtt          manifest.json, and the Megatron pairs that it names
+    Megatron     NAME.bin and NAME.idx (datatrove's Megatron writer produces the same)
+    datatrove    NAME.ds with the ids; NAME.ds.index with the end of each document in tokens, uint64
     raw, llm.c, numpy
-                 any other file: ids, perhaps behind a header; see dtt.data.sources.raw
+                 any other file: ids, possibly after a header; see dtt.data.sources.raw
 
-In folders of others, a file with `val` among the words of its name is held out, as is usual there.
+In folders that dtt did not write, a file whose name contains the word `val`, `valid` or
+`validation` is held out, as is customary.
 """
 
 from __future__ import annotations
@@ -44,22 +47,26 @@ Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
 
 
 class Documents(Protocol):
-    """Where the documents of one file begin. A TokenFile is one."""
+    """Document boundaries of one token file. TokenFile implements this protocol."""
 
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """First tokens of documents first … stop - 1; after the last one, the end of the file."""
+        """Return the first tokens of documents first … stop - 1.
+
+        The document number one past the last stands for the end of the file.
+        """
 
     def starting_after(self, token: int) -> int:
-        """The first document whose first token comes after `token`."""
+        """Return the number of the first document whose first token comes after `token`."""
 
     def bounds(self) -> npt.NDArray[np.int64]:
-        """First token of every document, then the number of tokens."""
+        """Return the first token of every document, then the number of tokens."""
 
 
 def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Tokens]:
-    """The document of token `start`, and the first tokens of it and those after it, below `stop`.
+    """Return the document that contains token `start`, and where the documents up to `stop` start.
 
-    A document of no tokens has the first token of the one after it.
+    The second value holds the first token of that document and of each later one that starts below
+    `stop`. An empty document has the same first token as the document after it.
     """
     first = documents.starting_after(start) - 1
     return first, documents.starts(first, documents.starting_after(stop - 1))
@@ -67,7 +74,7 @@ def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Toke
 
 @dataclass(frozen=True)
 class Ends:
-    """Documents by the token after the last of each, in ascending order."""
+    """Document boundaries given by the end of each document (exclusive), in ascending order."""
 
     ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 
@@ -86,9 +93,9 @@ class Ends:
 
     @classmethod
     def of(cls, ids: Path, header: Header, end_of_document: int | None) -> Self:
-        """Read a file of ids to find where documents end; without an end, they are one document."""
+        """Scan a file of ids for `end_of_document`; if it is None, the file is one document."""
         tokens, dtype = header.tokens, np.dtype(header.dtype)
-        found = [np.array([tokens], dtype=np.int64)]  # the last one may go without its end
+        found = [np.array([tokens], dtype=np.int64)]  # the last document may lack its end token
         for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
             offset = header.offset + start * dtype.itemsize
             part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
@@ -98,37 +105,39 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of ids. Nothing of it need be open."""
+    """One file of token ids. The file need not be open."""
 
     path: Path
     tokens: int
     dtype: str
-    """As numpy spells it."""
+    """numpy dtype string, for example `<u2`."""
     version: str
-    """Another one if its documents may have changed."""
+    """Version string that changes whenever the document boundaries may have changed."""
     documents: Callable[[], Documents]
-    """Opens what tells where documents begin."""
+    """Function that opens the document boundaries."""
     offset: int = 0
-    """Bytes of the file before its first id, a multiple of their width."""
+    """Bytes before the first id, a multiple of the id width."""
     format: Format = "dtt"
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Shards in a row, and what is known of all of them."""
+    """A sequence of shards and the facts that hold for all of them."""
 
     path: Path
     format: Format
     shards: tuple[Shard, ...]
     key: str
-    """Identity of the content, wherever it lies; of files of others, by names and sizes alone."""
+    """Identity of the content, independent of its path.
+
+    For files that dtt did not write, it covers only file names, token counts and dtypes."""
     manifest: TokensManifest | None
     bytes_per_token: float | None
-    """UTF-8 bytes of text per token, where known."""
+    """UTF-8 bytes of text per token; None if unknown."""
 
     @property
     def has_index(self) -> bool:
-        """Whether an index tells where documents end; otherwise only the ids do."""
+        """True if an index stores the document boundaries; otherwise only the ids mark them."""
         return self.format in ("dtt", "megatron", "datatrove")
 
 
@@ -141,14 +150,16 @@ def open_files(
     vocab_size: int | None = None,
     broken: dict[Path, DttError] | None = None,
 ) -> TokenFiles:
-    """The shards of a split, or of both (None), in the order of their names.
+    """Open the shards of a split, or of both splits (None), sorted by name.
 
-    `raw_dtype` and `end_of_document` (None: unknown) are for raw ids, which say neither.
-    A single file of others is all training text. Of files of others the first ids are read: they
-    must lie below `vocab_size`, where it is given; dtt checked its own when it wrote them.
-    Raises InputError when nothing fits or a file is missing, DamagedError when one does not add up,
-    ConfigError when `raw_dtype` is wrong; shards of others of which that is so are put into
-    `broken` instead, where it is given.
+    `raw_dtype` and `end_of_document` (None: unknown) describe raw ids, whose files store neither.
+    A single file that dtt did not write belongs to the training split. For files that dtt did not
+    write, the first ids are read and must be below `vocab_size` if it is given; dtt checks its own
+    ids when it writes them.
+
+    Raises InputError if no known format is found or a file is missing, DamagedError if a file is
+    inconsistent, and ConfigError if `raw_dtype` is wrong. If `broken` is given, such errors in
+    shards that dtt did not write are stored there by path instead of being raised.
     """
     if TokensManifest.is_in(path):
         return _made_by_dtt(path, split)
@@ -179,7 +190,10 @@ def open_files(
 
 
 def _one_format(shards: list[Shard], otherwise: Format) -> Format:
-    """The format of all shards, `otherwise` without shards; InputError if there are several."""
+    """Return the common format of all shards, or `otherwise` if there are no shards.
+
+    Raises InputError if the shards have several formats.
+    """
     examples = {shard.format: shard.path.name for shard in shards}
     if len(examples) > 1:
         raise InputError(
@@ -192,7 +206,7 @@ def _one_format(shards: list[Shard], otherwise: Format) -> Format:
 
 
 def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
-    """Which format of others is at `path`: stems of pairs, or files of ids."""
+    """Detect the format of files that dtt did not write; return it with pair stems or id files."""
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
         if any(name.endswith(".idx") for name in names):
@@ -246,7 +260,7 @@ def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
 
 
 def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
-    """A shard as the manifest names it; no file is looked at."""
+    """Return the shard that a manifest record describes, without accessing its files."""
     if record.path is None:
         path = folder / f"{record.stem}.bin"
     else:
@@ -305,7 +319,7 @@ def _datatrove(path: Path, vocab_size: int | None) -> Shard:
 
 
 def _checked(shard: Shard, vocab_size: int | None) -> Shard:
-    """The shard; DamagedError if one of its first ids lies outside the vocabulary."""
+    """Return `shard`; raise DamagedError if one of its first ids is outside the vocabulary."""
     if vocab_size is not None:
         dtype = np.dtype(shard.dtype)
         ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Held-out text of a corpus that has no token files: found, encoded and kept in memory."""
+"""Held-out text of a corpus without token files, encoded at the start and kept in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtt.data.sources.row import Document, Documents, Row, documents_of
 from dtt.runtime.log import log
 
 SEARCHED_BYTES = 2**29
-"""Of the corpus, at most: it takes some seconds at each start."""
+"""Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""
 
 
 class HeldOutText:
-    """The first documents of a corpus that are held out; see dtt.data.source.Source."""
+    """The first held-out documents of a corpus. Implements dtt.data.source.Source."""
 
     def __init__(
         self,
@@ -32,42 +32,42 @@ class HeldOutText:
         validation_fraction: float,
         text_bytes: int,
     ) -> None:
-        """Take about `text_bytes` of UTF-8, or what SEARCHED_BYTES hold."""
+        """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less."""
         self.name, self._documents, self._encoder = name, documents, encoder
         self._row = Row(_search(documents, validation_fraction, text_bytes), encoder, seq_len)
         self.tokens = len(self._row.ids)
         self.bytes_per_token: float | None = self._row.text_bytes / max(self.tokens, 1)
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self._row)
 
     def samples_at(self, first: int, count: int) -> Samples:
-        """The samples in a row, again and again."""
+        """Return the samples in their stored order, starting over after the last one."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """Ids [len(samples), seq_len + 1]."""
+        """Return the ids, [len(samples), seq_len + 1]."""
         return self._row.read(samples)
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Which document of its sample each id is in, counted from 0."""
+        """Return the index, from 0, of each id's document within its sample."""
         return documents_of(ids, self._encoder.end_of_document)
 
     def targets(self, samples: Samples) -> int:
-        """How many targets these samples have."""
+        """Return the number of targets in these samples."""
         return self._row.targets(samples)
 
     def locate(self, sample: int) -> list[Piece]:
-        """The documents of a sample, numbered among those of the file that can be read."""
+        """Return the documents of a sample, numbered among the readable ones of their file."""
         return self._documents.locate(self._row, sample)
 
     def state(self, consumed: int) -> Any:
-        """None is needed."""
+        """Return None: no state is needed."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no state."""
 
 
 def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Document]:

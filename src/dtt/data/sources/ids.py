@@ -1,4 +1,4 @@
-"""The ids of all shards as one array, in which a shard is mapped when it is first read."""
+"""Token ids of all shards as one array, into which each shard is memory-mapped on first read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from dtt.data.tokenfile import Tokens
 from dtt.errors import DamagedError, InputError
 
 MAPPED_SHARDS = 16_384
-"""At a time; each is a memory map or two, of which Linux allows a process 65,530."""
+"""Maximum number of shards mapped at a time.
+
+Each takes one or two memory maps; Linux allows 65,530 per process by default (vm.max_map_count)."""
 
 
 class ShardIds:
-    """The ids of shards, read by the piece.
+    """Reader for pieces of shards.
 
-    One array for all: what Python and numpy keep of ten thousand arrays does not stay in the
-    processor's caches, and to fetch it for a piece takes as long as to fetch the ids.
+    All shards share one array. With one array per shard, the Python and numpy metadata of ten
+    thousand arrays does not fit into the CPU caches, and fetching it for a piece takes as long as
+    fetching the ids.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        """Opens no file. InputError when a process may not have as many addresses."""
+        """Reserve address space for all shards without opening a file.
+
+        Raises InputError if the address space limit of the process is too small.
+        """
         self._shards = shards
         width = np.array([np.dtype(s.dtype).itemsize for s in shards], dtype=np.int64)
         header = np.array([s.offset for s in shards], dtype=np.int64)
@@ -46,17 +52,17 @@ class ShardIds:
             ) from None
         dtypes = sorted({s.dtype for s in shards})
         self._views = [self._bytes.view(dtype) for dtype in dtypes]
-        self._view = np.array([dtypes.index(s.dtype) for s in shards])  # of each shard
-        self._first = (self._begin + header) // width  # in ids, as `_begin` in bytes
+        self._view = np.array([dtypes.index(s.dtype) for s in shards])  # each shard's in `_views`
+        self._first = (self._begin + header) // width  # like `_begin`, but in ids
         self._is_mapped = np.zeros(len(shards), dtype=np.bool_)
         self._mapped: dict[int, None] = {}
-        """In the order in which they were."""
+        """Mapped shards as an ordered set, the one mapped longest ago first."""
         self._lock = Lock()
 
     def read(self, pieces: Pieces, rows: Ints) -> None:
-        """Put each piece into its place in `rows` [samples, tokens], which lie one after another.
+        """Copy each piece to its place in `rows` [samples, tokens], which must be contiguous.
 
-        InputError for a file that is missing, DamagedError for one that is too short or too long.
+        Raises InputError for a missing file, DamagedError for one that is too short or too long.
         """
         for first in range(0, len(pieces.shard), MAPPED_SHARDS):
             with self._lock:
@@ -75,7 +81,7 @@ class ShardIds:
             _copy(ids, Pieces(*(x[these] for x in here)), rows)
 
     def _map(self, needed: set[int]) -> None:
-        """Map all of `needed`, and as many others as may stay."""
+        """Map all shards in `needed`; first unmap others if MAPPED_SHARDS would be exceeded."""
         missing = sorted(needed - self._mapped.keys())
         too_many = max(0, len(self._mapped) + len(missing) - MAPPED_SHARDS)
         for shard in [*islice((s for s in self._mapped if s not in needed), too_many)]:
@@ -107,15 +113,16 @@ class ShardIds:
 
 
 def _copy(ids: Tokens, pieces: Pieces, rows: Ints) -> None:
-    """Put pieces, which start at places of `ids` instead of shards, into their places in `rows`."""
+    """Copy pieces to their places in `rows`; their `start` indexes `ids`, not a shard."""
     _, start, place, length = pieces
-    # Touch where each begins: the processor fetches many at a time, later one by one.
-    # A piece of nothing may begin where its file ends, and nothing is mapped there.
+    # Touch the first id of every piece: this gather has many cache misses in flight at once, the
+    # copies below only one at a time. Empty pieces are left out: one may start at the end of its
+    # file, where nothing is mapped.
     ids[start[length > 0]]
     width = rows.shape[1]
     whole = length == width
-    if whole.any():  # rows that are one piece each, which numpy gathers by itself
-        # What sliding_window_view gives, without the time that it takes to check it.
+    if whole.any():  # rows that consist of one piece: numpy gathers them without a Python loop
+        # Equivalent to sliding_window_view, without the overhead of its argument checks.
         shape, strides = (len(ids) - width + 1, width), ids.strides * 2
         windows: Tokens = np.ndarray(shape, ids.dtype, ids, strides=strides)
         rows[place[whole] // width] = windows[start[whole]]

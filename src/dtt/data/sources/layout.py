@@ -1,4 +1,4 @@
-"""How samples are made of shards: pieces of theirs, one after another."""
+"""Layouts of samples: the pieces of shards that each sample consists of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Tokens start … start + length - 1 of a shard, for place … of a batch's ids in a row."""
+    """Pieces of shards and their places in a batch, one array element per piece.
+
+    Tokens start … start + length - 1 of `shard` go to place … place + length - 1 of the batch's
+    flattened ids.
+    """
 
     shard: Ints
     start: Ints
@@ -22,45 +26,45 @@ class Pieces(NamedTuple):
 
 
 class Layout(Protocol):
-    """What each sample is made of."""
+    """Mapping from samples to pieces of shards."""
 
     whole_documents: bool
-    """Whether no piece reaches beyond one document."""
+    """True if no piece extends beyond one document."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def pieces(self, samples: Samples) -> Pieces:
-        """What `samples` are made of."""
+        """Return the pieces that make up `samples`."""
 
     def targets(self, samples: Samples) -> int:
-        """Their tokens that have one before them in the sample."""
+        """Return the number of targets: tokens with a preceding token in the same sample."""
 
 
 class Windows:
-    """Windows over all shards as one long stream of documents.
+    """Fixed-length windows over the concatenation of all shards.
 
-    Sample i is tokens i*T … i*T + T of the stream: neighbours share one token, and every token but
-    the first is a target exactly once, up to the end of the last whole window.
+    Sample i is tokens i*T … i*T + T of the stream, T = seq_len. Adjacent samples share one token,
+    so every token but the first is a target exactly once, up to the end of the last full window.
     """
 
     whole_documents = False
 
     def __init__(self, ends: Ints, seq_len: int) -> None:
-        """`ends` [shards]: where each shard ends in the stream."""
+        """Take `ends` [shards], the end of each shard in the token stream."""
         self._ends = ends
         self._starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
         self._seq_len = seq_len
 
     def __len__(self) -> int:
-        """Number of whole windows."""
+        """Return the number of full windows."""
         tokens = int(self._ends[-1]) if len(self._ends) else 0
         return max(0, (tokens - 1) // self._seq_len)
 
     def pieces(self, samples: Samples) -> Pieces:
         """See Layout."""
         width = self._seq_len + 1
-        order = np.argsort(samples)  # ascending positions are searched in a fifth of the time
+        order = np.argsort(samples)  # searchsorted is five times faster on sorted input
         position = samples[order].astype(np.int64) * self._seq_len
         place = order * width
         missing = np.full(len(samples), width, dtype=np.int64)
@@ -69,7 +73,7 @@ class Windows:
             shard = self._ends.searchsorted(position, side="right")
             length = np.minimum(missing, self._ends[shard] - position)
             found.append((shard, position - self._starts[shard], place, length))
-            more = length < missing  # goes on in the next shard
+            more = length < missing  # the window continues in the next shard
             if not more.any():
                 return Pieces(*(np.concatenate(column) for column in zip(*found, strict=True)))
             position, place = (position + length)[more], (place + length)[more]

@@ -1,12 +1,12 @@
-"""Files of token ids without an index: bare, or behind the header of llm.c or numpy.
+"""Files of token ids without an index: headerless, or with the header of llm.c or numpy.
 
     raw      token ids and nothing else (nanoGPT's train.bin)
     llm.c    256 int32: magic number, version, number of tokens, zeros; then the token ids
              (modded-nanogpt reads and writes the same)
-    numpy    the file of `numpy.save`: a header in text, then the token ids
+    numpy    a file written by `numpy.save`: a text header, then the token ids
 
-Files of other programs that are no row of token ids are refused by name: as ids they are noise that
-a model with a large vocabulary trains on without an error.
+Known formats that do not hold token ids are recognised and rejected by name. Read as ids, they
+would be noise that a model with a large vocabulary trains on without an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RawFormat = Literal["raw", "llm.c", "numpy"]
 Ids = npt.NDArray[Any]
 
 HEAD_BYTES = 4096
-"""Bytes read of each file when it is opened: a page, so a disk reads no less for fewer."""
+"""Bytes read from each file when it is opened: one page, the least that a disk reads anyway."""
 MIN_TEXT = 64
-"""Bytes that must be text before a file is taken for text."""
+"""Minimum number of bytes to inspect before a file may be classified as text."""
 MIN_IDS = 32
-"""Token ids that must fit another dtype before the configured one is doubted."""
+"""Minimum number of ids that must fit another dtype before dtt doubts the configured one."""
 
 LLM_C_HEADER = 256 * 4
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -56,7 +56,9 @@ OTHERS = {
     b"\x1f\x8b\x08\x08": "compressed with gzip",
     b"\xfd7zXZ\0": "compressed with xz",
 }
-"""Formats that are no row of token ids, by their first bytes: four at least, since any are ids."""
+"""Formats that do not hold token ids, by magic number.
+
+Each magic number has at least four bytes, because ids may start with any shorter sequence."""
 CONVERT = (
     "dtt tokenize its text; or write its token ids, document after document, with "
     "numpy.save('train.npy', ids) and name that file"
@@ -64,21 +66,21 @@ CONVERT = (
 
 
 class Header(NamedTuple):
-    """A file of token ids, as its first bytes and its size describe it."""
+    """Header of a file of token ids, derived from its first bytes and its size."""
 
     format: RawFormat
     offset: int
     """Bytes before the first id."""
     dtype: str
-    """Little endian, as numpy spells it."""
+    """numpy dtype string, little-endian."""
     tokens: int
 
 
 def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
-    """Return the header of a file of ids, and the first ids. `raw_dtype` is for ids without header.
+    """Return the header of a file of ids, and its first ids.
 
-    Raises InputError for a file of another program that holds no row of ids, DamagedError when the
-    header and the size of the file do not fit together.
+    `raw_dtype` is the dtype of ids without a header. Raises InputError for a file in a known format
+    that does not hold token ids, DamagedError if the file size contradicts the header.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -117,7 +119,7 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
 
 
 def refusal(path: Path, other: str) -> InputError:
-    """The error for a file or folder of another program."""
+    """Return the error for a file or folder in the format `other`, which dtt does not read."""
     return InputError(
         "no token ids that dtt reads",
         where=path,
@@ -172,7 +174,7 @@ def _llm_c(path: Path, head: bytes) -> Header:
 
 
 def _name_of_other(head: bytes, size: int, fd: int) -> str | None:
-    """Name the other format that a file begins like; None if it may be token ids."""
+    """Return the name of the non-id format that a file starts like; None if it may be token ids."""
     found = next((name for magic, name in OTHERS.items() if head.startswith(magic)), None)
     if found is not None or len(head) < 12:
         return found
@@ -191,7 +193,7 @@ def _is_text(head: bytes) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # there a character may be cut
+        if error.start < len(head) - 3:  # a character cut off at the end is fine
             return False
         text = head[: error.start].decode()
     return all(c.isprintable() or c.isspace() for c in text)
@@ -200,8 +202,8 @@ def _is_text(head: bytes) -> bool:
 def _chunk(head: bytes, size: int, fd: int) -> str | None:
     """Recognise a chunk of litdata or a shard of MosaicML's streaming.
 
-    Both begin with the number n of samples and the n + 1 places between them, all uint32, the last
-    of which is the size of the file. A shard of streaming has a description in JSON behind them.
+    Both begin with the number n of samples and n + 1 sample offsets, all uint32; the last offset is
+    the size of the file. A shard of streaming has a JSON description after the offsets.
     """
     samples, first = struct.unpack_from("<2I", head)
     table = 4 * (samples + 2)
@@ -215,25 +217,26 @@ def _chunk(head: bytes, size: int, fd: int) -> str | None:
 
 
 def _whole(content: bytes, dtype: np.dtype[Any]) -> Ids:
-    """The ids in `content`, of which the last may be cut."""
+    """Return the complete ids in `content`, whose last id may be cut off."""
     return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
 
 
 def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
-    """ConfigError if the first `ids` of a raw file look like those of a wider dtype than theirs.
+    """Raise ConfigError if the first `ids` of a raw file look like ids of a wider dtype.
 
-    The upper parts of wide ids are zero, or nearly so in a vocabulary above 65,536; no text puts
-    such ids at every second place. `vocab_size` None: unknown.
+    The high-order parts of wide ids are zero, or at most a few in a vocabulary above 65,536. No
+    text has such small ids at every second position. `vocab_size` is None if unknown.
     """
     bits, largest = 8 * ids.itemsize, (vocab_size or 2**18) - 1
     limit = largest >> bits
-    # Rules out nearly all files in a tenth of the time; 257: in the other byte order, too.
+    # Fast path that rules out nearly all files in a tenth of the time. The factor 257 also covers
+    # big-endian ids, whose bytes are swapped here.
     if len(ids) < MIN_IDS or min(ids[::2].max(), ids[1::2].max()) > 257 * limit:
         return
     for wide in map(np.dtype, ("<i8", ">i8", "<u4", ">u4")):
         found = _whole(ids.tobytes(), wide)
         ratio = wide.itemsize // ids.itemsize
-        # The lower parts tell them from a file of equal ids.
+        # The check of the low-order parts excludes files whose ids are all tiny, such as zeros.
         if (
             ratio > 1
             and _fits(ids, wide, largest + 1)
@@ -250,9 +253,9 @@ def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
 
 
 def check_vocabulary(path: Path, ids: Ids, vocab_size: int, *, raw: bool) -> None:
-    """DamagedError if one of the first `ids` of a file lies outside the vocabulary.
+    """Raise DamagedError if one of the first `ids` of a file is outside the vocabulary.
 
-    `raw`: their dtype is said by nothing but the configuration.
+    `raw` is True if the dtype comes from the configuration alone; the error then suggests others.
     """
     if not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size:
         return

@@ -1,4 +1,4 @@
-"""Documents of a corpus, encoded, in a row in memory, cut into samples."""
+"""Encoded documents of a corpus, concatenated in memory and cut into samples."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from dtt.errors import InputError
 
 UNIT_BYTES = 16 * 10**6
 BATCH_BYTES = 2**20
-"""Encoded at once: what an encoder returns takes many times the memory of the ids."""
+"""Text encoded per call; an encoder's return value takes many times the memory of the ids."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a corpus, and where it stands."""
+    """A document of a corpus and its location."""
 
     file: Path
     span_start: int
-    """Where in the file the span begins that it was read in …"""
+    """Start of the span of `file` that contains it: a byte, or a row group of Parquet."""
     number: int
-    """… and how many documents of the span come before it."""
+    """Number of documents before it in that span."""
     text: bytes
     """UTF-8."""
 
 
 class Documents:
-    """The documents of a corpus, cut into units."""
+    """The documents of a corpus, divided into units."""
 
     def __init__(self, corpus: Corpus) -> None:
-        """Reads no text, but the footers of Parquet files; InputError when all files are empty."""
+        """Divide `corpus` into units of UNIT_BYTES without reading text.
+
+        Only footers of Parquet files are read. Raises InputError if all files are empty.
+        """
         self.corpus = corpus
         self.units = corpus.units(UNIT_BYTES)
         if not self.units:
@@ -46,16 +49,17 @@ class Documents:
         self._before = lru_cache(maxsize=1024)(self._count_before)
 
     def of(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
-        """Those of a unit that can be read, empty ones included, in the order of the files."""
+        """Yield the readable documents of a unit in file order, including empty ones."""
         for span in unit.spans:
             texts = read_unit(self.corpus, Unit(unit.index, (span,)), bad)
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
     def locate(self, row: Row, sample: int) -> list[Piece]:
-        """The documents in a sample of `row`, numbered among all of their file that can be read.
+        """Return the documents in a sample of `row`.
 
-        Where the file is cut into spans, this reads those before.
+        They are numbered among the readable documents of their file. If the file is divided into
+        spans, this reads all earlier spans to count their documents.
         """
         return [
             replace(piece, document=piece.document + self._before(piece.file, span_start))
@@ -73,14 +77,14 @@ class Documents:
 
 
 class Row:
-    """Documents in a row, each ended by the end-of-document token.
+    """Concatenated documents, each followed by the end-of-document token.
 
-    Sample i is tokens i*T … i*T + T of the row, T + 1 of them. So neighbours share a token, and
-    every token but the first is a target once. The last sample may be short.
+    Sample i is the T + 1 tokens i*T … i*T + T of the row, T = seq_len. Adjacent samples share one
+    token, so every token but the first is a target exactly once. The last sample may be short.
     """
 
     def __init__(self, documents: Sequence[Document], encoder: Encoder, seq_len: int) -> None:
-        """Encode `documents`; their text is not kept."""
+        """Encode `documents`, without keeping their text."""
         texts = (document.text for document in documents)
         encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
         none = np.empty(0, dtype=np.int32)
@@ -92,23 +96,23 @@ class Row:
         """UTF-8 bytes of all documents."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return max(0, -(-(len(self.ids) - 1) // self._seq_len))
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """Ids [len(samples), seq_len + 1]; PADDING after the last token of the row."""
+        """Return the ids, [len(samples), seq_len + 1], with PADDING after the end of the row."""
         starts = samples.astype(np.int64) * self._seq_len
         index = starts[:, None] + np.arange(self._seq_len + 1)
         ids = self.ids[np.minimum(index, len(self.ids) - 1)].astype(np.int64)
         return np.where(index < len(self.ids), ids, PADDING)
 
     def targets(self, samples: Samples) -> int:
-        """How many targets these samples have."""
+        """Return the number of targets in these samples."""
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
 
     def pieces(self, sample: int) -> Iterator[tuple[Piece, int]]:
-        """The documents in a sample, numbered within their spans, and where the span begins."""
+        """Yield each document in a sample, numbered within its span, and the start of the span."""
         start = sample * self._seq_len
         stop = min(start + self._seq_len + 1, len(self.ids))
         document = int(np.searchsorted(self._ends, start, side="right"))
@@ -123,9 +127,10 @@ class Row:
 
 
 def documents_of(ids: npt.NDArray[np.int64], end_of_document: int) -> npt.NDArray[np.int32]:
-    """Which document of its sample each of `ids` [samples, tokens] is in, counted from 0.
+    """Return the index, from 0, of the document that each of `ids` [samples, tokens] belongs to.
 
-    No text is encoded as the end-of-document token, so each one there is ends a document.
+    Documents are counted within each sample. No text is encoded as the end-of-document token, so
+    every occurrence of it ends a document.
     """
     ends = ids == end_of_document
     return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)

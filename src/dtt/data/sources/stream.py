@@ -1,4 +1,4 @@
-"""A corpus as a stream of encoded rows, in an order that a few integers can go on from."""
+"""A corpus as a shuffled stream of encoded rows, resumable from a few integers."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from dtt.errors import InputError
 from dtt.runtime.log import log
 
 PART_BYTES = 2**24
-"""Of text in a part, documents that are held out included: bounds the memory."""
+"""Text per part, including held-out documents; bounds the memory."""
 ESTIMATE_BYTES = 2**20
 UNIT_SHIFT = 26
-"""A sample's number is its unit's << UNIT_SHIFT, plus its own among the samples of the unit."""
+"""A sample's number is (unit index << UNIT_SHIFT) + index of the sample within the unit."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where in the order a part begins: all that is needed to go on from it."""
+    """The start of a part in training order, sufficient to resume from there."""
 
     place: int = 0
-    """Samples before it, over all epochs."""
+    """Number of samples before the part, over all epochs."""
     epoch: int = 0
     unit_place: int = 0
-    """Units before its unit in this epoch."""
+    """Number of units before the part's unit in this epoch."""
     part: int = 0
-    """Parts before it in its unit …"""
+    """Number of parts before this one in its unit."""
     sample: int = 0
-    """… and samples."""
+    """Number of samples before this part in its unit."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a unit whose samples follow one another in the order."""
+    """A group of a unit's documents whose samples are consecutive in training order."""
 
     begin: Cursor
     first: int
-    """Number of its first sample."""
+    """Number of the part's first sample."""
     samples: int
 
     @property
     def end(self) -> int:
-        """Place after its last sample."""
+        """Place of the part's last sample plus one."""
         return self.begin.place + self.samples
 
 
 class TextStream:
-    """The documents of a corpus that are not held out, part by part, epoch by epoch."""
+    """Endless stream of the documents of a corpus that are not held out, in parts."""
 
     def __init__(
         self,
@@ -68,15 +68,17 @@ class TextStream:
         validation_fraction: float,
         stop_on_bad_document: bool,
     ) -> None:
-        """`key` names the order. A document that cannot be read is counted and logged now and then,
-        or raises DamagedError where `stop_on_bad_document` is set.
+        """Stream the documents in the order derived from `key`.
+
+        Unreadable documents are skipped and counted; the count is logged when it has more than
+        doubled. With `stop_on_bad_document`, the first one raises DamagedError instead.
         """
         self._documents, self._encoder = documents, encoder
         self._key, self._seq_len = key, seq_len
         self._fraction, self._stop = validation_fraction, stop_on_bad_document
 
     def identity(self) -> dict[str, Any]:
-        """What decides the samples, beside tokenizer, seq_len and key."""
+        """Return the facts that determine the samples, besides tokenizer, seq_len and key."""
         return {
             "corpus": self._documents.corpus.manifest.content_key(),
             "validation_fraction": self._fraction,
@@ -86,9 +88,10 @@ class TextStream:
         }
 
     def beginning(self) -> tuple[Row, int]:
-        """About the first megabyte that is a sample at least, and an estimate of all tokens.
+        """Encode about the first megabyte of text; return it and an estimate of all tokens.
 
-        Raises InputError when the corpus has no text to train on, or nothing but white space.
+        Skips groups of documents that give no sample or hold only white space. Raises InputError if
+        the corpus has no text to train on, or only white space.
         """
         bad = BadDocuments()
         blank = False
@@ -103,7 +106,7 @@ class TextStream:
         raise self._no_documents(bad, blank=blank)
 
     def parts(self, cursor: Cursor) -> Iterator[tuple[Part, Row]]:
-        """All parts that have samples from `cursor` on, for ever."""
+        """Yield all non-empty parts from `cursor` on, epoch after epoch, without end."""
         bad, told = BadDocuments(stop=self._stop), 0
         units = self._documents.units
         place, skip, sample = cursor.place, cursor.part, cursor.sample
@@ -127,9 +130,9 @@ class TextStream:
             unit_places = range(len(units))
 
     def find(self, sample: int) -> tuple[int, Row]:
-        """The number of the first sample in the row of `sample`, and that row.
+        """Return the number of the first sample in the row that contains `sample`, and that row.
 
-        Encodes the sample's unit from its start.
+        Encodes the sample's unit from its start. Raises IndexError if there is no such sample.
         """
         unit = self._documents.units[sample >> UNIT_SHIFT]
         first = unit.index << UNIT_SHIFT
@@ -146,7 +149,7 @@ class TextStream:
         return units[int(image)]
 
     def _rows(self, unit: Unit, skip: int, bad: BadDocuments) -> Iterator[Row]:
-        """The rows of a unit; its first `skip` parts are read, but not encoded."""
+        """Yield the rows of a unit; its first `skip` parts are read, but not encoded."""
         parts = _cut(self._documents.of(unit, bad), PART_BYTES)
         return map(self._encode, islice(parts, skip, None))
 
@@ -176,7 +179,7 @@ class TextStream:
 
 
 def _cut(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
-    """Documents in lists of about so many bytes."""
+    """Yield documents in lists of about `size` bytes of text."""
     part: list[Document] = []
     room = size
     for document in documents:

@@ -1,16 +1,16 @@
-"""Training straight from text: a corpus, tokenized on the way.
+"""Training directly from text: a corpus that is tokenized on the fly.
 
-The corpus is cut into units of about 16 MB of text (data/corpus.py), and an epoch visits them in a
-keyed permutation. The documents of a unit that are not held out stand in a row, and the samples of
-the row are visited in a keyed permutation, too. The last one is short, so nothing is dropped and
-nothing carried over: in an epoch every token but the first of each row is a target exactly once.
-A unit that holds more, because it must be read from its start (a .gz), is worked through in parts,
-one after the other, each with a row of its own.
+The corpus is divided into units of about 16 MB of text (data/corpus.py), and each epoch visits them
+in a keyed permutation. The documents of a unit that are not held out are concatenated into a row,
+and the samples of the row are visited in a keyed permutation, too. The last sample of a row may be
+short, so no token is dropped or carried over to the next row: in an epoch, every token but the
+first of each row is a target exactly once. A unit that holds more text, because its file can only
+be read from the start (a .gz), is processed in consecutive parts, each with its own row.
 
-So the shuffle is as wide as a unit; that of token files is as wide as the corpus. Every process
-encodes the whole stream, since all must know how many samples a row gives, and reads its share of
-the samples: what the run needs of text in a second, divided by the speed of the encoder, is the
-part of a core that this takes of every process.
+So the shuffle buffer is one unit, whereas token files are shuffled over the whole corpus. Every
+rank encodes the whole stream, because all ranks must know the number of samples in each row, and
+then reads only its own samples. The cost per rank, in CPU cores, is the text that the whole run
+consumes per second divided by the throughput of the encoder.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ from dtt.runtime.files import sha256_file
 
 NAME = "text"
 RECENT_PARTS = 2**16
-"""Parts whose place is remembered; a loader that works ahead asks for the state of one of them."""
+"""Number of recent parts whose place is kept.
+
+A loader that prefetches requests the state at a position behind the newest sample it has read."""
 
 
 def open_text(cfg: RunConfig) -> Opened:
-    """The corpus that `cfg` names, and what is held out of it, by the given tokenizer."""
-    assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig sees to it
+    """Open the corpus that `cfg` names and its held-out text, encoded with the given tokenizer."""
+    assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
     documents = Documents(Corpus(cfg.corpus_dir))
     path = find_tokenizer(cfg.tokenizer)
     encoder = Encoder(path.read_bytes(), cfg.tokenizer.end_of_document, path, cfg.tokenize.engine)
@@ -83,10 +85,10 @@ def open_text(cfg: RunConfig) -> Opened:
 
 
 class TextSource:
-    """The documents of a corpus that are not held out; see dtt.data.source.Source.
+    """The training documents of a corpus, those not held out. Implements dtt.data.source.Source.
 
-    `samples_at`, `read` and `state` may be called from different threads. A thread of this object
-    encodes one part ahead: two or three are in memory, more only when a single call needs more.
+    `samples_at`, `read` and `state` may be called from different threads. A background thread
+    encodes one part ahead. Two or three parts are in memory, more only if a single call needs them.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class TextSource:
         validation_fraction: float,
         stop_on_bad_document: bool = False,
     ) -> None:
-        """Encode about 1 MB to estimate the size; InputError when there is no text to train on.
+        """Encode about 1 MB to estimate the number of tokens.
 
-        What TextStream raises for a document that cannot be read comes from `samples_at`.
+        Raises InputError if there is no text to train on. With `stop_on_bad_document`, `samples_at`
+        raises DamagedError at the first unreadable document.
         """
         self.name = name
         self._documents, self._encoder, self._seq_len = documents, encoder, seq_len
@@ -116,7 +119,7 @@ class TextSource:
             stop_on_bad_document=stop_on_bad_document,
         )
         self.identity = self._stream.identity()
-        """What decides the samples, beside tokenizer, seq_len, seed and name."""
+        """Facts that determine the samples, besides tokenizer, seq_len, seed and name."""
         beginning, self.tokens = self._stream.beginning()
         self.bytes_per_token: float | None = beginning.text_bytes / len(beginning.ids)
         self._lock = Lock()
@@ -124,11 +127,11 @@ class TextSource:
         self.restore(asdict(Cursor()))
 
     def __len__(self) -> int:
-        """Samples in an epoch, estimated."""
+        """Return the estimated number of samples in an epoch."""
         return max(1, self.tokens // self._seq_len)
 
     def samples_at(self, first: int, count: int) -> Samples:
-        """The samples at places first … first + count - 1; encodes what is not there yet."""
+        """Return the samples at places first … first + count - 1, encoding new parts as needed."""
         stop = first + count
         with self._lock:
             self._reach(stop)
@@ -143,33 +146,39 @@ class TextSource:
         return np.concatenate([np.empty(0, dtype=np.uint64), *orders])
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """Ids [len(samples), seq_len + 1]; quick for what `samples_at` gave last."""
+        """Return the ids, [len(samples), seq_len + 1].
+
+        Fast for the samples that `samples_at` returned last; others may have to be encoded again.
+        """
         ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, where, numbers in self._by_row(samples):
             ids[where] = row.read(numbers)
         return ids
 
     def documents(self, samples: Samples, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Which document of its sample each id is in, counted from 0."""
+        """Return the index, from 0, of each id's document within its sample."""
         return documents_of(ids, self._encoder.end_of_document)
 
     def targets(self, samples: Samples) -> int:
-        """How many targets these samples have."""
+        """Return the number of targets in these samples."""
         return sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
 
     def locate(self, sample: int) -> list[Piece]:
-        """The documents of a sample, numbered among those of the file that can be read."""
+        """Return the documents of a sample, numbered among the readable ones of their file."""
         ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
         return self._documents.locate(row, int(numbers[0]))
 
     def state(self, consumed: int) -> Any:
-        """Where the part begins in which sample `consumed` lies: a few integers."""
+        """Return the Cursor, a few integers, of the part that contains the sample at `consumed`."""
         with self._lock:
             self._reach(consumed + 1)
             return asdict(self._since(consumed)[0].begin)
 
     def restore(self, state: Any) -> None:
-        """Go on where `state` was taken; what lies before it in its part is encoded once more."""
+        """Resume from `state`, which encodes its part again from the start of the part.
+
+        Raises DamagedError if `state` is not a valid Cursor.
+        """
         sound = fits(state, dict.fromkeys(asdict(Cursor()), int)) and min(state.values()) >= 0
         if not sound or len(state) > len(asdict(Cursor())):
             raise DamagedError(f"{state} is no place in the order of a source")
@@ -178,55 +187,61 @@ class TextSource:
             self._ahead: Future[tuple[Part, Row]] | None = None
             self._recent: deque[Part] = deque(maxlen=RECENT_PARTS)
             self._rows: OrderedDict[int, Row] = OrderedDict()
-            """By the number of the first sample."""
+            """Rows in memory, by the number of their first sample, oldest first."""
             self._needed = 0
 
     def _reach(self, place: int) -> None:
-        """Take up parts until all samples before `place` are known."""
+        """Encode parts until all samples before `place` are known."""
         while not self._recent or self._recent[-1].end < place:
             coming = self._ahead or self._encoding.submit(next, self._parts)
             part, row = coming.result()
             self._ahead = self._encoding.submit(next, self._parts)
             self._recent.append(part)
             self._rows[part.first] = row
-            self._rows.move_to_end(part.first)  # it may be there from the epoch before
+            self._rows.move_to_end(part.first)  # it may be present from the previous epoch
 
     def _since(self, place: int) -> list[Part]:
-        """The parts from that which `place` lies in to the newest."""
+        """Return the parts from the one that contains `place` to the newest.
+
+        Raises IndexError if that part is no longer among the recent ones.
+        """
         parts = [*takewhile(lambda part: part.end > place, reversed(self._recent))][::-1]
         if not parts or parts[0].begin.place > place:
             raise IndexError(f"place {place} lies too far back")
         return parts
 
     def _order(self, part: Part, start: int, stop: int) -> Samples:
-        """The samples at places start … stop - 1, all of them in `part`."""
+        """Return the samples at places start … stop - 1, which must all lie in `part`."""
         index = np.arange(start - part.begin.place, stop - part.begin.place, dtype=np.uint64)
         key = f"{self._key}/{part.begin.epoch}/{part.first}".encode()
         return permutation(index, part.samples, key) + np.uint64(part.first)
 
     def _by_row(self, samples: Samples) -> Iterator[tuple[Row, npt.NDArray[np.intp], Samples]]:
-        """Each row that has some of `samples`: where these are, and their numbers in the row."""
+        """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
         left = np.arange(len(samples))
         while left.size:
             first, row = self._row_of(int(samples[left[0]]))
-            numbers = samples[left] - np.uint64(first)  # those below `first` wrap and are large
+            numbers = samples[left] - np.uint64(first)  # those below `first` wrap around
             here = numbers < len(row)
             yield row, left[here], numbers[here]
             left = left[~here]
 
     def _row_of(self, sample: int) -> tuple[int, Row]:
-        """The row a sample is in, with the number of its first; encoded again if need be."""
+        """Return the number of the first sample in the row of `sample`, and that row.
+
+        Encodes the row again if it is no longer in memory.
+        """
         with self._lock:
             for first, row in self._rows.items():
                 if first <= sample < first + len(row):
                     return first, row
-            # In the thread that encodes, for two may not use an encoder at once.
+            # Runs in the encoder thread: two threads must not use one encoder at once.
             first, row = self._encoding.submit(self._stream.find, sample).result()
             self._rows[first] = row
             self._forget()
             return first, row
 
     def _forget(self) -> None:
-        """Drop the oldest rows, except those that the last call of `samples_at` needs."""
+        """Drop the oldest rows, but keep those that the last call of `samples_at` needs."""
         while len(self._rows) > self._needed + 1:
             self._rows.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Token files as samples, whoever wrote them and however documents are put into samples."""
+"""Samples from token files of any supported format, concatenated or packed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def open_tokens(
     vocab_size: int | None = None,
     end_of_document: int | None = None,
 ) -> TokenSource:
-    """One source of a run; it has no samples where there is no held-out text.
+    """Open one split of a source; the result has no samples if the source has no such split.
 
-    `vocab_size` and `end_of_document` are the tokenizer's: files of others say neither.
-    Raises InputError when nothing fits, DamagedError when files do not add up or one of their first
-    ids lies outside the vocabulary, ConfigError when `cfg.dtype` is not theirs.
+    `vocab_size` and `end_of_document` come from the tokenizer, because files that dtt did not write
+    store neither. Raises InputError if no known format is found, DamagedError if files are
+    inconsistent or one of their first ids is outside the vocabulary, and ConfigError if `cfg.dtype`
+    is not the dtype of the ids.
     """
     if split == "validation" and cfg.validation is not None:
-        path, part = cfg.validation, None  # all that is there
+        path, part = cfg.validation, None  # both splits: all of it is held out
     else:
         path, part = cfg.path, split
     files = open_files(
@@ -57,7 +58,10 @@ def open_tokens(
 
 
 class TokenSource:
-    """A dtt.data.source.Source over token files. Opens a shard when a sample of it is read."""
+    """Source of samples from token files. Implements dtt.data.source.Source.
+
+    A shard is opened when one of its samples is first read.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,10 @@ class TokenSource:
         vocab_size: int | None = None,
         end_of_document: int | None = None,
     ) -> None:
-        """`key` names the order of the samples; ids are checked to lie below `vocab_size`."""
+        """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
+
+        If `vocab_size` is given, `read` checks all ids against it.
+        """
         self.name, self.files = name, files
         self.bytes_per_token = files.bytes_per_token
         ends = np.cumsum([shard.tokens for shard in files.shards], dtype=np.int64)
@@ -86,7 +93,7 @@ class TokenSource:
         self._documents: dict[int, Documents] = {}
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Return the number of samples in an epoch."""
         return len(self._layout)
 
     def samples_at(self, first: int, count: int) -> Samples:
@@ -94,7 +101,7 @@ class TokenSource:
         return self._order.samples_at(first, count)
 
     def read(self, samples: Samples) -> npt.NDArray[np.int64]:
-        """See Source. DamagedError for an id outside the vocabulary."""
+        """See Source. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         rows = np.empty((len(samples), self._width), dtype=np.int64)
         if pieces.length.sum() < rows.size:
@@ -138,10 +145,10 @@ class TokenSource:
         return found
 
     def state(self, consumed: int) -> Any:
-        """None: the order is a function of the place alone."""
+        """Return None, because the order depends on the place alone."""
 
     def restore(self, state: Any) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
     def _documents_of(self, shard: int) -> Documents:
         found = self._documents.get(shard)
@@ -152,7 +159,7 @@ class TokenSource:
         return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: Pieces, vocab_size: int) -> None:
-        if ids.view(np.uint64).max() < vocab_size:  # so none is negative either
+        if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large
             return
         wrong = np.flatnonzero((ids >= vocab_size) | ((ids < 0) & (ids != PADDING)))
         if not len(wrong):
@@ -169,7 +176,10 @@ class TokenSource:
 
 
 def _end_in_the_ids(files: TokenFiles, end_of_document: int | None) -> int | None:
-    """The id that ends each document, where ids alone tell; None where an index does."""
+    """Return the id that ends each document; None if it is unknown.
+
+    None also stands for files of other programs with an index, which stores the boundaries.
+    """
     if files.manifest is not None:
         return files.manifest.end_of_document
     return None if files.has_index else end_of_document
