@@ -55,8 +55,8 @@ class ListedBatch(GrowingBatch):
 
     type: Literal["list"] = "list"
     stages: Sizes = ()
-    """Pairs of start (steps, a share of the run, or tokens) and tokens per step: `[[0, 8192], [50M
-    tokens, 65536]]`. The last size must be the full batch."""
+    """Pairs of start (steps, a share of the run, or tokens) and tokens per step:
+    `[[0, 8192], [50M tokens, 65536]]`. The last size must be the full batch."""
 
 
 BatchSchedule = Annotated[

@@ -29,7 +29,7 @@ def moment(text: str, after: float) -> float:
     A time of day is the next one after the Unix time `after`. Times without a time zone are in that
     of this machine. Raises ValueError if `text` is invalid.
     """
-    # Naive local time: if the clocks change overnight, 07:00 tomorrow is not 24 h after 07:00 today.
+    # Naive local time: if the clocks change overnight, 07:00 tomorrow is not in exactly 24 h.
     start = datetime.fromtimestamp(after, UTC).astimezone().replace(tzinfo=None)
     if TIME_OF_DAY.fullmatch(text):
         hour, minute = map(int, text.split(":"))

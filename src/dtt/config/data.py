@@ -196,8 +196,8 @@ class TextDataConfig(Section):
     """Training straight from text, without token files, with an existing tokenizer.
 
     Every process encodes the text of the whole run, at about 20M tokens per second and core: enough
-    for dozens of fast GPUs. The shuffle buffer spans 16 MB of text. For larger needs, run `dtt
-    tokenize` first.
+    for dozens of fast GPUs. The shuffle buffer spans 16 MB of text. For larger needs, run
+    `dtt tokenize` first.
     """
 
     type: Literal["text"] = "text"

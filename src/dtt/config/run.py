@@ -69,8 +69,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     track: tuple[TrackerConfig, ...] = free(())
-    """Trackers that receive metrics besides metrics.jsonl and the console: a list of `{type: wandb,
-    …}`, `{type: tensorboard}`."""
+    """Trackers that receive metrics besides metrics.jsonl and the console: a list of
+    `{type: wandb, …}`, `{type: tensorboard}`."""
     profile: ProfileConfig = ProfileConfig()
     """Profiler: time and memory of a few steps."""
     export: ExportConfig = ExportConfig()

@@ -32,10 +32,10 @@ class MupConfig(Section):
     """`head_dim` of the base model; null: that of this model, which is then wider by having more
     heads."""
     depth: Literal["none", "sqrt", "linear"] = "none"
-    """Depth scaling: the output of each sub-layer is divided by the square root of `n_layers /
-    base_layers` (`sqrt`: Depth-muP, arXiv 2310.02244) or by `n_layers / base_layers` itself
-    (`linear`: CompleteP, arXiv 2505.01618), with the matching learning rates; `none`: only widths
-    are scaled."""
+    """Depth scaling: the output of each sub-layer is divided by the square root of
+    `n_layers / base_layers` (`sqrt`: Depth-muP, arXiv 2310.02244) or by `n_layers / base_layers`
+    itself (`linear`: CompleteP, arXiv 2505.01618), with the matching learning rates; `none`: only
+    widths are scaled."""
     base_layers: PositiveInt | None = None
     """`model.n_layers` of the base model; required unless `depth` is `none`."""
 

@@ -53,8 +53,8 @@ class WsdConfig(Warmup):
 
     type: Literal["wsd"] = "wsd"
     decay: Length = 0.2
-    """Duration of the decay at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or `50M
-    tokens`; at most all steps after the warm-up."""
+    """Duration of the decay at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or
+    `50M tokens`; at most all steps after the warm-up."""
     shape: Literal["1-sqrt", "linear", "cosine", "exponential", "power"] = "1-sqrt"
     """Shape of the decay over its progress p: 1 - sqrt(p) (arXiv 2405.18392), 1 - p, half a cosine,
     floor^p (the same factor in every step), or (1 - p)^exponent."""

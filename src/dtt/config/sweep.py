@@ -196,8 +196,8 @@ class SweepConfig(Section):
 def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
     """Return the swept values of each combination, in order, before filters are applied.
 
-    Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with `mode:
-    zip`.
+    Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with
+    `mode: zip`.
     """
     rngs = {key: random.Random(f"{sweep.draw_seed} {key}") for key in sweep.parameters}
     columns = {

@@ -20,9 +20,9 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run; with `budget` or `finish_by` an upper bound."""
     budget: Stretch | None = None
-    """Time budget within which the run decays the learning rate, validates and saves: `6h`, `1h
-    30m`. Only the run time of attempts counts, each from the start of its first process, not the
-    time between them. The decay of `schedule.type: wsd` starts as late as the measured speed
+    """Time budget within which the run decays the learning rate, validates and saves: `6h`,
+    `1h 30m`. Only the run time of attempts counts, each from the start of its first process, not
+    the time between them. The decay of `schedule.type: wsd` starts as late as the measured speed
     allows. Its length may be a share of the run; other shares refer to `steps`."""
     finish_by: Moment | None = None
     """The same as `budget` as a point in time: `07:00`, the next one after the first start of the
