@@ -1,2 +1,2 @@
-"""Every knob of dtt, and nothing but knobs: frozen, documented, checked before work starts.
+"""Contains all configuration keys of dtt: frozen, documented, validated before work starts.
 May touch: errors. Never torch, numpy or anything slow to import."""

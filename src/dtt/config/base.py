@@ -1,4 +1,4 @@
-"""What every config section is: a frozen, strict, documented pydantic model."""
+"""The base class of all config sections: a frozen, strict, documented pydantic model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ FREE_MARK: dict[str, Any] = {"x-on-resume": "free"}
 
 
 def free(default: Any) -> Any:
-    """A knob that may change when a job is resumed, because it does not change what is trained."""
+    """Declare a key that may change when a job resumes: it does not affect what is trained."""
     return Field(default=default, json_schema_extra=FREE_MARK)
 
 
 class Section(BaseModel):
-    """A group of knobs. The string below each field is its documentation, in `explain` and docs."""
+    """A group of configuration keys.
+
+    The string below each field is its documentation in `dtt config explain` and in docs/config.md.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False
@@ -39,7 +42,7 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """The schema that pydantic makes, with the documentation of every field."""
+        """Return pydantic's JSON schema with the documentation of every field added."""
         schema = handler(core_schema)
         for name, field in handler.resolve_ref_schema(schema)["properties"].items():
             if doc := field_docs(cls).get(name):
@@ -49,10 +52,10 @@ class Section(BaseModel):
 
 @cache
 def field_docs(cls: type[Section]) -> dict[str, str]:
-    """The documentation of each field of a section class, those of its bases included.
+    """Return the documentation of each field of a section class, including inherited fields.
 
-    Read from the source when somebody asks: pydantic's `use_attribute_docstrings` reads all of it
-    whenever any command starts.
+    It is parsed from the source on demand. Pydantic's `use_attribute_docstrings` would parse the
+    source of every class at the start of every command.
     """
     docs = {n: f.description for n, f in cls.model_fields.items() if f.description}
     for base in cls.__mro__[: cls.__mro__.index(Section)]:
@@ -67,14 +70,14 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
 
 Unit = Literal["steps", "share", "tokens"]
 TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMBT]?) ?tokens?")
-"""`50M tokens`, `1.5 B tokens`."""
+"""Pattern of a number of tokens, such as `50M tokens` or `1.5 B tokens`."""
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def measure(length: int | float | str) -> tuple[Unit, Fraction]:
-    """What a `Length` counts in, and how many; exactly the decimals as they are written.
+    """Return the unit and the amount of a `Length`; decimals are converted exactly as written.
 
-    ValueError if it is none.
+    Raises ValueError if `length` is not a valid `Length`.
     """
     if isinstance(length, int) and not isinstance(length, bool) and length >= 0:
         return "steps", Fraction(length)
@@ -101,5 +104,4 @@ def _is_length(value: Any) -> Any:
 
 
 Length = Annotated[int | float | str, BeforeValidator(_is_length)]
-"""A stretch of the run: an integer of steps, a share of all steps (`0.2`, `20%`), or `50M tokens`.
-"""
+"""A part of the run: a number of steps, a share of all steps (`0.2`, `20%`), or `50M tokens`."""

@@ -1,4 +1,4 @@
-"""How large the steps of a run are: batches, and contexts, that grow while training goes on."""
+"""Batch-size and context-length schedules: sizes of training steps that grow during the run."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from pydantic import Field, PositiveInt
 from dtt.config.base import Length, Section, measure
 
 Sizes = tuple[tuple[Length, PositiveInt], ...]
-"""From when on, and how large: `[[0, 512], [20%, 1024]]`."""
+"""Pairs of start and size from there on, such as `[[0, 512], [20%, 1024]]`."""
 
 
 class ConstantBatch(Section):
-    """Every step takes `train.global_batch_tokens`."""
+    """A constant batch size: every step takes `train.global_batch_tokens`."""
 
     type: Literal["constant"] = "constant"
 
 
 class GrowingBatch(Section):
-    """What all batches that grow up to `train.global_batch_tokens` share."""
+    """The common keys of all batch sizes that grow up to `train.global_batch_tokens`."""
 
     lr_rule: Literal["none", "sqrt", "linear"] = "none"
-    """The learning rate while the batch is smaller than the full one, by their ratio r: as the
-    schedule says, or also times sqrt(r) (for Adam: arXiv 2205.10287) or r (for SGD: 1706.02677)."""
+    """Factor on the scheduled learning rate while the batch is smaller than the full one, where r
+    is their ratio (at most 1): none, sqrt(r) (for Adam, arXiv 2205.10287), or linear: r (for SGD,
+    arXiv 1706.02677)."""
 
 
 class DoublingBatch(GrowingBatch):
-    """The batch doubles from time to time; the last time it may grow by less."""
+    """A batch size that doubles at regular intervals; the last increase may be smaller."""
 
     type: Literal["doubling"] = "doubling"
     start: PositiveInt = 8_192
-    """Tokens in the first steps."""
+    """Tokens per step at the start of the run."""
     every: Length = 0.05
-    """Between one doubling and the next: steps, a share of the run (`5%`), or `50M tokens`."""
+    """Interval between doublings: steps, a share of the run (`5%`), or `50M tokens`."""
 
 
 class LinearBatch(GrowingBatch):
-    """The batch grows by equal amounts, along a straight line over steps or tokens."""
+    """A batch size that grows by equal amounts, linearly in steps or tokens."""
 
     type: Literal["linear"] = "linear"
     start: PositiveInt = 8_192
-    """Tokens in the first steps."""
+    """Tokens per step at the start of the run."""
     increment: PositiveInt | None = None
-    """Tokens by which the batch grows at a time; null: `start`."""
+    """Tokens added to the batch at each increase; null: `start`."""
     length: Length = 0.2
-    """Until the batch is full: steps, a share of the run (`20%`), or `50M tokens`."""
+    """Time until the batch is full: steps, a share of the run (`20%`), or `50M tokens`."""
 
 
 class ListedBatch(GrowingBatch):
-    """The batches that are named."""
+    """An explicit list of batch sizes."""
 
     type: Literal["list"] = "list"
     stages: Sizes = ()
-    """From when on (steps, a share of the run, or tokens), and tokens in a step: `[[0, 8192],
-    [50M tokens, 65536]]`. The last is the full batch."""
+    """Pairs of start (steps, a share of the run, or tokens) and tokens per step:
+    `[[0, 8192], [50M tokens, 65536]]`. The last size must be the full batch."""
 
 
 BatchSchedule = Annotated[
@@ -64,7 +65,10 @@ BatchSchedule = Annotated[
 
 
 def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator[tuple[str, str]]:
-    """Keys of a schedule that cannot be, and why; `full` batches are whole sequences already."""
+    """Yield `(key, why)` for each invalid value of a batch-size schedule.
+
+    `full` is the full batch in tokens; the caller has checked that it is a multiple of `seq_len`.
+    """
     if isinstance(schedule, ListedBatch):
         for why in stage_problems(schedule.stages, full, "train.global_batch_tokens"):
             yield "stages", why
@@ -85,7 +89,7 @@ def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator
 
 
 def stage_problems(stages: Sizes, last: int, key: str) -> Iterator[str]:
-    """Why these cannot be the stages that lead to the value `last` of `key`."""
+    """Yield reasons why `stages` is not a valid schedule that ends at the value `last` of `key`."""
     sizes = [size for _, size in stages]
     if not stages or measure(stages[0][0])[1] != 0:
         yield "the first must begin at 0"

@@ -1,4 +1,4 @@
-"""How long a run may take: stretches of time (`6h`), and when it must have ended (`07:00`)."""
+"""Parsers of time limits: durations (`6h`) and the time by which a run has to end (`07:00`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):[0-5]\d")
 
 
 def seconds(stretch: str) -> float:
-    """Of a stretch of time such as `6h` or `1h 30m`; ValueError if it is none, or 0."""
+    """Return the seconds of a duration such as `6h` or `1h 30m`; ValueError if invalid or 0."""
     total = sum(float(number) * SECONDS[unit] for number, unit in STRETCH.findall(stretch))
     if total == 0.0 or re.fullmatch(rf"({STRETCH.pattern} ?)+", stretch) is None:
         raise ValueError(stretch)
@@ -24,11 +24,12 @@ def seconds(stretch: str) -> float:
 
 
 def moment(text: str, after: float) -> float:
-    """The time (unix) that `07:00` or `2026-11-22 07:00` means: of a time of day the next `after`.
+    """Return the Unix time of `07:00` or `2026-11-22 07:00`.
 
-    In the time zone of this machine unless it names one. ValueError if it is none.
+    A time of day is the next one after the Unix time `after`. Times without a time zone are in that
+    of this machine. Raises ValueError if `text` is invalid.
     """
-    # Without its zone: the next morning may be on the other side of a change of summer time.
+    # Naive local time: if the clocks change overnight, 07:00 tomorrow is not in exactly 24 h.
     start = datetime.fromtimestamp(after, UTC).astimezone().replace(tzinfo=None)
     if TIME_OF_DAY.fullmatch(text):
         hour, minute = map(int, text.split(":"))

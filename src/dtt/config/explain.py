@@ -1,4 +1,7 @@
-"""The knobs, described: what each means, takes and holds. Shows configs, answers `explain`."""
+"""Descriptions of configuration keys: type, documentation, default and current value.
+
+Implements `dtt config explain` and the YAML of `dtt config show`.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,22 @@ WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true
 
 @dataclass(frozen=True)
 class Knob:
-    """One key: its type in words, its documentation, its default or current value."""
+    """One configuration key: its type in words, its documentation, its default or current value."""
 
     type: str
     doc: str
     value: Any
     free: bool
-    """May change on resume."""
+    """True if the key may change when a job resumes."""
 
 
 def variants(field: FieldInfo) -> list[type[Section]]:
-    """The Section classes a field can hold: none for a plain knob, several for a tagged union."""
+    """Return the Section classes of a field: none for a plain key, several for a tagged union."""
     return [c for c in _classes(field.annotation) if issubclass(c, Section)]
 
 
 def items(field: FieldInfo) -> list[type[Section]]:
-    """The Section classes that the entries of a list can be; none for any other field."""
+    """Return the Section classes of the entries of a list field; empty for any other field."""
     if typing.get_origin(field.annotation) is not tuple:
         return []
     inner = [c for argument in typing.get_args(field.annotation) for c in _classes(argument)]
@@ -72,7 +75,7 @@ def _type_in_words(annotation: Any) -> str:
 
 
 def describe(cls: type[Section], name: str, value: Any) -> Knob:
-    """The knob `name` of a section class."""
+    """Return the description of the key `name` of a section class."""
     field = cls.model_fields[name]
     return Knob(
         type=_type_in_words(field.annotation),
@@ -83,7 +86,7 @@ def describe(cls: type[Section], name: str, value: Any) -> Knob:
 
 
 def knobs(section: Section, key: Key = ()) -> Iterator[tuple[Key, Knob]]:
-    """Every plain knob of a resolved config, depth first, with its value."""
+    """Yield every plain key of a resolved config, depth first, with its value."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -93,7 +96,7 @@ def knobs(section: Section, key: Key = ()) -> Iterator[tuple[Key, Knob]]:
 
 
 def value_at(section: Section, key: Key) -> Any:
-    """The value at a key, or None where this config's variant has no such key."""
+    """Return the value at a key, or None if this config's variant has no such key."""
     value: Any = section
     for name in key:
         value = getattr(value, name, None)
@@ -101,7 +104,7 @@ def value_at(section: Section, key: Key) -> Any:
 
 
 def type_of(values: Any, key: Sequence[str]) -> str:
-    """The `type` of the tagged section at `key` of nested plain values."""
+    """Return the `type` of the tagged section at `key` of nested plain values."""
     for name in key:
         values = values[name]
     return str(values["type"])
@@ -110,7 +113,7 @@ def type_of(values: Any, key: Sequence[str]) -> str:
 def all_fields(
     cls: type[Section] = RunConfig, key: Key = ()
 ) -> Iterator[tuple[Key, type[Section], str]]:
-    """Every key of every variant: `(key, class that holds it, name in that class)`."""
+    """Yield every key of every variant: `(key, class that holds it, name in that class)`."""
     for name, field in cls.model_fields.items():
         yield (*key, name), cls, name
         for variant in variants(field):
@@ -119,12 +122,12 @@ def all_fields(
 
 @cache
 def sections() -> frozenset[Key]:
-    """Keys that hold a section rather than a value."""
+    """Return the keys that hold a section rather than a value."""
     return frozenset(k for k, cls, name in all_fields() if variants(cls.model_fields[name]))
 
 
 def nearest(key: str, cls: type[Section] = RunConfig) -> str | None:
-    """The known key most like a mistyped one; the same section is preferred."""
+    """Return the known key most similar to a mistyped one; keys of the same section come first."""
     known = sorted({".".join(k) for k, _, _ in all_fields(cls)})
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
@@ -139,11 +142,12 @@ def nearest(key: str, cls: type[Section] = RunConfig) -> str | None:
 
 
 def scalar(value: Any) -> str:
-    """A value as one line of YAML."""
+    """Return a value as one line of YAML."""
     if isinstance(value, float):
         return repr(value)
     text = _one_line(value)
-    # PyYAML does not know that `1e-3` is a number here, and breaks lines at line breaks.
+    # PyYAML leaves the text "1e-3" unquoted, which parse_scalar reads as a number, and writes line
+    # breaks as such. Both need double quotes.
     safe = "\n" not in text and parse_scalar(text) == value
     return text if safe else _one_line(value, default_style='"')
 
@@ -154,7 +158,7 @@ def _one_line(value: Any, **style: Any) -> str:
 
 
 def show(config: Section, layer: Layer) -> str:
-    """The resolved config as YAML; each line ends with the origin of its value."""
+    """Return the resolved config as YAML; each line ends with the origin of its value."""
     values = config.model_dump(mode="json")
     lines: list[tuple[str, str]] = []
 
@@ -176,9 +180,10 @@ def show(config: Section, layer: Layer) -> str:
 
 
 def explain(key: str, config: Section, layer: Layer) -> str | None:
-    """What `dtt config explain KEY` prints; None when there is no such key.
+    """Return the text that `dtt config explain KEY` prints; None if there is no such key.
 
-    No key: every section. A section: its keys, for each type it can have. `x.type` is section `x`.
+    An empty key lists every section. A section lists its keys, for each type it can have. The key
+    `x.type` stands for the section `x`.
     """
     path = tuple(key.removesuffix(".type").split(".")) if key else ()
     if not path:
@@ -210,7 +215,7 @@ def explain(key: str, config: Section, layer: Layer) -> str | None:
 
 
 def _rows(cls: type[Section], key: Key) -> list[str]:
-    """A line for each key of a section, its tag excepted: the key and what it means."""
+    """Return one line per key of a section, except its `type`: the key and its documentation."""
     keys = {name: ".".join((*key, name)) for name in cls.model_fields if name != "type"}
     width = max(map(len, keys.values()), default=0)
     return [
@@ -221,24 +226,28 @@ def _rows(cls: type[Section], key: Key) -> list[str]:
 
 
 def _wrapped(start: str, text: str | None) -> list[str]:
-    """`text` in lines of up to WIDTH; the first begins with `start`, the others below its end."""
+    """Wrap `text` at WIDTH columns after `start`; further lines are indented by its length."""
     words, indent = " ".join((text or "").split()), " " * len(start)
     return textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=indent)
 
 
 def tag(cls: type[Section]) -> str:
-    """The `type` that picks this class of a tagged union."""
+    """Return the `type` value that selects this class of a tagged union."""
     return str(cls.model_fields["type"].default)
 
 
 def defaults(cls: type[Section], key: Key) -> Section:
-    """The section `cls` at `key` with its defaults; what surrounds it may give it its own."""
+    """Return the section `cls` at `key` with its defaults.
+
+    The enclosing section may define defaults of its own, such as `optim.adamw` in `MuonConfig`.
+    """
     section = value_at(RunConfig(), key)
-    return section if isinstance(section, cls) else cls.model_construct()  # some keys have none
+    # model_construct does not validate: some sections have keys without a default.
+    return section if isinstance(section, cls) else cls.model_construct()
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML can say it."""
+    """Convert a value to types that YAML can represent."""
     if isinstance(value, tuple):
         return [plain(inner) for inner in value]
     if isinstance(value, Section):

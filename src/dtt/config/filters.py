@@ -1,7 +1,8 @@
-"""Filters of a sweep: yes-or-no expressions over its keys, as `optim.lr * model.dim < 1`.
+"""Filters of a sweep: boolean expressions over its keys, such as `optim.lr * model.dim < 1`.
 
-Python's grammar, of which comparisons, `and`, `or`, `not`, `+ - * / // %`, lists and constants are
-understood and nothing else: no call, no attribute, no index. Nothing that is read is executed.
+The syntax is a subset of Python: comparisons, `and`, `or`, `not`, `+ - * / // %`, lists and
+constants. Calls, attribute access and indexing are not supported. Expressions are interpreted over
+the syntax tree; nothing is executed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def keeps(text: str, values: Mapping[str, Any]) -> bool:
-    """Whether the filter `text` holds for these values; ConfigError if it cannot be told."""
+    """Return True if the filter holds for these values; ConfigError if it cannot be evaluated."""
     try:
         return bool(_value(ast.parse(text.strip(), mode="eval").body, values))
     except SyntaxError as error:
@@ -80,7 +81,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _named(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key or of the constants null, true and false."""
     name = ast.unparse(node)
     if name in values:
         return values[name]

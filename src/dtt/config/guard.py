@@ -1,4 +1,4 @@
-"""What is done about a step whose numbers are no use."""
+"""Detection of non-finite and spiking steps, and the action taken on them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from dtt.config.base import Section, free
 
 
 class GuardConfig(Section):
-    """Bad steps. Whatever the action, such a step changes neither weights nor optimizer.
+    """Handling of non-finite and spiking steps.
 
-    `stop` ends the run with exit code 76; the newest checkpoint is from before the step. `skip`
-    goes on as if the step's batch were not there. `rewind` goes back to the newest checkpoint and
-    passes over the batches around the step, since those before it may have led there (PaLM, arXiv
-    2204.02311, section 5.1).
+    Whatever the action, such a step changes neither weights nor optimizer state. `stop` ends the
+    run with exit code 76; the newest checkpoint is from before the step. `skip` continues as if the
+    batch of the step did not exist. `rewind` returns to the newest checkpoint and skips the batches
+    around the step, because those before it may have caused it (PaLM, arXiv 2204.02311, section
+    5.1).
     """
 
     non_finite: Literal["stop", "skip", "rewind"] = free("stop")
-    """What to do when the loss or the gradient norm is NaN or infinite. With fp32 and bf16 that is
-    mostly a rate too high, a fault of the machine or of the code: a person should look at it."""
+    """Action when the loss or the gradient norm is NaN or infinite. With fp32 and bf16 the cause is
+    usually a learning rate that is too high, a hardware fault or a bug, which a person should
+    investigate."""
     spike: Literal["none", "stop", "skip", "rewind"] = free("none")
-    """What to do when the gradient norm is far above that of the steps before. Clipping bounds what
-    such a step can do; and a change of data may look like one. So nothing is done unless asked."""
+    """Action when the gradient norm is far above that of the preceding steps. The default is none:
+    clipping bounds the effect of such a step, and a change in the data may look like a spike."""
     spike_sigmas: PositiveFloat = free(6.0)
-    """A norm is a spike when its logarithm is so many standard deviations above the mean, and the
+    """A norm is a spike if its logarithm is this many standard deviations above the mean, and the
     norm is at least four times the usual one."""
     spike_window: Annotated[int, Field(ge=8)] = free(128)
-    """Steps over which mean and deviation are taken, bad ones left out; the first of a run are
-    only looked at."""
+    """Steps over which mean and standard deviation are computed, without skipped ones. Until the
+    window is full, no step is judged a spike."""
     max_skips: PositiveInt = free(10)
-    """So many bad steps among 100 stop the run: then it is not the batches."""
+    """Number of skipped steps among the last 100 at which the run stops: then the cause is not a
+    single batch."""
     rewind_around: NonNegativeInt = free(10)
-    """How many steps before and after a bad one `rewind` passes over, too."""
+    """Number of steps before and after an anomalous one that `rewind` skips as well."""
     max_rewinds: PositiveInt = free(3)
-    """Times a run goes back to one checkpoint; then it stops. Those with only steps between them
-    that were passed over count as one."""
+    """Number of times a run returns to one checkpoint before it stops. Checkpoints with only
+    skipped steps between them count as one."""

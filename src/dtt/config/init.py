@@ -1,4 +1,4 @@
-"""Where the weights begin."""
+"""Initial weights: random, or from a checkpoint (warm start)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import Field, create_model
 from dtt.config.base import Section
 
 HF = "hf:"
-"""What `init.from` begins with for released weights."""
+"""Prefix of `init.from` for weights from the Hugging Face Hub or a local Hugging Face folder."""
 MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
-"""Keys of `model` that may have other values than where the weights come from."""
+"""Keys of `model` that may differ from those of the source of the weights."""
 
 
 class _Init(Section):
     @property
     def source(self) -> str | None:
-        """The knob `from`, which Python's grammar does not let one name."""
+        """The value of the key `from`, which cannot be an attribute: it is a keyword of Python."""
         value: str | None = getattr(self, "from")
         return value
 
@@ -25,7 +25,7 @@ class _Init(Section):
 if TYPE_CHECKING:
 
     class InitConfig(_Init):
-        """Where the weights begin."""
+        """Initial weights: random, or from a checkpoint (warm start)."""
 
 else:
     InitConfig = create_model(

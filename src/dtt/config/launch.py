@@ -1,4 +1,4 @@
-"""How a command runs as a Slurm job: what `dtt submit` asks for. Cluster profiles set these."""
+"""Keys of a Slurm job submitted with `dtt submit`. Cluster profiles set these."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from pydantic_core import PydanticCustomError
 
 from dtt.config.base import Section, free
 
-# What a value may hold, so that it stays one value: in a `#SBATCH` line, where Slurm reads quotes,
-# spaces and `#` in its own way, only plain characters; in the script one line, which is quoted.
+# Characters that values may contain without being split or executed. `#SBATCH` lines accept only
+# PLAIN characters, because Slurm parses quotes, spaces and `#` by rules of its own. In the script
+# any single line without control characters is safe, because it is quoted for the shell.
 CHARACTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 PLAIN = r"[A-Za-z0-9_.,:/@%+=&|()\[\]*-]+"
 TIME = (
     r"[0-9]{1,9}(:[0-5][0-9])?|[0-9]{1,4}(:[0-5][0-9]){2}|[0-9]{1,4}-[0-9]{1,4}(:[0-5][0-9]){0,2}"
 )
 
-# Variables of the job script, facts of Slurm (all but what `srun` takes its options from), and what
-# bash itself gives a meaning to, which may be that of running the value.
+# Environment variables that `launch.environment` must not set: those of the job script, those that
+# Slurm sets (except the ones that are options of `srun`), and those with a meaning for bash, which
+# executes the values of some, such as BASH_ENV.
 OWN_VARIABLES = (
     r"_dtt_.*|SLURM_(?!(CPU_BIND|DISTRIBUTION|GPU_BIND|HINT|MEM_BIND|MPI_TYPE|NETWORK)$).*|BASH.*"
     r"|(DIRSTACK|E?UID|FUNCNAME|GROUPS|HISTCMD|IFS|LINENO|OPTIND|PIPESTATUS|POSIXLY_CORRECT|PPID"
@@ -76,7 +78,7 @@ OWN_DIRECTIVES = (
 
 
 class NoContainer(Section):
-    """The processes run in the node's own system."""
+    """No container: the processes run directly on the node."""
 
     type: Literal["none"] = "none"
 
@@ -86,16 +88,17 @@ class ApptainerConfig(Section):
 
     type: Literal["apptainer"] = "apptainer"
     command: Literal["apptainer", "singularity"] = free("apptainer")
-    """The program, as this cluster calls it."""
+    """Name of the program on this cluster."""
     image: Text | None = free(None)
-    """Image file (`.sif`), or what else `apptainer exec` takes."""
+    """Image file (`.sif`), or any other image that `apptainer exec` accepts."""
     binds: tuple[Text, ...] = free(())
-    """Folders seen inside, as `/scratch` or `/data:/mnt:ro`; the working directory always is."""
+    """Folders mounted in the container, such as `/scratch` or `/data:/mnt:ro`; the working
+    directory is always mounted."""
     options: tuple[Option, ...] = free(())
-    """More options of `apptainer exec`: `--nv` for NVIDIA GPUs, `--rocm` for AMD."""
+    """Additional options of `apptainer exec`: `--nv` for NVIDIA GPUs, `--rocm` for AMD GPUs."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """An image is a must."""
+        """Yield an error if no image is given."""
         if self.image is None:
             yield "image", "is missing: the file of the image"
 
@@ -107,12 +110,14 @@ class PyxisConfig(Section):
     image: Text | None = free(None)
     """Image, as `--container-image` takes it; null when an option below names the environment."""
     binds: tuple[Text, ...] = free(())
-    """Folders seen inside, as `/data:/mnt:ro`; with an `image`, the working directory always is."""
+    """Folders mounted in the container, such as `/data:/mnt:ro`; with an `image`, the working
+    directory is always mounted."""
     options: tuple[Option, ...] = free(())
-    """More options of `srun`, as `--environment=/path/edf.toml` or `--container-writable`."""
+    """Additional options of `srun`, such as `--environment=/path/edf.toml` or
+    `--container-writable`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Something must name the container."""
+        """Yield an error if neither an image nor an option names the container."""
         if self.image is None and not self.options:
             yield "image", "is missing: the image, or options that name an environment"
 
@@ -123,82 +128,87 @@ ContainerConfig = Annotated[
 
 
 class LaunchConfig(Section):
-    """The Slurm job: resources, how processes start, and how it goes on after a time limit."""
+    """The Slurm job: resources, how processes start, and how it resumes after a time limit."""
 
     nodes: PositiveInt = free(1)
-    """Nodes of the job; `download`, `export` and `pipeline` take one."""
+    """Number of nodes of the job; `download`, `export` and `pipeline` use one."""
     gpus_per_node: Gpus = free(0)
-    """GPUs asked for on each node, of one type as `a100:4`, or of any as `4`; 0: none."""
+    """GPUs to request on each node, of one type (`a100:4`) or of any type (`4`); 0: none."""
     processes_per_node: NonNegativeInt = free(0)
-    """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one."""
+    """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one without GPUs."""
     cpus_per_task: PositiveInt | None = free(None)
-    """CPU cores of one Slurm task: under torchrun, of all processes of a node; under srun, of one
-    process. Null: the cluster's default, which is often a single core."""
+    """CPU cores per Slurm task. Under torchrun, a task is all processes of a node; under srun, it
+    is one process. Null: the cluster's default, which is often a single core."""
     mem: Memory | None = free(None)
-    """Memory of each node, as `480G` (no letter: megabytes); 0: all of it; null: the default."""
+    """Memory of each node, such as `480G` (no letter: megabytes); 0: all of it; null: the cluster's
+    default."""
     time: Time | None = free(None)
-    """Time limit, as Slurm writes it: minutes, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or
-    `D-HH:MM:SS`; null: that of the partition."""
+    """Time limit in a format of Slurm: minutes, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or
+    `D-HH:MM:SS`; null: the limit of the partition."""
     partition: Name | None = free(None)
-    """Partition, or several with commas; null: the cluster's default."""
+    """Partition, or several separated by commas; null: the cluster's default."""
     account: Name | None = free(None)
-    """Account that pays."""
+    """Slurm account that is charged for the job."""
     qos: Name | None = free(None)
     """Quality of service."""
     constraint: Features | None = free(None)
-    """Features that nodes must have, as `a100&nvlink`."""
+    """Node features to require, such as `a100&nvlink`."""
     reservation: Name | None = free(None)
     """Reservation to run in."""
     exclude: Nodes | None = free(None)
-    """Nodes to leave out, as `n[1-3],n7`."""
+    """Nodes to exclude, such as `n[1-3],n7`."""
     directives: tuple[Directive, ...] = free(())
-    """More options of `sbatch`, as `--exclusive` or `--mail-type=END`; each becomes a line."""
+    """Additional options of `sbatch`, such as `--exclusive` or `--mail-type=END`; each becomes a
+    `#SBATCH` line."""
     start: Literal["torchrun", "srun"] = free("torchrun")
-    """Who starts the processes of `train`: one torchrun per node, or `srun` every process."""
+    """Launcher of the processes of `train`: `torchrun` on each node, or `srun` for every
+    process."""
     mpi: Literal["srun", "mpirun"] = free("srun")
-    """Who starts the processes of `tokenize`."""
+    """Launcher of the processes of `tokenize`."""
     mpi_plugin: Name | None = free(None)
-    """Plugin for `srun --mpi=…`, as `pmix` or `pmi2`; null: the cluster's default."""
+    """Plugin for `srun --mpi=…`, such as `pmix` or `pmi2`; null: the cluster's default."""
     continuation: Literal["requeue", "singleton", "none"] = free("requeue")
-    """How a job goes on after its time limit or a passing failure: put back into the queue under
-    the same id, by a successor that waits in the queue for its end, or not at all."""
+    """Continuation of a job after its time limit or a transient failure: `requeue` puts it back
+    into the queue under the same id; `singleton` submits a successor that waits in the queue for
+    its end; `none` does not continue it."""
     max_stalled_attempts: PositiveInt = free(3)
-    """Give up after so many attempts in a row without a new checkpoint."""
+    """Maximum number of consecutive attempts without a new checkpoint before the job gives up."""
     lead_seconds: PositiveInt | None = free(None)
-    """Save and stop so long before the time limit; null: from the job's measured step and save
-    times, 120 before there are any."""
+    """Seconds before the time limit at which the job saves and stops; null: derived from the
+    measured step and save times of the job, 120 before there are any."""
     modules: tuple[Module, ...] = free(())
-    """Environment modules to load, on every node."""
+    """Environment modules to load on every node."""
     environment: dict[Variable, Value] = free({})
-    """Variables to export to every process, by name; a `$` in a value stays one."""
+    """Environment variables to export to every process, by name; a `$` in a value is not
+    expanded."""
     setup: tuple[Line, ...] = free(())
-    """Shell lines that run on every node (in the container, if any) before the processes start,
-    in the folder `dtt submit` was called from; as `source env.sh`."""
+    """Shell lines to run on every node (inside the container, if any) before the processes start,
+    in the folder in which `dtt submit` was called; for example `source env.sh`."""
     container: ContainerConfig = NoContainer()
-    """The container that the processes run in."""
+    """Container in which the processes run."""
     preflight: bool = free(False)
-    """Before training, run `dtt doctor` as all of its processes: a bad disk, GPU or link is named,
-    and nothing is trained with it."""
+    """Run `dtt doctor` with all processes before training: it reports a faulty disk, GPU or link,
+    and training does not start on it."""
     nccl_debug: bool = free(False)
-    """NCCL's log of every process, in the job's `logs/`."""
+    """Write NCCL's debug log of every process to the job's `logs/`."""
     nsys: bool = free(False)
-    """Profile with NVIDIA Nsight Systems; the reports are in the job's `logs/`."""
+    """Profile with NVIDIA Nsight Systems; the reports are written to the job's `logs/`."""
     template: Path | None = free(None)
-    """Jinja2 file to use in place of dtt's own job script."""
+    """Jinja2 template to use in place of dtt's own job script."""
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs on each node."""
+        """The number of GPUs on each node."""
         return int(str(self.gpus_per_node).rpartition(":")[2])
 
     @property
     def processes(self) -> int:
-        """Processes on each node."""
+        """The number of processes on each node."""
         return self.processes_per_node or self.gpus or 1
 
     @property
     def time_limit(self) -> int | None:
-        """`time` in seconds."""
+        """The time limit `time` in seconds; None if there is none."""
         if self.time is None:
             return None
         days, dash, clock = str(self.time).rpartition("-")
@@ -208,7 +218,7 @@ class LaunchConfig(Section):
         return 86_400 * int(days or 0) + sum(part * unit for part, unit in given)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Values that do not fit together."""
+        """Yield an error for each combination of values that cannot work."""
         limit = self.time_limit
         if limit == 0:
             yield "time", "must be more than nothing"
@@ -216,7 +226,8 @@ class LaunchConfig(Section):
             yield "lead_seconds", f"{self.lead_seconds} is not less than launch.time ({self.time})"
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
-            if any(own.startswith(option) for own in OWN_DIRECTIVES):  # sbatch takes beginnings
+            # sbatch accepts abbreviated options: --part means --partition.
+            if any(own.startswith(option) for own in OWN_DIRECTIVES):
                 yield "directives", f"--{option} is set by dtt or by another key of launch"
         if self.mpi == "mpirun" and self.mpi_plugin is not None:
             yield "mpi_plugin", "is for launch.mpi=srun"

@@ -1,7 +1,7 @@
-"""Layers in, one checked `RunConfig` out, with the origin of every value.
+"""Resolution of configuration layers into one checked `RunConfig` with the origin of every value.
 
-Low to high: defaults, the job's own config (on resume), `extends` left to right, the file,
-the environment, `key=value` arguments, named options.
+Layers in order of increasing precedence: defaults, the job's own config (on resume), `extends` from
+left to right, the file, the environment, `key=value` arguments, named options.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dtt.errors import ConfigError, InputError
 from dtt.secrets import holds_secret, named_secret
 
 Problem = tuple[Key, str]
-"""A key and why its value cannot be."""
+"""A key and the reason why its value is invalid."""
 
 ModelOf = Callable[[str], Mapping[str, Any]]
-"""The `model` section of released weights, from the value of `init.from`."""
+"""A function that returns the `model` section of released weights for a value of `init.from`."""
 
 INIT_FROM: Key = ("init", "from")
 
@@ -37,10 +37,10 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Mistakes(ConfigError):
-    """Every problem of a configuration at once, each with its file and line."""
+    """All errors of a configuration, each with its file and line."""
 
     def __init__(self, problems: Sequence[Problem], layer: Layer, of: str, *, next: str) -> None:
-        """`of` names what was read; `layer` says where each value was said."""
+        """Format the message; `of` names the input, `layer` holds the origin of each value."""
         self.problems = tuple(problems)
         count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in {of}"
         lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
@@ -49,18 +49,18 @@ class Mistakes(ConfigError):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked configuration and the layer it came from."""
+    """A checked configuration and the merged layer it was built from."""
 
     config: RunConfig
     layer: Layer
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted `key` was said: `file:line`, `argument`, `default`."""
+        """Return the origin of the value of a dotted `key`: `file:line`, `argument`, `default`."""
         return _origin(self.layer, tuple(key.split(".")))
 
 
 def shipped_configs() -> Path:
-    """Folder of the configs that come with dtt: in the wheel, or in the clone."""
+    """Return the folder of the configs shipped with dtt: in the wheel, or in the clone."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
@@ -78,7 +78,8 @@ def resolve(
 
     `config` is a path, the name of a shipped config, or its keys; `options` are dotted keys from
     named command-line options; `job_config` is the resolved config of a job that is resumed. With
-    `model_of`, an `init.from` above these brings the `model` section of its source.
+    `model_of`, the `model` section of the weights that `init.from` names is merged in as well,
+    unless only the defaults or `job_config` set `init.from`.
     """
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
@@ -102,7 +103,7 @@ def resolve(
 
 
 def load_job(job: Path) -> RunConfig:
-    """The resolved config that a job directory keeps."""
+    """Return the resolved config stored in a job directory."""
     path = job / "config.yaml"
     if source.is_config(job):
         raise ConfigError(
@@ -126,7 +127,7 @@ def load_job(job: Path) -> RunConfig:
 
 
 def find(config: str | Path) -> Path:
-    """The file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
+    """Return the file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
     path = Path(config)
     if path.is_file():
         return path
@@ -166,7 +167,10 @@ def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
 def _with_extended(
     extends: Sequence[str], layer: Layer, folder: Path, trail: tuple[Path, ...]
 ) -> list[Layer]:
-    """What `layer` extends, found in `folder` or by name, below it."""
+    """Return the layers that `layer` extends, and `layer` last.
+
+    Each name is a file relative to `folder`, or anything that `find` accepts.
+    """
     layers: list[Layer] = []
     for name in extends:
         beside = folder / name
@@ -175,17 +179,19 @@ def _with_extended(
 
 
 def _without_empty_sections(layer: Layer) -> Layer:
-    """A section of which every line is commented out reads as null: it says nothing."""
+    """Remove sections whose value is null: all lines below such a section are commented out."""
     sections = explain.sections()
     return {k: v for k, v in layer.items() if v.value is not None or k not in sections}
 
 
 def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> list[Layer]:
-    """Put the `model` section that `init.from` stands for under the layer that says `init.from`.
+    """Insert the `model` section that `init.from` stands for below the layer that sets `init.from`.
 
-    It replaces what lower layers say of the model's weights. That layer and those above it must
-    agree with it: ConfigError names each key that does not. The first `own` layers (the defaults,
-    and the job's own config, whose `model` section is complete) are not looked at.
+    It replaces the `model` keys of lower layers, except `init_std` and `dropout`. The layer that
+    sets `init.from` and those above it must agree with it, except for the keys in MAY_DIFFER:
+    ConfigError names each key that does not. The layers are returned unchanged if only the first
+    `own` of them (the defaults, and the job's own config, whose `model` section is complete) set
+    `init.from`.
     """
     last = max(i for i, layer in enumerate(layers) if INIT_FROM in layer)
     leaf = layers[last][INIT_FROM]
@@ -212,7 +218,10 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
 
 
 def _with_shipped_dataset(layer: Layer) -> Layer:
-    """Where `download.dataset` names a file in configs/datasets/, put that file's keys below."""
+    """Insert the keys of a shipped dataset below all keys that were set explicitly.
+
+    The dataset is the file in configs/datasets/ that `download.dataset` names, if any.
+    """
     leaf = layer[("download", "dataset")]
     path = shipped_configs() / "datasets" / f"{leaf.value}.yaml"
     if not isinstance(leaf.value, str) or not path.is_file():
@@ -227,7 +236,8 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
 def check(layer: Layer) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
     config, problems = validate(RunConfig, source.nested(layer))
-    problems = list(_secrets(layer)) or problems  # other messages might show them
+    # If there is a secret, report it alone: the messages of other problems might print it.
+    problems = list(_secrets(layer)) or problems
     if config is not None and not problems:
         return Resolved(config, layer)
     first = ".".join(takewhile(lambda name: not name.isdigit(), problems[0][0]))
@@ -237,7 +247,7 @@ def check(layer: Layer) -> Resolved:
 
 
 def _secrets(layer: Layer) -> Iterator[Problem]:
-    """Values that would lay a secret open: the configuration is kept in the job directory."""
+    """Yield values that would expose a secret: the configuration is stored in the job directory."""
     somewhere = holds_secret("\n".join(str(leaf.value) for leaf in layer.values()))
     for key, leaf in layer.items():
         if somewhere and holds_secret(str(leaf.value)):
@@ -249,9 +259,9 @@ def _secrets(layer: Layer) -> Iterator[Problem]:
 def validate(
     cls: type[SectionT], values: Mapping[str, Any]
 ) -> tuple[SectionT | None, list[Problem]]:
-    """Nested plain values as a `cls`, or None and every problem."""
+    """Return nested plain values as a `cls` and no problems, or None and every problem."""
     try:
-        # Through JSON: strict mode then takes a list for a tuple and a string for a path.
+        # Validate as JSON: strict mode then accepts a list for a tuple and a string for a path.
         section = cls.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         return None, [_describe(cls, values, dict(e)) for e in error.errors()]
@@ -270,7 +280,7 @@ def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
 
 
 def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem:
-    """One pydantic error as key and why, without the tags of unions in the key."""
+    """Convert a pydantic error to its key, without the tags of unions, and the reason."""
     key: list[str] = []
     inner = values
     for part in error["loc"]:
@@ -285,7 +295,7 @@ def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem
     if error["type"] == "extra_forbidden":
         close = explain.nearest(dotted, cls)
         why = "unknown key" + (f"; did you mean {close}?" if close else "")
-        if close == dotted:  # known, but to another variant of its section
+        if close == dotted:  # a key of another variant of this section
             why = (
                 f"is for another {'.'.join(key[:-1])}.type than {explain.type_of(values, key[:-1])}"
             )
@@ -321,7 +331,7 @@ def _origin(layer: Layer, key: Key) -> str:
 
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:
-    """Dotted keys that differ and decide what is trained, so that a resume must not change them."""
+    """Return the keys that differ and affect what is trained; a resume must not change them."""
     return [
         ".".join(key)
         for key, knob in explain.knobs(new)

@@ -1,4 +1,4 @@
-"""The model: which family, and its sizes."""
+"""Keys of the model: its family and its sizes."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": ("gemma3",),
     "logit_softcap": ("gemma3",),
 }
-"""Families that have what these keys say; the others would ignore them."""
+"""Families in which these keys have an effect; the others would ignore them."""
 
 
 class NoRopeScaling(Section):
-    """Every pair turns as RoPE says."""
+    """Standard RoPE without scaling."""
 
     type: Literal["none"] = "none"
 
 
 class LinearRopeScaling(Section):
-    """Positions divided by a factor (position interpolation, arXiv 2306.15595)."""
+    """Linear position interpolation: positions are divided by a factor (arXiv 2306.15595)."""
 
     type: Literal["linear"] = "linear"
     factor: PositiveFloat = 8.0
-    """What positions are divided by."""
+    """Divisor of the positions."""
 
 
 class Llama3RopeScaling(Section):
-    """Llama 3.1's: slow pairs turn slower by a factor, fast ones as before, others in between.
+    """Llama 3.1's RoPE scaling: slows down low-frequency rotations by a factor.
 
-    A pair is slow when it turns less than `low_freq_factor` times in the original context, fast
-    when it turns more than `high_freq_factor` times.
+    A pair of dimensions has a low frequency if it completes fewer than `low_freq_factor` rotations
+    within the original context, and a high frequency if it completes more than `high_freq_factor`.
+    High frequencies are unchanged; those in between are interpolated.
     """
 
     type: Literal["llama3"] = "llama3"
     factor: PositiveFloat = 8.0
-    """How much slower the slow pairs turn."""
+    """Factor by which low-frequency rotations are slowed down."""
     low_freq_factor: PositiveFloat = 1.0
-    """Turns in the original context below which a pair is slow."""
+    """Rotations within the original context below which a frequency is low."""
     high_freq_factor: PositiveFloat = 4.0
-    """Turns in the original context above which a pair is fast."""
+    """Rotations within the original context above which a frequency is high."""
     original_max_seq_len: PositiveInt = 8192
-    """The original context."""
+    """Context length before scaling, in tokens."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Between slow and fast there must be something."""
+        """Yield an error if no frequencies lie between low and high."""
         if self.low_freq_factor >= self.high_freq_factor:
             yield "low_freq_factor", f"must be below high_freq_factor ({self.high_freq_factor})"
 
@@ -64,12 +65,13 @@ RopeScaling = Annotated[
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer. The family fixes the wiring, these keys fix the sizes."""
+    """A decoder-only transformer. The family sets the architecture, the other keys its sizes."""
 
     family: Literal["gpt2", "llama", "mistral", "qwen3", "gemma3"] = "llama"
-    """Which published architecture: `gpt2` (learned positions, LayerNorm, GELU, biases), `llama`
-    (RoPE, RMSNorm, SwiGLU, grouped heads), `mistral` (Llama with a window), `qwen3` (Llama with
-    normed queries and keys) or `gemma3` (windows in most layers, norms before and after, GeGLU)."""
+    """Published architecture: `gpt2` (learned positions, LayerNorm, GELU, biases), `llama` (RoPE,
+    RMSNorm, SwiGLU, grouped-query attention), `mistral` (Llama with sliding-window attention),
+    `qwen3` (Llama with QK-norm) or `gemma3` (sliding windows in most layers, pre- and post-norms,
+    GeGLU)."""
     dim: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 6
@@ -77,45 +79,49 @@ class ModelConfig(Section):
     n_heads: PositiveInt = 4
     """Number of query heads."""
     n_kv_heads: PositiveInt | None = None
-    """Number of key/value heads (grouped-query attention); null: as many as `n_heads`."""
+    """Number of key/value heads (grouped-query attention); null: equal to `n_heads`."""
     head_dim: PositiveInt | None = None
     """Width of one head; null: `dim / n_heads`."""
     ffn_dim: PositiveInt | None = None
     """Hidden width of the MLP; null: `4 * dim` for gpt2, `8/3 * dim` rounded up to a multiple of
     64 for the others."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding; null: the tokenizer's vocabulary, rounded up to a multiple of 64."""
+    """Rows of the embedding matrix; null: the tokenizer's vocabulary size, rounded up to a multiple
+    of 64."""
     max_seq_len: PositiveInt | None = None
-    """Longest context the model is declared for; null: `train.seq_len`."""
+    """Maximum context length the model declares, in tokens; null: `train.seq_len`."""
     tie_embeddings: bool | None = None
-    """Whether the output head is the input embedding; null: true for gpt2 and gemma3."""
+    """Share the weights of the input embedding with the output head; null: true for gpt2 and
+    gemma3."""
     norm_eps: PositiveFloat = 1e-5
-    """Epsilon of the norms."""
+    """Epsilon of the normalization layers."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding (all but gpt2)."""
     rope_local_theta: PositiveFloat = 10_000.0
-    """Its base in layers with a window (gemma3)."""
+    """Base of the rotary position embedding in layers with a window (gemma3)."""
     rope_scaling: RopeScaling = NoRopeScaling()
-    """How the rotary embedding reaches beyond its first context; not in gemma3's layers with a
-    window."""
+    """Scaling of the rotary embedding beyond its original context; not applied in gemma3's layers
+    with a window."""
     window: PositiveInt | None = None
-    """Sliding window: how many tokens one attends to, itself included (mistral, gemma3); null: no
-    window for mistral, 512 for gemma3."""
+    """Sliding window: number of tokens each token attends to, itself included (mistral, gemma3);
+    null: no window for mistral, 512 for gemma3."""
     window_pattern: PositiveInt = 6
-    """Every so many layers, one attends to all that came before instead (gemma3)."""
+    """Interval of layers with full causal attention instead of a window: every N-th layer
+    (gemma3)."""
     query_pre_attn_scalar: PositiveInt | None = None
-    """Products of queries and keys are divided by its root (gemma3); null: `head_dim`."""
+    """Attention scores are divided by the square root of this number (gemma3); null: `head_dim`."""
     logit_softcap: PositiveFloat | None = None
-    """Squash logits x to c * tanh(x / c) (gemma3); null: leave them."""
+    """Soft-cap of the logits: x becomes c * tanh(x / c) (gemma3); null: none."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights; matrices that write into the residual stream get
-    this divided by sqrt(2 * n_layers) (GPT-2, section 2.3)."""
+    """Standard deviation of the initial weights; for matrices that write into the residual stream
+    it is divided by sqrt(2 * n_layers) (GPT-2, section 2.3)."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on embeddings, attention output and MLP output; off in modern pretraining."""
+    """Dropout on embeddings, attention output and MLP output; usually 0 in modern pretraining."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Sizes that do not fit together."""
-        # With a head_dim of its own it would do, but not in transformers' Llama and Gemma 3.
+        """Yield an error for each combination of sizes that cannot work."""
+        # An explicit head_dim makes dim % n_heads irrelevant, but transformers' Llama and Gemma 3
+        # require it to be 0 in any case.
         if self.dim % self.n_heads and (not self.head_dim or self.family in ("llama", "gemma3")):
             yield "n_heads", f"n_heads ({self.n_heads}) does not divide dim ({self.dim})"
         elif self.family != "gpt2" and self.resolved_head_dim % 2:
@@ -136,7 +142,7 @@ class ModelConfig(Section):
 
     @property
     def resolved_head_dim(self) -> int:
-        """`head_dim`, or what `dim` and `n_heads` imply."""
+        """The width of one head: `head_dim`, or `dim // n_heads` if it is null."""
         return self.head_dim or self.dim // self.n_heads
 
 

@@ -1,4 +1,4 @@
-"""Optimizers, as a tagged union: `type` picks one."""
+"""Keys of the optimizers, a tagged union: `type` selects one."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dtt.config.base import Section
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""Of a running mean: the share of the old that is kept."""
+"""Decay of a running average: the weight of its old value."""
 Betas = tuple[Decay, Decay]
 
 
 class RoleConfig(Section):
-    """What AdamW does otherwise for the parameters of one role."""
+    """AdamW settings for the parameters of one role."""
 
     lr: PositiveFloat | None = None
-    """Peak learning rate; null: that of the section above."""
+    """Peak learning rate; null: that of the enclosing section."""
     betas: Betas | None = None
-    """Decay of the first and second moment; null: those of the section above."""
+    """Decay of the first and second moment; null: those of the enclosing section."""
     eps: PositiveFloat | None = None
-    """Added to the root of the second moment; null: that of the section above."""
+    """Epsilon added to the square root of the second moment; null: that of the enclosing
+    section."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay."""
+    """Decoupled weight decay."""
 
 
 class GroupConfig(Section):
-    """What is otherwise for parameters by their name; null: as for their role."""
+    """Settings for parameters selected by name; null: the settings of the parameter's role."""
 
     match: str
-    """Pattern for whole names of parameters, as `layers.*.attn.?.weight`: `*` is any text, `?` one
-    character, `[kv]` one of these. The first entry that matches a parameter decides."""
+    """Pattern for full parameter names, such as `layers.*.attn.?.weight`: `*` matches any text, `?`
+    one character, `[kv]` one of these. The first entry that matches a parameter applies."""
     optimizer: Literal["muon", "adamw"] | None = None
-    """Which optimizer takes them; `muon` needs `optim.type: muon`."""
+    """Optimizer of these parameters; `muon` needs `optim.type: muon`."""
     lr: PositiveFloat | None = None
     """Peak learning rate."""
     betas: Betas | None = None
     """Decay of the first and second moment, with AdamW."""
     eps: PositiveFloat | None = None
-    """Added to the root of the second moment, with AdamW."""
+    """Epsilon added to the square root of the second moment, with AdamW."""
     weight_decay: NonNegativeFloat | None = None
-    """Decoupled decay."""
+    """Decoupled weight decay."""
     split: PositiveInt | tuple[PositiveInt, ...] | None = None
-    """Muon takes the rows as so many matrices of one size, or as matrices of these many rows: for
-    projections that are stored as one, such as q, k and v."""
+    """Split of the rows for Muon: into this number of equal matrices, or into matrices with these
+    numbers of rows. For fused projections, such as q, k and v."""
 
 
 class AdamWSettings(Section):
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device has it."""
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device supports it."""
 
     type: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
@@ -57,64 +58,65 @@ class AdamWSettings(Section):
     betas: Betas = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled decay of hidden matrices; embeddings, the head and vectors have their own."""
+    """Decoupled weight decay of hidden matrices; embeddings, head and vectors have their own."""
     embed: RoleConfig = RoleConfig()
-    """For embeddings, tied ones included."""
+    """Settings for embeddings, including tied ones."""
     head: RoleConfig = RoleConfig()
-    """For the output head."""
+    """Settings for the output head."""
     vector: RoleConfig = RoleConfig()
-    """For norms and biases."""
+    """Settings for norms and biases."""
 
 
 class AdamWConfig(AdamWSettings):
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device has it."""
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device supports it."""
 
     groups: tuple[GroupConfig, ...] = ()
-    """Parameters that are treated otherwise, by name."""
+    """Settings for parameters selected by name."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """There is no Muon here."""
+        """Yield an error for groups that need Muon."""
         if any(entry.optimizer == "muon" or entry.split for entry in self.groups):
             yield "groups", "optimizer: muon and split need optim.type: muon"
 
 
 class MuonConfig(Section):
-    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for everything else."""
+    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for all other parameters."""
 
     type: Literal["muon"] = "muon"
     lr: PositiveFloat = 2e-3
     """Peak learning rate of the hidden matrices."""
     scale: Literal["rms", "spectral"] = "rms"
-    """What updates are multiplied by: `rms`: 0.2 * sqrt(max(rows, columns)), so that learning rates
-    are of AdamW's size (Moonlight, arXiv 2502.16982); `spectral`: sqrt(max(1, rows / columns)), as
-    Jordan et al., with rates of about ten times that."""
+    """Scale of the updates: `rms`: 0.2 * sqrt(max(rows, columns)), for which learning rates are
+    about those of AdamW (Moonlight, arXiv 2502.16982); `spectral`: sqrt(max(1, rows / columns)), as
+    Jordan et al., for which they are about ten times higher."""
     momentum: Decay = 0.95
     """Decay of the gradient average that is orthogonalised."""
     momentum_start: Decay = 0.85
-    """Momentum of the first step, when it warms up."""
+    """Momentum of the first step, if the momentum is warmed up."""
     momentum_warmup: NonNegativeInt = 0
-    """Steps over which the momentum goes in a line from `momentum_start` to `momentum`; steps that
-    are skipped do not count."""
+    """Steps of linear momentum warm-up from `momentum_start` to `momentum`; skipped steps do not
+    count."""
     nesterov: bool = True
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
     ns_coefficients: Literal["classic", "polar-express"] = "classic"
-    """How updates are orthogonalised: `classic`: one polynomial in all iterations, singular values
-    end in about [0.7, 1.2]; `polar-express`: the best one for each (arXiv 2505.16932)."""
+    """Polynomials of the Newton-Schulz iteration: `classic`: the same in all iterations, which
+    brings singular values to about [0.7, 1.2]; `polar-express`: an optimal one for each (arXiv
+    2505.16932)."""
     ns_steps: PositiveInt = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     normuon_beta2: Decay | None = None
-    """NorMuon (arXiv 2510.05491): rows of the update are divided by the root of their mean square
-    over the steps, which decays by this, as 0.95; null: they are not."""
+    """Decay of NorMuon's running average, such as 0.95 (arXiv 2510.05491): each row of the update
+    is divided by its root mean square over the steps; null: no NorMuon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled decay of the hidden matrices."""
+    """Decoupled weight decay of the hidden matrices."""
     cautious_weight_decay: bool = False
-    """Decay only weights that the update makes smaller, too (arXiv 2510.12402)."""
+    """Decay only those weights that the update moves towards zero as well (arXiv 2510.12402)."""
     adamw: AdamWSettings = AdamWSettings(lr=2e-3)
-    """For embeddings, head, norms and biases."""
+    """AdamW settings for embeddings, head, norms and biases."""
     groups: tuple[GroupConfig, ...] = ()
-    """Parameters that are treated otherwise, by name."""
+    """Settings for parameters selected by name."""
 
 
 OptimConfig = Annotated[MuonConfig | AdamWConfig, Field(discriminator="type")]

@@ -1,4 +1,4 @@
-"""How many devices share what: copies of the model, shards of it, contexts, tensors."""
+"""Keys of the device mesh: replicas, shards, context parallelism and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,41 +13,47 @@ from dtt.errors import ConfigError
 
 Size = Annotated[int, Field(ge=-1)]
 REST = -1
-"""What the other sizes leave."""
+"""The size that makes the product of all sizes equal the number of processes."""
 
 
 class ParallelConfig(Section):
-    """A mesh of devices. Their number is the product of the four sizes; -1, for one of them: what
-    the others leave. The loss curve is the same for every mesh."""
+    """The device mesh.
+
+    The number of devices is the product of the four sizes; one of them may be -1 and takes the
+    remaining devices. The loss curve does not depend on the mesh.
+    """
 
     replicate: Size = free(REST)
-    """Copies of the model that each train on samples of their own: data parallelism (DDP), or with
-    `shard` its hybrid form (HSDP), where a copy lies on so many devices."""
+    """Number of model replicas, each training on its own samples: data parallelism (DDP), or hybrid
+    sharding (HSDP) if `shard` is above 1, where each replica spans several devices."""
     shard: Size = free(1)
-    """Devices over which weights, gradients and optimizer state of a copy are spread (FSDP2), and
-    which each train on samples of their own."""
+    """Number of devices that share the weights, gradients and optimizer state of a replica (FSDP2);
+    each trains on its own samples."""
     context: Size = free(1)
-    """Devices that share each sequence, for contexts too long for one. Weights are spread over them
-    as over `shard`."""
+    """Number of devices that share each sequence (context parallelism), for contexts too long for
+    one device. Weights are sharded over them as over `shard`."""
     tensor: Size = free(1)
-    """Devices that share each matrix product, and between these the sequence (tensor and sequence
-    parallelism). They talk much: keep them on one node."""
+    """Number of devices that share each matrix multiplication, and the sequence in between (tensor
+    and sequence parallelism). They communicate a lot: keep them on one node."""
     reduce: Literal["last", "each"] = free("last")
-    """When sharded gradients are summed over devices: after the `last` micro-batch of a step, for
-    which each device keeps the gradient of the whole model; or after `each`, which takes less
-    memory and more communication."""
+    """Time at which sharded gradients are reduced over devices: after the `last` micro-batch of a
+    step, until which each device holds the gradient of the full model; or after `each`, which takes
+    less memory and more communication."""
     reshard: bool = free(True)
-    """Whether weights that were gathered for a forward pass are let go until the backward pass:
-    less memory, half as much communication again."""
+    """Free gathered weights after the forward pass and gather them again for the backward pass:
+    less memory, 50% more communication."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As given, by name; replicate changes slowest from rank to rank, tensor fastest."""
+        """The configured sizes by name, from the outermost mesh dimension to the innermost.
+
+        Consecutive ranks differ in `tensor` first and in `replicate` last.
+        """
         names = ("replicate", "shard", "context", "tensor")
         return {name: getattr(self, name) for name in names}
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """One size can be what is left, none can be nothing."""
+        """Yield an error for sizes of 0 and for more than one -1."""
         for name, size in self.sizes.items():
             if size == 0:
                 yield name, "0 devices: 1 leaves it off, -1 takes what is left"
@@ -58,7 +64,7 @@ class ParallelConfig(Section):
 
 
 class Sizes(NamedTuple):
-    """A mesh, resolved."""
+    """The sizes of a resolved mesh."""
 
     replicate: int = 1
     shard: int = 1
@@ -67,22 +73,22 @@ class Sizes(NamedTuple):
 
     @property
     def data(self) -> int:
-        """Ways in which a global batch is divided."""
+        """The number of data-parallel ranks, which divide a global batch."""
         return self.replicate * self.shard
 
     @property
     def sharded(self) -> bool:
-        """Whether a device holds less than the whole model."""
+        """True if a device holds less than the full model."""
         return self.shard * self.context * self.tensor > 1
 
     def describe(self) -> str:
-        """In words; empty for a single device."""
+        """Return the sizes in words; empty for a single device."""
         named = zip(("replicas", "shards", "contexts", "tensors"), self, strict=True)
         return " x ".join(f"{size} {name}" for name, size in named if size > 1)
 
 
 def resolve(config: ParallelConfig, processes: int) -> Sizes:
-    """The mesh of so many processes; ConfigError if they do not make one."""
+    """Return the mesh of this number of processes; ConfigError if the sizes do not fit it."""
     given = config.sizes
     rest = next((name for name, size in given.items() if size == REST), None)
     known = prod(size for size in given.values() if size != REST)

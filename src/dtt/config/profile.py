@@ -1,4 +1,4 @@
-"""Looking closely at a few steps."""
+"""Keys of the profiler."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ Kind = Literal["torch", "memory", "nsys"]
 
 
 class ProfileConfig(Section):
-    """A profile of a few steps, in `jobs/<name>/profiles/`; also of a running job, with
-    `dtt job profile`."""
+    """A profile of a few steps, in `jobs/<name>/profiles/`.
+
+    To profile a running job, use `dtt job profile`.
+    """
 
     steps: tuple[PositiveInt, PositiveInt] | None = free(None)
-    """The first and the last step, as `[20, 24]`; null: none. The first steps of a run compile."""
+    """First and last step to profile, such as `[20, 24]`; null: none. The first steps of a run
+    compile."""
     ranks: tuple[NonNegativeInt, ...] = free((0,))
-    """Which processes."""
+    """Ranks to profile."""
     kind: Kind = free("torch")
-    """`torch`: a trace for https://ui.perfetto.dev, and a table of what took longest. `memory`, on
-    a GPU: each allocation, for https://pytorch.org/memory_viz. `nsys`, on a GPU: marks the steps
-    for `nsys profile --capture-range=cudaProfilerApi dtt train …`."""
+    """`torch`: a trace for https://ui.perfetto.dev, and a table of the most expensive operations.
+    `memory`, on a GPU: every allocation, for https://pytorch.org/memory_viz. `nsys`, on a GPU:
+    marks the steps for `nsys profile --capture-range=cudaProfilerApi dtt train …`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Steps go forward."""
+        """Yield an error if the first step is after the last."""
         if self.steps is not None and self.steps[0] > self.steps[1]:
             yield "steps", f"{self.steps[0]} is after {self.steps[1]}: give first and last step"

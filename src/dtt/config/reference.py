@@ -1,4 +1,4 @@
-"""The page docs/config.md: every knob there is."""
+"""Generator of the page docs/config.md."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ would take, each value with where it was said.
 
 
 def page() -> str:
-    """The page docs/config.md: every key, with type, default, whether it may change, meaning."""
+    """Return the page docs/config.md: each key's type, default, meaning, and if it may change."""
     out = [HEAD, *_section(RunConfig, (), "Top level")]
     return "\n".join(out)
 
 
 def _section(cls: type[Section], key: Key, title: str) -> list[str]:
-    """A section with the table of its keys, then the sections below it."""
+    """Return a section with the table of its keys, followed by the sections below it."""
     rows: list[str] = []
     deeper: list[str] = []
     holder = defaults(cls, key)

@@ -1,4 +1,4 @@
-"""The whole configuration: one file serves every command, each reads its own sections."""
+"""The complete configuration: one file for all commands, each of which reads its own sections."""
 
 from __future__ import annotations
 
@@ -36,52 +36,52 @@ NAME_PATTERN = rf"^{NAME}(/{NAME})?$"
 
 
 class RunConfig(Section):
-    """Everything dtt can be told."""
+    """The complete configuration of dtt."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
     """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`."""
     seed: NonNegativeInt = 0
-    """Decides the initial weights, the order of the data and dropout."""
+    """Random seed of the initial weights, the data order and dropout."""
     download: DownloadConfig = DownloadConfig()
-    """Raw documents."""
+    """Raw documents to download."""
     tokenizer: TokenizerConfig = TrainedTokenizerConfig()
-    """Text to ids."""
+    """Tokenizer to train or to use."""
     tokenize: TokenizeConfig = TokenizeConfig()
-    """Documents to token files."""
+    """Conversion of documents to token files."""
     data: DataConfig = TokensDataConfig()
-    """What training reads."""
+    """Training data."""
     model: ModelConfig = ModelConfig()
-    """Family and sizes."""
+    """Model family and sizes."""
     scaling: ScalingConfig = StandardConfig()
-    """What rates and first weights come to at the model's shape."""
+    """Scaling of learning rates and initial weights with the shape of the model."""
     init: InitConfig = InitConfig()
-    """First weights."""
+    """Initial weights."""
     optim: OptimConfig = MuonConfig()
     """Optimizer."""
     schedule: ScheduleConfig = WsdConfig()
-    """Learning rate over the run."""
+    """Learning-rate schedule."""
     train: TrainConfig = TrainConfig()
-    """The run itself."""
+    """Training run."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the run is spread over devices."""
+    """Parallelism: how the run is spread over devices."""
     guard: GuardConfig = GuardConfig()
-    """Steps whose numbers are no use."""
+    """Detection of non-finite and spiking steps."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints."""
     track: tuple[TrackerConfig, ...] = free(())
-    """Where metrics go besides metrics.jsonl and the console: a list of `{type: wandb, …}`,
-    `{type: tensorboard}`."""
+    """Trackers that receive metrics besides metrics.jsonl and the console: a list of
+    `{type: wandb, …}`, `{type: tensorboard}`."""
     profile: ProfileConfig = ProfileConfig()
-    """Where the time and the memory of a step go."""
+    """Profiler: time and memory of a few steps."""
     export: ExportConfig = ExportConfig()
-    """The Hugging Face folder."""
+    """Export to a Hugging Face folder."""
     pipeline: PipelineConfig = PipelineConfig()
-    """Processes per stage of `dtt pipeline`."""
+    """Number of processes per stage of `dtt pipeline`."""
     launch: LaunchConfig = LaunchConfig()
-    """The Slurm job that `dtt submit` makes."""
+    """Slurm job of `dtt submit`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What no single section can see."""
+        """Yield problems that involve several sections."""
         train, model = self.train, self.model
         if train.timed and self.schedule.type != "wsd":
             key = "train.budget" if train.budget is not None else "train.finish_by"
@@ -107,7 +107,7 @@ class RunConfig(Section):
 
     @property
     def dataset_name(self) -> str:
-        """Short name of the dataset, for folders: `org/name` and subset, or the file's stem."""
+        """The short name of the dataset in folder names: Hub name and subset, or file stem."""
         if self.download.dataset is None:
             return "corpus"
         stem = Path(self.download.dataset).name.split(".")[0] or "corpus"
@@ -116,7 +116,7 @@ class RunConfig(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """Short name of the tokenizer, for folders: `bpe4096`, or the file's or repository's."""
+        """The short name of the tokenizer in folder names: `bpe4096`, or its file or repository."""
         tokenizer = self.tokenizer
         if isinstance(tokenizer, TrainedTokenizerConfig):
             return f"bpe{tokenizer.vocab_size}"
@@ -125,43 +125,44 @@ class RunConfig(Section):
 
     @property
     def download_dir(self) -> Path:
-        """Folder that `download` writes."""
+        """The folder that `download` writes."""
         return self.download.out or Path("data/corpus") / self.dataset_name
 
     @property
     def corpus_dir(self) -> Path:
-        """Folder that `tokenize` reads, or `train` if it trains from text."""
+        """The folder that `tokenize` reads, and `train` if it trains from text."""
         given = self.data.corpus if isinstance(self.data, TextDataConfig) else None
         return given or self.tokenize.corpus or self.download_dir
 
     @property
     def tokenize_dir(self) -> Path:
-        """Folder that `tokenize` writes."""
+        """The folder that `tokenize` writes."""
         dataset = self.dataset_name if self.download.dataset else self.corpus_dir.name
         return self.tokenize.out or Path("data/tokens") / f"{dataset}-{self.tokenizer_name}"
 
     @property
     def token_sources(self) -> tuple[SourceConfig, ...]:
-        """The token files that `train` reads; none when it reads text."""
+        """The token files that `train` reads; empty when it trains from text."""
         if isinstance(self.data, TextDataConfig):
             return ()
+        # The name is fixed, because it affects the sample order: the folder may be moved.
         only = SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens")
-        return self.data.sources or (only,)  # its name does not change when the folder moves
+        return self.data.sources or (only,)
 
     @property
     def token_paths(self) -> tuple[Path, ...]:
-        """Where these are, held-out ones included."""
+        """The paths of all token files that `train` reads, including held-out ones."""
         paths = [path for s in self.token_sources for path in (s.path, s.validation)]
         return tuple(path for path in paths if path is not None)
 
     @property
     def job_dir(self) -> Path:
-        """Folder of the job."""
+        """The folder of the job."""
         return Path("jobs") / self.name
 
     @property
     def max_seq_len(self) -> int:
-        """Longest context of the model."""
+        """The maximum context length of the model, in tokens."""
         return self.model.max_seq_len or self.train.seq_len
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as a tagged union: `type` picks one."""
+"""Keys of the learning-rate schedules, a tagged union: `type` selects one."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Warmup(Section):
-    """What every schedule begins with."""
+    """The common keys of all schedules."""
 
     warmup: Length = 0
-    """How long the rate rises linearly from 0 to its peak: steps (`200`), a share of the run
-    (`0.02`, `2%`), or `50M tokens`."""
+    """Duration of the linear warm-up from 0 to the peak: steps (`200`), a share of the run (`0.02`,
+    `2%`), or `50M tokens`."""
 
 
 class ConstantConfig(Warmup):
-    """The peak rate to the end."""
+    """The peak learning rate until the end."""
 
     type: Literal["constant"] = "constant"
 
 
 class LinearConfig(Warmup):
-    """Straight from the peak to `floor`."""
+    """Linear decay from the peak to `floor`."""
 
     type: Literal["linear"] = "linear"
     floor: Share = 0.0
-    """Share of the peak at the end."""
+    """Learning rate at the end, as a share of the peak."""
 
 
 class CosineConfig(Warmup):
-    """Half a cosine from the peak to `floor` (arXiv 1608.03983, without restarts)."""
+    """Cosine decay from the peak to `floor` (arXiv 1608.03983, without restarts)."""
 
     type: Literal["cosine"] = "cosine"
     floor: Share = 0.1
-    """Share of the peak at the end."""
+    """Learning rate at the end, as a share of the peak."""
 
 
 class InverseSqrtConfig(Warmup):
@@ -53,18 +53,18 @@ class WsdConfig(Warmup):
 
     type: Literal["wsd"] = "wsd"
     decay: Length = 0.2
-    """How long the rate falls, at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or
-    `50M tokens`; at most all that is left after the warm-up."""
+    """Duration of the decay at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or
+    `50M tokens`; at most all steps after the warm-up."""
     shape: Literal["1-sqrt", "linear", "cosine", "exponential", "power"] = "1-sqrt"
-    """How it falls over the progress p of the decay: 1 - sqrt(p) (arXiv 2405.18392), 1 - p, half a
-    cosine, floor^p (by the same factor in every step), or (1 - p)^exponent."""
+    """Shape of the decay over its progress p: 1 - sqrt(p) (arXiv 2405.18392), 1 - p, half a cosine,
+    floor^p (the same factor in every step), or (1 - p)^exponent."""
     exponent: PositiveFloat = 2.0
-    """That of `shape: power`."""
+    """Exponent of `shape: power`."""
     floor: Share = 0.0
-    """Share of the peak at the end."""
+    """Learning rate at the end, as a share of the peak."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """An exponential never comes to zero."""
+        """Yield an error for an exponential decay to 0, which it never reaches."""
         if self.shape == "exponential" and self.floor == 0.0:
             yield "floor", "an exponential decay never comes to 0: give a floor, such as 0.01"
 

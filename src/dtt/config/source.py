@@ -1,6 +1,7 @@
-"""Where values come from: YAML, JSON and TOML files, the environment, `key=value` arguments.
+"""Sources of values: YAML, JSON and TOML files, the environment, `key=value` arguments.
 
-Each source becomes a `Layer`: dotted key (as a tuple) to value and origin. Layers merge key by key.
+Each source becomes a `Layer`, a mapping of dotted keys (as tuples) to values and their origins.
+Layers are merged key by key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dtt.reading import read_small
 
 Key = tuple[str, ...]
 
-# Variables of ours that are no keys: of the command line, of env.sh, of the tests and test cluster.
+# Environment variables with the prefix DTT_ that are not configuration keys: they belong to the
+# command line, env.sh, the tests and the test cluster.
 SWITCHES = (
     "DTT_DEBUG",
     "DTT_QUIET",
@@ -33,7 +35,7 @@ SWITCHES = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value and where it was said (`file:line`, `argument`, `default`, …)."""
+    """A value and its origin (`file:line`, `argument`, `default`, …)."""
 
     value: Any
     origin: str
@@ -50,7 +52,7 @@ def is_config(argument: str | Path) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, except that `3e-4` is a number and `1_000` stays one."""
+    """A loader of YAML 1.1 as PyYAML reads it, except that `3e-4` is a number, as `1_000` is."""
 
 
 _Loader.add_implicit_resolver(
@@ -60,21 +62,22 @@ _Loader.add_implicit_resolver(
 )
 
 
-# `12:00:00` is a time limit; YAML 1.1 would read a number in base 60.
+# `12:00:00` is a time limit and stays text; YAML 1.1 would read it as a number in base 60.
 for _digit in "0123456789":
     _Loader.yaml_implicit_resolvers[_digit].insert(
         0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d\d?)+$"))
     )
 
 
-# YAML 1.1 reads `010` in base 8. A person means 10, or a name: the text stays as it is written.
+# YAML 1.1 reads `010` as octal 8. The user means 10 or a name, so it stays text, and validation
+# reports the leading zero where a number is expected.
 LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
 for _first in "-+0":
     _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", LEADING_ZERO))
 
 
 def parse_scalar(text: str) -> Any:
-    """A `key=value` argument's value, read as YAML; the empty string stays a string."""
+    """Return the value of a `key=value` argument, parsed as YAML; an empty one is a string."""
     if text == "":
         return ""
     try:
@@ -84,7 +87,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_file(path: Path) -> tuple[list[str], Layer]:
-    """Read a config file; returns its `extends` list and its values with their lines."""
+    """Read a config file; return its `extends` list and its values with their lines."""
     try:
         text = read_small(path).decode()
     except (OSError, ValueError) as error:
@@ -121,7 +124,7 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
 
 
 def take_extends(layer: Layer) -> tuple[list[str], Layer]:
-    """The `extends` list of a layer, and the rest of it."""
+    """Return the `extends` list of a layer, and the layer without it."""
     rest = dict(layer)
     leaf = rest.pop(("extends",), Leaf([], ""))
     names = [leaf.value] if isinstance(leaf.value, str) else leaf.value
@@ -177,14 +180,14 @@ def _flatten(value: Any, key: Key, origin: str, layer: Layer) -> None:
 
 
 def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
-    """A layer of plain nested values, all of one origin."""
+    """Return a layer of nested plain values that all have the same origin."""
     layer: Layer = {}
     _flatten(values, (), origin, layer)
     return layer
 
 
 def _say(key: Key, text: str, origin: str, layer: Layer) -> None:
-    """Put a value into `layer`; a section as `{type: wsd, decay: 5%}` as its keys, as in files."""
+    """Add a value to `layer`; a section such as `{type: wsd, decay: 5%}` is split into its keys."""
     value = parse_scalar(text)
     if value == {}:
         layer[key] = Leaf(value, origin)
@@ -193,9 +196,9 @@ def _say(key: Key, text: str, origin: str, layer: Layer) -> None:
 
 
 def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
-    """`DTT_TRAIN__STEPS=5` is `train.steps`, `DTT_SEED=1` is `seed`.
+    """Return the layer of environment variables: `DTT_TRAIN__STEPS=5` sets `train.steps`.
 
-    ConfigError for a name that is neither a key nor one of dtt's own switches.
+    Raises ConfigError for a name with the prefix `DTT_` that is neither a key nor one of SWITCHES.
     """
     known = set(sections)
     layer: Layer = {}
@@ -214,7 +217,7 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
 
 
 def from_arguments(arguments: Iterable[str]) -> Layer:
-    """`key.path=value` arguments."""
+    """Return the layer of `key.path=value` arguments."""
     layer: Layer = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -231,9 +234,9 @@ def from_arguments(arguments: Iterable[str]) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> Layer:
-    """Put each layer over those before it, key by key.
+    """Merge layers key by key; later layers override earlier ones.
 
-    A new `type` of a tagged section drops what lower layers said about the old type.
+    A new `type` of a tagged section discards the keys that lower layers set for the old type.
     """
     merged: Layer = {}
     for layer in layers:
@@ -258,7 +261,7 @@ def _drop_below(layer: Layer, prefix: Key) -> None:
 
 
 def nested(layer: Layer) -> dict[str, Any]:
-    """The values of a layer as nested dicts."""
+    """Return the values of a layer as nested dicts."""
     root: dict[str, Any] = {}
     for key, leaf in layer.items():
         inner = root

@@ -1,4 +1,4 @@
-"""A sweep: one configuration, and the values that some of its keys take."""
+"""Keys of a sweep file: a base configuration, and the values that some of its keys take."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from dtt.errors import ConfigError, InputError
 Number = int | FiniteFloat
 
 TOO_MANY = 10_000
-"""No sweep looks at more combinations than this, whatever its filters leave."""
+"""Maximum number of combinations of a sweep before filters are applied."""
 
 Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
 
 
 class Values(Section):
-    """The values that one key takes. A plain list is `values`."""
+    """The values of one key. A plain list is short for `values`."""
 
     values: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
-    """These, in this order."""
+    """Explicit values, in this order."""
     range: tuple[Number, Number, Number] | None = None
-    """`[start, stop, step]`, without `stop`, as in Python."""
+    """Arithmetic progression `[start, stop, step]`, excluding `stop`, as in Python."""
     linspace: tuple[Number, Number, Amount] | None = None
-    """`[first, last, n]`: n values at equal distances."""
+    """Linear spacing `[first, last, n]`: n values at equal distances."""
     logspace: tuple[Number, Number, Amount] | None = None
-    """`[first, last, n]`: n values at equal ratios."""
+    """Logarithmic spacing `[first, last, n]`: n values at equal ratios."""
     choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
-    """`count` of these, drawn without putting back."""
+    """Candidates; `count` of them are drawn without replacement."""
     uniform: tuple[Number, Number] | None = None
-    """`[low, high]`: `count` numbers between these."""
+    """Uniform distribution over `[low, high]`, of which `count` numbers are drawn."""
     loguniform: tuple[Number, Number] | None = None
-    """`[low, high]`: `count` numbers between these, their logarithms evenly spread."""
+    """Log-uniform distribution over `[low, high]`, of which `count` numbers are drawn."""
     count: Amount | None = None
-    """How many are drawn."""
+    """Number of values to draw."""
 
     @property
     def kind(self) -> str:
-        """Which of the ways to say it is used."""
+        """The field that defines the values, such as `linspace`; empty if there is none."""
         return next((name for name in KINDS if getattr(self, name) is not None), "")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What cannot be values."""
+        """Yield an error for each invalid or contradictory definition of values."""
         kinds = [name for name in KINDS if getattr(self, name) is not None]
         if len(kinds) != 1:
             given = " and ".join(kinds) or "none"
@@ -77,7 +77,7 @@ class Values(Section):
                 yield name, f"needs ends above 0, got {list(ends[:2])}"
 
     def listed(self, rng: random.Random) -> list[Any]:
-        """All values; what is drawn is drawn `count` times from `rng`."""
+        """Return all values; random ones are drawn `count` times with `rng`."""
         if self.choice is not None:
             shuffled = sorted(self.choice, key=lambda _: rng.random())
             return shuffled[: self.count or len(shuffled)]
@@ -95,13 +95,13 @@ class Values(Section):
         if self.logspace is not None:
             first, last, n = self.logspace
             inner = [_between_logs(first, last, i / (n - 1)) for i in range(1, n - 1)]
-            # Twelve digits, so that what should be 0.001 is.
+            # Round to 12 significant digits, so that exp and log yield 0.001, not 0.00099999….
             rounded = [float(f"{value:.12g}") for value in inner]
             return _numbers([_exact(x) for x in (first, *rounded, last)][:n], first, last)
         return list(self.values or ())
 
     def drawn(self, rng: random.Random) -> Any:
-        """One value, drawn from `rng`."""
+        """Draw one value with `rng`."""
         if self.uniform is not None:
             low, high = self.uniform
             return float(f"{low + (high - low) * rng.random():.6g}")
@@ -117,17 +117,17 @@ KINDS = tuple(name for name in Values.model_fields if name != "count")
 
 
 def _between_logs(low: float, high: float, way: float) -> float:
-    """The number whose logarithm lies this share of the way between the ends' logarithms."""
+    """Interpolate between two numbers on a logarithmic scale; `way` is in [0, 1]."""
     return math.exp(math.log(low) + way * (math.log(high) - math.log(low)))
 
 
 def _exact(number: int | float) -> Fraction:
-    """The decimal number that was written, so that 0.1 + 2 · 0.1 is 0.3."""
+    """Return exactly the decimal number that was written, so that 0.1 + 2 · 0.1 is 0.3."""
     return Fraction(repr(number))
 
 
 def _numbers(values: list[Fraction], *given: int | float) -> list[int | float]:
-    """As integers if integers were given and all are; else as floats."""
+    """Convert values to integers if they and all given numbers are integers, else to floats."""
     whole = all(isinstance(number, int) for number in given)
     if whole and all(value.denominator == 1 for value in values):
         return [int(value) for value in values]
@@ -135,37 +135,38 @@ def _numbers(values: list[Fraction], *given: int | float) -> list[int | float]:
 
 
 class SweepConfig(Section):
-    """What a sweep file says. `base` may be a mapping, too."""
+    """The contents of a sweep file. `base` may also be a mapping."""
 
     name: str = Field(pattern=f"^{NAME}$")
-    """The folder is `jobs/<name>`; as the file's, without suffix, if absent."""
+    """Name of the sweep; its folder is `jobs/<name>`. Default: the file's name without suffix."""
     base: str | None = None
-    """What every trial begins with: a config file, a shipped config by name, or the keys."""
+    """Configuration below every trial: a config file, a shipped config by name, or the keys."""
     overrides: tuple[str, ...] = ()
-    """`key=value`, above the base in every trial."""
+    """Settings `key=value` that override the base in every trial."""
     parameters: dict[str, Values] = Field(default={})
-    """Dotted keys, and the values each takes."""
+    """Dotted keys and the values of each."""
     mode: Literal["product", "zip", "random"] = "product"
-    """Every combination; the first values together, then the second, …; or `samples` drawn ones."""
+    """Combination of values: `product`: every combination; `zip`: the first values together, then
+    the second, …; `random`: `samples` randomly drawn combinations."""
     samples: Amount | None = None
-    """How many combinations `mode: random` draws."""
+    """Number of combinations that `mode: random` draws."""
     draw_seed: NonNegativeInt = 0
-    """Decides all that is drawn."""
+    """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
-    """Every combination is trained with each of these as its `seed`."""
+    """Values of `seed` with which every combination is trained."""
     filters: tuple[str, ...] = ()
-    """Expressions over the swept keys; a combination stays if all hold."""
+    """Expressions over the swept keys; a combination is kept if all hold."""
     max_trials: PositiveInt = 100
-    """More are refused."""
+    """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
-    """Kind and field of a record in metrics.jsonl; a trial counts with its last."""
+    """Kind and field of a record in metrics.jsonl; the last such record of a trial counts."""
     goal: Literal["min", "max"] = "min"
-    """Whether a low or a high metric is good."""
+    """Direction of the metric: `min` if lower is better, `max` if higher is better."""
     concurrency: PositiveInt | None = None
-    """At most so many trials at once."""
+    """Maximum number of trials that run at once."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Keys that are none, and modes that do not fit."""
+        """Yield an error for each unknown key and each option that does not fit the mode."""
         known = {".".join(key) for key, _, _ in explain.all_fields()}
         known -= {".".join(key) for key in explain.sections()} | {"name"}
         for key, values in self.parameters.items():
@@ -188,12 +189,16 @@ class SweepConfig(Section):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What varies."""
+        """The keys that vary between trials."""
         return (*self.parameters, *(("seed",) if self.seeds else ()))
 
 
 def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
-    """What each trial would set, in order, before filters; ConfigError if they are too many."""
+    """Return the swept values of each combination, in order, before filters are applied.
+
+    Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with
+    `mode: zip`.
+    """
     rngs = {key: random.Random(f"{sweep.draw_seed} {key}") for key in sweep.parameters}
     columns = {
         key: [values.drawn(rngs[key]) for _ in range(sweep.samples or 0)]
@@ -227,7 +232,7 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A checked sweep file and what lies below its trials."""
+    """A checked sweep file and the base configuration of its trials."""
 
     path: Path
     sweep: SweepConfig
@@ -236,7 +241,7 @@ class SweepFile:
     def resolve(
         self, values: Mapping[str, Any], name: str, model_of: load.ModelOf | None = None
     ) -> Resolved:
-        """The configuration of the trial `name` with these values of the swept keys."""
+        """Return the configuration of the trial `name` with these values of the swept keys."""
         options = {**values, "name": name}
         resolved = load.resolve(self.base, self.sweep.overrides, options, model_of=model_of)
         said = {
@@ -256,14 +261,14 @@ class SweepFile:
         return replace(self, base={**base, ("extends",): leaf})
 
     def keeps(self, values: Mapping[str, Any]) -> str | None:
-        """None if every filter holds for these values; else the first that does not."""
+        """Return the first filter that does not hold for these values; None if all hold."""
         return next((text for text in self.sweep.filters if not filters.keeps(text, values)), None)
 
 
 def read(path: Path) -> SweepFile:
-    """Read a sweep file: YAML, JSON or TOML, or Python, which is run; or a shipped one by name.
+    """Read a sweep file: YAML, JSON, TOML or Python, or a shipped one by name.
 
-    ConfigError lists every mistake with its line.
+    A Python file is executed. Raises ConfigError, which lists every mistake with its line.
     """
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
@@ -310,7 +315,10 @@ def _from_text(path: Path) -> Layer:
 
 
 def _from_python(path: Path) -> Layer:
-    """What the file's `sweep` is, or returns. It is the user's own program, and runs as such."""
+    """Return the value of `sweep` in a Python file, or its return value if it is a function.
+
+    The file is the user's own program and is executed without a sandbox.
+    """
     found: Any = runpy.run_path(str(path)).get("sweep")
     values = found() if isinstance(found, Callable) else found  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
@@ -323,9 +331,9 @@ def _from_python(path: Path) -> Layer:
 
 
 def _parameters(layer: Layer) -> Any:
-    """`parameters` by dotted key; a plain list becomes its `values`."""
+    """Return `parameters` by dotted key; a plain list becomes its `values`."""
     if ("parameters",) in layer:
-        return layer[("parameters",)].value  # no mapping, as validation will say
+        return layer[("parameters",)].value  # not a mapping: validation reports the error
     found: dict[str, dict[str, Any]] = {}
     for key, leaf in layer.items():
         if key[0] == "parameters":

@@ -1,4 +1,4 @@
-"""The training run: lengths, batches, precision, how often things happen."""
+"""Keys of the training run: duration, batches, precision, intervals, checkpoints and trackers."""
 
 from __future__ import annotations
 
@@ -15,89 +15,95 @@ AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
 class TrainConfig(Section):
-    """How long, how large, on what."""
+    """The training run: duration, batch sizes, precision, device and intervals."""
 
     steps: PositiveInt = 1000
-    """Optimizer steps of the whole run; with `budget` or `finish_by` at most so many."""
+    """Optimizer steps of the whole run; with `budget` or `finish_by` an upper bound."""
     budget: Stretch | None = None
-    """Time in which the run ends annealed, validated and saved: `6h`, `1h 30m`. What counts is how
-    long attempts run, from the start of their first process, not the time between them. The decay
-    of `schedule.type: wsd` begins as late as the measured speed allows. Its length may be a share
-    of the run; other shares are of `steps`."""
+    """Time budget within which the run decays the learning rate, validates and saves: `6h`,
+    `1h 30m`. Only the run time of attempts counts, each from the start of its first process, not
+    the time between them. The decay of `schedule.type: wsd` starts as late as the measured speed
+    allows. Its length may be a share of the run; other shares refer to `steps`."""
     finish_by: Moment | None = None
-    """The same for a time on the clock: `07:00`, which is the next one after the job was first
-    started, or `2026-11-22 07:00`."""
+    """The same as `budget` as a point in time: `07:00`, the next one after the first start of the
+    job, or `2026-11-22 07:00`."""
     seq_len: PositiveInt = 1024
     """Tokens in one training sequence."""
     context_schedule: Sizes = ()
-    """Shorter contexts at first: from when on (steps, a share of the run, or tokens), and tokens,
-    as `[[0, 256], [20%, 1024]]`. Each divides `seq_len`, the last one. A sequence is then read as
-    several rows, which do not see each other: the tokens and their order stay the same."""
+    """Shorter contexts at the start of the run: pairs of start (steps, a share of the run, or
+    tokens) and tokens, such as `[[0, 256], [20%, 1024]]`. Each length divides `seq_len`; the last
+    equals it. A sequence is split into several rows without attention between them; the tokens and
+    their order are unchanged."""
     global_batch_tokens: PositiveInt = 65_536
     """Tokens in one optimizer step, over all devices and accumulation steps."""
     batch_schedule: BatchSchedule = ConstantBatch()
-    """Smaller batches at first."""
+    """Schedule of smaller batches at the start of the run."""
     micro_batch: PositiveInt = free(8)
-    """Sequences of `seq_len` one device takes at once; gradients accumulate up to the global
-    batch."""
+    """Sequences of `seq_len` tokens that one device processes at once; gradients are accumulated up
+    to the global batch."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null: no clipping."""
+    """Maximum global gradient norm; null: no clipping."""
     z_loss: NonNegativeFloat = 0.0
-    """Coefficient, as 1e-4, of logsumexp(logits)^2 per token, which keeps the logits from drifting
-    (PaLM). It acts through the gradients: the loss that is shown stays the cross-entropy."""
+    """Coefficient, such as 1e-4, of the z-loss logsumexp(logits)^2 per token, which keeps the
+    logits from drifting (PaLM). It contributes to the gradients only: the reported loss is the
+    cross-entropy."""
     ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Also keep an exponential moving average of the weights, as 0.999, for evaluation
-    (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of it comes from the last
-    ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 + t),
-    so that it soon forgets where it began. Costs 4 bytes a parameter; null: none."""
+    """Decay, such as 0.999, of an exponential moving average of the weights for evaluation
+    (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the
+    last ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 +
+    t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
-    """`auto`: a GPU if there is one."""
+    """Device of the run; `auto`: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = free("auto")
-    """Arithmetic of the forward and backward pass. With `bf16` weights and optimizer stay fp32;
-    with `bf16-pure` they, and gradients, are bf16 too, which halves their memory and loses small
-    updates. `fp8` is `bf16` with those linear layers in fp8 that a trial at the start finds faster
-    so (needs torchao). `auto`: bf16 where the hardware multiplies it natively, else fp32."""
+    """Precision of the forward and backward pass. With `bf16`, weights and optimizer state stay
+    fp32; with `bf16-pure`, they and the gradients are bf16 too, which halves their memory and loses
+    small updates. `fp8` is `bf16` with those linear layers in fp8 that a benchmark at the start
+    finds faster in fp8 (needs torchao). `auto`: bf16 where the hardware multiplies it natively,
+    else fp32."""
     stochastic_rounding: bool = free(False)
-    """With `precision: bf16-pure`, round new weights up or down at random, so that updates too
-    small for bf16 count on average."""
+    """Round updated weights up or down at random with `precision: bf16-pure`, so that updates too
+    small for bf16 take effect on average."""
     attention: AttentionKernel = free("auto")
     """Kernel of causal attention (a backend of PyTorch's scaled_dot_product_attention): `cudnn`,
-    `flash`, `efficient` (CUTLASS, also in fp32) or `math` (the slow reference). `auto` takes
+    `flash`, `efficient` (CUTLASS, also in fp32) or `math` (the slow reference). `auto` selects
     FlashAttention 3 where it is installed, else cuDNN on Hopper and newer GPUs, else the first of
-    flash, efficient and math that serves. The log names the one that runs. Attention within
+    flash, efficient and math that is supported. The log names the selected kernel. Attention within
     documents or a window has kernels of its own."""
     remat: Literal["none", "full", "selective"] = free("none")
-    """Activations that the backward pass computes again rather than keeps: `full`, all within a
-    block, which saves most memory and costs a third more time; `selective`, all but what attention,
-    every second matrix product and exchanges between processes give."""
+    """Activation checkpointing, which recomputes activations in the backward pass instead of
+    storing them: `full` recomputes all of a block, which saves most memory and costs a third more
+    time; `selective` recomputes all but the outputs of attention, every second matrix
+    multiplication and collectives."""
     remat_every: PositiveInt = free(1)
-    """Of so many blocks, `remat` is for one."""
+    """Interval of blocks to which `remat` applies: one of every N."""
     compile: bool | None = free(None)
-    """torch.compile each block; null: on a GPU only. Where that fails, the run goes on without."""
+    """Compile each block with torch.compile; null: on a GPU only. If compilation fails, the run
+    continues without it."""
     log_every: PositiveInt = free(10)
-    """Steps between console lines; metrics.jsonl always gets every step."""
+    """Steps between console lines; metrics.jsonl always records every step."""
     eval_every: NonNegativeInt = free(200)
     """Steps between validation losses; 0: only at the start and the end."""
     eval_tokens: PositiveInt = free(1_000_000)
-    """Validate on the first so many tokens of the held-out text, or all if it has fewer. Several
-    sources share them equally; each counts for its share of the run in the overall loss."""
+    """Number of tokens from the start of the held-out text to validate on, or all if it has fewer.
+    Several sources share them equally; the overall loss weights each by its share of the run."""
     sample_every: NonNegativeInt = free(0)
     """Steps between printed samples; 0: only at the start and the end."""
     sample_prompt: str = free("")
-    """Text that samples continue; empty: the start of a document."""
+    """Prompt of the samples; empty: the start of a document."""
     sample_tokens: NonNegativeInt = free(64)
-    """Length of a sample; 0: none at all."""
+    """Tokens per sample; 0: no samples."""
     hang_seconds: NonNegativeFloat | None = free(600.0)
-    """A run whose step takes longer than this, and longer than 20 recent steps, hangs: the stacks
-    of all ranks are written, the rank it is due to is named, and the job ends; 0 or null: never."""
+    """Timeout of a step in seconds. A step that takes longer than this, and longer than 20 typical
+    recent steps, counts as a hang: the stacks of all ranks are written, the rank responsible is
+    named, and the job ends. 0 or null: no timeout."""
 
     @property
     def timed(self) -> bool:
-        """Whether the clock says when the run ends."""
+        """True if the end of the run is determined by time rather than by `steps`."""
         return self.budget is not None or self.finish_by is not None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Batches hold whole sequences, and sequences whole contexts."""
+        """Yield an error for each combination of values that cannot work."""
         full, seq_len = self.global_batch_tokens, self.seq_len
         if self.stochastic_rounding and self.precision != "bf16-pure":
             yield "stochastic_rounding", "it is for train.precision = bf16-pure"
@@ -116,34 +122,35 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How often the state is saved, and how many are kept."""
+    """Intervals and retention of checkpoints."""
 
     every: PositiveInt = free(500)
     """Steps between checkpoints; one is always written at the end and on a stop request."""
     asynchronous: bool = free(True)
-    """Write in the background while training goes on; training waits only for a copy in memory.
-    false: training waits until the checkpoint is on the disk and verified."""
+    """Write checkpoints in the background; training waits only for a copy in memory. false:
+    training waits until the checkpoint is on disk and verified."""
     keep_last: PositiveInt = free(2)
-    """Newest verified checkpoints that are kept."""
+    """Number of newest verified checkpoints to keep."""
     keep_every: NonNegativeInt = free(0)
-    """Also keep, for ever, those of steps that are a multiple of this; 0: none."""
+    """Keep checkpoints at multiples of this number of steps permanently; 0: none."""
     keep_best: NonNegativeInt = free(0)
-    """Also keep so many with the lowest validation loss; needs an evaluation at each save."""
+    """Number of checkpoints with the lowest validation loss to keep as well; needs an evaluation at
+    each save."""
     on_full: Literal["wait", "stop"] = free("stop")
-    """When the disk is full: `wait` for space (training goes on until the next save is due), or
-    `stop` with exit code 74. The checkpoints before it stay whole either way."""
+    """Action when the disk is full: `wait` for space (training continues until the next save is
+    due), or `stop` with exit code 74. Existing checkpoints stay intact either way."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases; the same run goes on after a resume. Its failure never stops training."""
+    """Weights & Biases. A resumed job continues the same run. Failures never stop training."""
 
     type: Literal["wandb"] = "wandb"
     project: str = "dtt"
-    """Project the run appears in."""
+    """Project of the run."""
     entity: str | None = None
     """Team or user; null: the account's default."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """`auto`: online with an API key, offline without."""
+    """Connection mode; `auto`: online with an API key, offline without."""
 
 
 class TensorBoardConfig(Section):
@@ -156,7 +163,7 @@ TrackerConfig = Annotated[WandbConfig | TensorBoardConfig, Field(discriminator="
 
 
 class PipelineConfig(Section):
-    """How `dtt pipeline` starts each stage on this machine."""
+    """The number of processes that `dtt pipeline` starts for each stage on this machine."""
 
     tokenize_processes: NonNegativeInt = free(0)
     """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. Without MPI: one."""

@@ -1,2 +1,2 @@
-"""How a command line becomes processes. Wraps an argv and knows no stage.
+"""Contains the launchers, which run any dtt command line as local processes or as a Slurm job.
 May touch: data, model (their facts, no torch), track, config, runtime."""

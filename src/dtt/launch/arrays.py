@@ -1,4 +1,4 @@
-"""Trials as the tasks of one Slurm array, or as a Slurm job each."""
+"""Submission of trials to Slurm, as the tasks of one array or as a job each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from dtt.runtime.log import log
 
 
 def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
-    """Hand all jobs to Slurm as one array, `cap` at a time; ConfigError if they differ in kind."""
+    """Submit all jobs as one Slurm array, at most `cap` at a time.
+
+    Raises ConfigError if their `launch` sections differ, because the tasks of an array share
+    resources.
+    """
     launch, *others = [load_job(job.root).launch for job in jobs]
     if any(other != launch for other in others):
         raise ConfigError(
@@ -31,7 +35,7 @@ def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
 
 
 def submit_each(jobs: Sequence[JobDir]) -> None:
-    """Hand every job to Slurm by itself."""
+    """Submit every job to Slurm by itself."""
     for job in jobs:
         config = load_job(job.root)
         lead = slurm.lead(job, config.launch)

@@ -1,4 +1,7 @@
-"""What a login node can know of a job before it waits in the queue. Imports no torch, no numpy."""
+"""Checks of a job on the login node, before it waits in the queue.
+
+Imports neither torch nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from dtt.runtime.files import check_space, sha256_file
 from dtt.runtime.jobdir import JobDir
 
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: fp32 weights and two moments."""
+"""Size of a checkpoint in bytes per parameter: fp32 weights and two moments."""
 
 
 def raise_all(problems: list[DttError]) -> None:
-    """Raise what was found: a single problem as it is, several as one ConfigError."""
+    """Raise a single problem as it is, several as one ConfigError; return if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -38,7 +41,7 @@ def raise_all(problems: list[DttError]) -> None:
 
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
-    """Everything that would end `dtt COMMAND` at its start; `job` is that of `train`."""
+    """Yield every problem that would end `dtt COMMAND` at its start; `job` is that of `train`."""
     if command in ("download", "pipeline") and cfg.download.dataset is None:
         if command == "download" or not CorpusManifest.exists(cfg.corpus_dir):
             yield ConfigError("no dataset is named", next="download.dataset=org/name, or a folder")
@@ -51,7 +54,7 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
 
 
 def caught(check: Callable[[], object]) -> Iterator[DttError]:
-    """What a check that raises its problem finds."""
+    """Call `check` and yield the DttError that it raises, if any."""
     try:
         check()
     except DttError as error:
@@ -69,7 +72,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         return
     for path in cfg.token_paths:
         yield from fit.file_problems(path)
-    # Of files of others nothing more is known here.
+    # Token files of other tools have no manifest, so nothing more is known about them here.
     made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
     try:
         found = [(source, TokensManifest.read(source.path)) for source in made_by_dtt]
@@ -109,7 +112,7 @@ def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) ->
 
 
 def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
-    """ConfigError if vocabulary or context do not fit; DiskFull if checkpoints will not."""
+    """Raise ConfigError if vocabulary or context do not fit, DiskFull if checkpoints will not."""
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, vocab_size, cfg.train.seq_len)
     more = max(1, _most_kept(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
@@ -118,19 +121,20 @@ def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
 
 
 def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
-    """ConfigError if the model does not divide over the devices."""
+    """Raise ConfigError if the model does not divide over the devices."""
     try:
         sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
         arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
-    except ConfigError:  # `_process_problems` and `_check_model` tell of it
+    except ConfigError:  # `_process_problems` and `_check_model` report it
         return
     check_mesh(sizes, arch, cfg.train)
 
 
 def _most_kept(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
-    """How many checkpoints there are at most; one is written before one is deleted.
+    """Return the maximum number of checkpoints on disk; one is written before one is deleted.
 
-    Of those for ever none is counted where a clock ends the run, long before `train.steps`.
+    Checkpoints kept permanently are not counted if the end of the run is determined by time, which
+    may be long before `train.steps`.
     """
     for_ever = 0
     if checkpoint.keep_every and not train.timed:
@@ -140,29 +144,29 @@ def _most_kept(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
 
 
 def _check_same_data(key: str, job: JobDir) -> None:
-    """ConfigError if the job was trained on other token files or text."""
+    """Raise ConfigError if the job was trained on other token files or text."""
     for step in reversed(store.steps(job.checkpoints)):
         try:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
-        except DttError:  # training passes it over, too
+        except DttError:  # training skips a damaged checkpoint, too
             continue
         fit.check_data_key(newest, key, job)
         return
 
 
 def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
-    """What Slurm, or the nodes it gives, would not do as `launch` says."""
+    """Yield every conflict between `launch` and what Slurm or its nodes can do."""
     if command in ("train", "pipeline"):
         yield from _process_problems(command, cfg)
     yield from _setup_problems(cfg.launch)
 
 
 def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
-    """Whether the processes that train have a GPU each, and a share of the batch."""
+    """Yield a problem if training processes lack a GPU each or cannot divide the batch."""
     launch, device = cfg.launch, cfg.train.device
     gpus = launch.gpus if device != "cpu" else 0
     key, each, nodes = "launch.processes_per_node", launch.processes, launch.nodes
-    if command == "pipeline":  # which starts them itself
+    if command == "pipeline":  # starts the processes itself, on one node
         key, nodes = "pipeline.train_processes", 1
         each = cfg.pipeline.train_processes or gpus or 1
     yield from caught(
@@ -184,7 +188,7 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
 
 
 def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
-    """Complain of a time limit within which the job could not save; `lead_seconds` overrules."""
+    """Yield a problem if the time limit is too short to save, unless `lead_seconds` is set."""
     limit = launch.time_limit
     if limit is None or launch.lead_seconds is not None or not job.lead.exists():
         return
@@ -201,7 +205,7 @@ def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
 
 
 def _setup_problems(launch: LaunchConfig) -> Iterator[DttError]:
-    """What the job script would stumble over in the lines of the user's own."""
+    """Yield problems with the user's set-up lines and the container image."""
     inside = not isinstance(launch.container, NoContainer)
     for line in launch.setup:
         parsed = subprocess.run(["bash", "-nc", line], capture_output=True, text=True, check=False)
@@ -222,7 +226,10 @@ def _setup_problems(launch: LaunchConfig) -> Iterator[DttError]:
 
 
 def _missing(name: str, key: str, *, inside: bool) -> Iterator[DttError]:
-    """Complain of a file that is not here; not of what bash expands, or only a container has."""
+    """Yield a problem if a file does not exist here.
+
+    Paths that only bash can expand and absolute paths inside a container are not checked.
+    """
     path = Path(name)
     known = not any(c in name for c in "$~`'\"\\*") and not (inside and path.is_absolute())
     if known and not path.exists():
@@ -230,7 +237,7 @@ def _missing(name: str, key: str, *, inside: bool) -> Iterator[DttError]:
 
 
 def sbatch_problems() -> Iterator[DttError]:
-    """Whether jobs can be submitted from this machine at all."""
+    """Yield a problem if this machine has no sbatch."""
     if shutil.which("sbatch") is None:
         yield EnvironmentUnfit(
             "there is no sbatch here",

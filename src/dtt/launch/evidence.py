@@ -1,4 +1,4 @@
-"""What a job's own files say about it: facts, no verdict."""
+"""Facts about a job from its own files, without a judgement of its state."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from dtt.reading import Kind, is_kind, read_record, read_records, read_small, re
 from dtt.runtime.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
 
 SILENT_SECONDS = 60
-"""A heartbeat is rewritten every few seconds; one so old says that nobody is there."""
+"""Age in seconds above which a heartbeat is stale; a live process rewrites it every few seconds."""
 SUBMISSION: Mapping[str, Kind] = {"time": float, "job_id": (str, int, type(None))}
-"""Fields of a record in submissions.jsonl; no `job_id` if sbatch did not answer."""
+"""Fields of a record in submissions.jsonl. `job_id` is None if sbatch did not answer."""
 SUBMISSIONS = 3
-"""So many of a job's newest submissions may matter: a chain has one running and one queued."""
+"""Number of a job's newest submissions to ask Slurm about: a chain has one running, one queued."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One look at a job's files. Times are unix seconds, 0 for what has not happened."""
+    """A snapshot of a job's files. Times are Unix seconds, 0 for events that have not happened."""
 
     job: JobDir
     ran_as: str | None
-    """Slurm's id of the newest attempt; None outside Slurm, and until the attempt notes it."""
+    """Slurm's id of the newest attempt; None outside Slurm, and until the attempt has recorded
+    it."""
     submitted: float
     unanswered: bool
     """True if sbatch did not answer the newest submission and no attempt has started since."""
@@ -39,25 +40,25 @@ class Evidence:
     decision: str
     """Decision of the job script after the newest attempt, `again: …` or `over: …`; else empty."""
     attempt: int
-    """Number of the newest; 0 before the first."""
+    """Number of the newest attempt; 0 before the first."""
     began: float
-    """When the newest attempt did."""
+    """Start time of the newest attempt."""
     ending: dict[str, Any] | None
-    """exit.json of the newest attempt."""
+    """Content of exit.json of the newest attempt; None if there is none."""
     ended: float
     heartbeat: dict[str, Any] | None
-    """The newest attempt's."""
+    """Heartbeat of the newest attempt; None if there is none."""
     steps: int | None
-    """Of the whole run, as any attempt has told."""
+    """Total number of steps of the run, as reported by any attempt."""
     acknowledged: dict[str, Any] | None
-    """The newest attempt's last answer to a request."""
+    """Last acknowledgement of a request by the newest attempt."""
     beats: bool
-    """Whether a process says that it is there."""
+    """True if a fresh heartbeat shows that a process of the newest attempt is alive."""
     now: float
 
     @classmethod
     def take(cls, job: JobDir) -> Evidence:
-        """Look."""
+        """Read the files of a job."""
         number, now = job.attempt(), time.time()
         folder = job.attempt_dir(number)
         began = _began(job)
@@ -89,22 +90,22 @@ class Evidence:
 
     @property
     def silence(self) -> float:
-        """Seconds since the newest attempt gave a sign of life."""
+        """Seconds since the newest attempt last gave a sign of life."""
         return self.now - max(self.began, self.heartbeat["time"] if self.heartbeat else 0.0)
 
     @property
     def saved(self) -> bool:
-        """Whether the newest attempt ended on request, with all of its work saved."""
+        """True if the newest attempt ended on request, with all of its work saved."""
         return self.ending is not None and self.ending["code"] == ExitCode.PREEMPTED
 
     @property
     def reason(self) -> str:
-        """Why the newest attempt ended, in a line."""
+        """The reason why the newest attempt ended, in one line."""
         return first_line(self.ending["reason"]) if self.ending else "nothing was said at its end"
 
     @property
     def asked_by(self) -> str:
-        """Who asked the newest attempt to stop, as it said in the end; empty if it did not."""
+        """The origin of the stop request that ended the newest attempt; empty if unknown."""
         if self.ending and "asked_by" in self.ending:
             return str(self.ending["asked_by"])
         lines = str(self.ending["reason"]).splitlines() if self.ending else []
@@ -112,7 +113,7 @@ class Evidence:
 
     @property
     def step(self) -> int | None:
-        """The last that is known to be done."""
+        """The last step that is known to be complete; None before the first."""
         beat = self.heartbeat["step"] if self.heartbeat else None
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
@@ -137,24 +138,25 @@ class Evidence:
         }
 
     def stalled(self) -> int:
-        """How many attempts in a row began with the checkpoint that is still the newest."""
+        """Return the number of consecutive attempts that have not written a new checkpoint."""
         try:
             began_with, count = map(int, (read_text(self.job.root / "stalled") or "").split())
-        except ValueError:  # never submitted
+        except ValueError:  # the job script has not run: there is no such file
             return 0
         newest = self.job.newest_checkpoint_name() or "step--1"
         return count if int(newest.removeprefix("step-")) == began_with else 0
 
     def log_tail(self, lines: int) -> list[str]:
-        """The last lines that say anything in the log that tells most about the ending."""
+        """Return the last non-empty lines of the log that best explains how the job ended."""
         log = newest_log(self.job) if self.attempt else newest_log(self.job, "slurm")
         return last_lines(log, lines) if log else []
 
 
 def newest_log(job: JobDir, node: str | None = None) -> Path | None:
-    """The newest attempt's log, of its first node or of `node`; "slurm": the job script's own.
+    """Return the newest attempt's log, of its first node or of `node`; None if there is none.
 
-    None if there is none. Without Slurm the newest file counts.
+    The `node` "slurm" stands for the log of the job script itself. Without a link `latest….log`,
+    the most recently modified log is returned.
     """
     latest = job.logs / (f"latest-{node}.log" if node else "latest.log")
     if latest.is_file():
@@ -164,18 +166,18 @@ def newest_log(job: JobDir, node: str | None = None) -> Path | None:
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
-    """The last lines of a file that are not empty."""
+    """Return the last non-empty lines of a file."""
     with log.open(encoding="utf-8", errors="replace") as file:
         return list(deque((line.rstrip() for line in file if line.strip()), maxlen=lines))
 
 
 def first_line(text: str) -> str:
-    """The first line of a message."""
+    """Return the first line of a message."""
     return text.splitlines()[0] if text else ""
 
 
 def requester(trigger: Path) -> str:
-    """The first line of a trigger file: who asks, and why."""
+    """Return the first line of a trigger file, which contains who made the request, and why."""
     try:
         said = first_line(read_small(trigger).decode(errors="replace"))
     except (OSError, ValueError):
@@ -184,16 +186,19 @@ def requester(trigger: Path) -> str:
 
 
 def slurm_ids(job: JobDir) -> list[str]:
-    """What Slurm called the last submissions of a job, the newest last."""
+    """Return Slurm's ids of the last submissions of a job, the newest last."""
     known = tail(job.submissions, SUBMISSION)
     ids = [str(r["job_id"]) for r in known if r["job_id"] is not None][-SUBMISSIONS:]
     ran_as = _ran_as(job)
-    # One that was handed over by plain sbatch is known from its attempt only.
+    # A job submitted with plain sbatch has no record in submissions.jsonl, only its attempt.
     return ids if ran_as is None or ran_as in ids else [*ids, ran_as]
 
 
 def _ran_as(job: JobDir) -> str | None:
-    """Slurm's id of the newest attempt, which writes env.json when it starts."""
+    """Return Slurm's id of the newest attempt; None if unknown.
+
+    It is in env.json, which each attempt writes when it starts; an older file does not count.
+    """
     path, began = job.root / "env.json", _began(job)
     record = read_record(path, {"environment": dict})
     if record is None or not began or _modified(path) < began:
@@ -212,26 +217,26 @@ def _decision(job: JobDir) -> str:
 
 
 def _began(job: JobDir) -> float:
-    """When the newest attempt began (unix); 0 before the first."""
+    """Return the Unix time at which the newest attempt started; 0 before the first."""
     number = job.attempt()
     folder = job.attempt_dir(number)
     return (_modified(folder / "ranks/00000.json") or _modified(folder)) if number else 0.0
 
 
 def _is_fresh(beat: dict[str, Any], now: float) -> bool:
-    """Whether a heartbeat tells of a process that is there."""
+    """Return True if a heartbeat is recent and its process, if on this node, still exists."""
     if now - beat["time"] > SILENT_SECONDS:
         return False
     return beat["node"] != socket.gethostname() or psutil.pid_exists(beat["pid"])
 
 
 def tail(path: Path, fields: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
-    """The records with these fields at the end of a JSON-lines file."""
+    """Yield the records with these fields at the end of a JSON-lines file."""
     return read_records(path, fields, last=TAIL)
 
 
 def _modified(path: Path) -> float:
-    """When a file was last changed (unix); 0 if it is not there."""
+    """Return the Unix time at which a file was last modified; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

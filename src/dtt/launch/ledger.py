@@ -1,4 +1,4 @@
-"""The state of jobs, as truly as it can be told: from their own files first, then from Slurm."""
+"""The state of jobs, derived from their own files and, where these are inconclusive, from Slurm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FINAL = (
     ExitCode.DIVERGED,
     ExitCode.INTERRUPTED,
 )
-"""Endings after which the job script does not try again."""
+"""Exit codes after which the job script does not retry."""
 LOG_LINES = 5
 
 
 class State(StrEnum):
-    """What a job is doing, or how it ended."""
+    """The state of a job: its current activity, or how it ended."""
 
     NEW = "never started"
     QUEUED = "queued"
@@ -60,34 +60,34 @@ ENDED_BY_SLURM = {
 
 @dataclass(frozen=True)
 class Status:
-    """All that is known of a job."""
+    """The state of a job and the facts it was derived from."""
 
     state: State
     detail: str
-    """What a person wants to know next, in a line; may be empty."""
+    """The most relevant detail, in one line; may be empty."""
     own: Evidence
     slurm: SlurmJob | None
-    """None if it was never submitted, or Slurm does not know it."""
+    """Slurm's record of the job; None if it was never submitted or Slurm does not know it."""
     silence: str | None
-    """Why Slurm gave no answer; None if it did, or was not asked."""
+    """Reason why Slurm gave no answer; None if it did, or was not asked."""
 
     @property
     def job(self) -> JobDir:
-        """Its directory."""
+        """The directory of the job."""
         return self.own.job
 
     @property
     def alive(self) -> bool:
-        """Whether there are, or soon will be, processes that can hear a request."""
+        """True if there are, or soon will be, processes that can receive a request."""
         return self.state in (State.RUNNING, State.STOPPING, State.SUSPENDED)
 
     @property
     def queued(self) -> bool:
-        """Whether it waits in Slurm's queue, for the first time or again."""
+        """True if the job waits in Slurm's queue, for the first time or again."""
         return not self.alive and self.slurm is not None and self.slurm.queued
 
     def check_idle(self) -> None:
-        """ConfigError if it runs or is queued, so that it must not be started again."""
+        """Raise ConfigError if the job runs or is queued, so that it must not be started again."""
         if not self.alive and not (self.slurm is not None and self.slurm.live):
             return
         known = f" as Slurm job {self.slurm.id}" if self.slurm is not None else ""
@@ -100,14 +100,14 @@ class Status:
 
     @property
     def changed(self) -> float:
-        """When it last was submitted, started, said something or ended (unix)."""
+        """The Unix time at which it was last submitted, started, sent a heartbeat or ended."""
         own = self.own
         beat = own.heartbeat["time"] if own.heartbeat else 0.0
         return max(own.submitted, own.began, own.ended, beat)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last step, at the present speed."""
+        """The estimated seconds until the last step, at the current speed; None if unknown."""
         beat, step = self.own.heartbeat, self.own.step
         if not self.own.beats or not beat or step is None or beat["seconds_per_step"] is None:
             return None
@@ -115,22 +115,22 @@ class Status:
 
     @property
     def log_tail(self) -> list[str]:
-        """The last lines of the log of a job that went wrong."""
+        """The last lines of the log of a failed job; empty for any other job."""
         return self.own.log_tail(LOG_LINES) if self.state in WENT_WRONG else []
 
 
 def examine(jobs: Sequence[JobDir]) -> list[Status]:
-    """The state of each job; Slurm is asked about all of them at once."""
+    """Return the state of each job; a single call asks Slurm about all of them."""
     ids = {job.root: slurm_ids(job) for job in jobs}
     for job in jobs:
         ids[job.root] += submissions.find_unanswered(job)
     answer = squeue.ask({id for known in ids.values() for id in known})
-    # The files are looked at last: Slurm may take long to answer.
+    # Read the files last: Slurm may take long to answer, and they change meanwhile.
     return [_status(Evidence.take(job), ids[job.root], answer) for job in jobs]
 
 
 def find(folder: Path) -> list[JobDir]:
-    """The jobs in a folder and one level below, where the trials of sweeps are."""
+    """Return the jobs in a folder and one level below it, where the trials of sweeps are."""
     if not folder.is_dir():
         raise InputError(f"no folder {folder}", next="run dtt where jobs/ is, or name the folder")
     paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
@@ -138,7 +138,7 @@ def find(folder: Path) -> list[JobDir]:
 
 
 def open_job(path: Path) -> JobDir:
-    """The job in a folder; InputError if there is none."""
+    """Return the job in a folder; InputError if there is none."""
     if _is_job(path):
         return JobDir(path)
     named = Path("jobs") / path
@@ -152,7 +152,7 @@ def _is_job(path: Path) -> bool:
 
 
 def _status(own: Evidence, ids: Sequence[str], answer: Answer) -> Status:
-    if not ids:  # Slurm was asked about other jobs
+    if not ids:  # Slurm was asked about other jobs only, so its silence is irrelevant here
         answer = Answer({})
     slurm = squeue.current([id for id in ids if not _withdrawn(own, answer.jobs.get(id))], answer)
     state, detail = _Case(own, ids, slurm, answer).verdict()
@@ -169,7 +169,10 @@ Verdict = tuple[State, str]
 
 @dataclass(frozen=True)
 class _Case:
-    """What speaks for which state; each method is one line of the argument."""
+    """The derivation of a job's state from its files and Slurm's answer.
+
+    `verdict` tests the cases in order of precedence; most other methods handle one of them.
+    """
 
     own: Evidence
     ids: Sequence[str]
@@ -177,11 +180,13 @@ class _Case:
     answer: Answer
 
     def verdict(self) -> Verdict:
+        """Return the state and its detail; the first case that applies decides."""
         own, slurm = self.own, self.slurm
         if slurm is not None and slurm.suspended:
             return State.SUSPENDED, f"on {slurm.nodes}, until Slurm resumes it"
         carrier = self.answer.jobs.get(own.ran_as or "")
-        if own.beats and (carrier is None or carrier.running):  # else it is a dead one's last beat
+        # If Slurm no longer runs the job, this is the last heartbeat before its processes died.
+        if own.beats and (carrier is None or carrier.running):
             return self.at_work()
         if slurm is not None and slurm.live and self.has_a_future(slurm):
             return self.waiting(slurm) if slurm.queued else self.between(slurm)
@@ -194,26 +199,27 @@ class _Case:
         return self.begun() if own.attempt else self.never_begun()
 
     def settled(self) -> bool:
-        """Return True if the job's own files say that it has ended, whatever Slurm would say."""
+        """Return True if the job's own files prove that it has ended, so Slurm's answer is moot."""
         own = self.own
         final = own.ending is not None and own.ending["code"] in FINAL
         return own.over or (final and own.ended > own.submitted)
 
     def has_a_future(self, slurm: SlurmJob) -> bool:
-        """Whether what Slurm has comes after a final ending, or the ending was not final."""
+        """Return True unless the newest attempt had a final ending after `slurm` last changed."""
         own = self.own
         return own.ending is None or own.ending["code"] not in FINAL or slurm.since > own.ended
 
     def was_ended_by(self, slurm: SlurmJob) -> bool:
-        """Whether Slurm put an end to the newest attempt, or to the job before there was any."""
+        """Return True if Slurm ended the newest attempt, or the job before its first attempt."""
         own = self.own
         if slurm.state not in ENDED_BY_SLURM or (own.ending and own.ending["code"] in FINAL):
             return False
-        if submissions.argv(own.job)[0] != "train":  # then all its attempts are Slurm's
+        if submissions.argv(own.job)[0] != "train":  # other commands run only under Slurm
             return True
         return own.ran_as == slurm.id or slurm.since >= own.began
 
     def at_work(self) -> Verdict:
+        """Return the state of a job with a fresh heartbeat."""
         own, job = self.own, self.own.job
         if own.acknowledged is not None and own.acknowledged["request"] == "stop":
             asked = own.acknowledged
@@ -226,6 +232,7 @@ class _Case:
         return State.RUNNING, "" if phase == "step" else f"in phase {phase}"
 
     def waiting(self, slurm: SlurmJob) -> Verdict:
+        """Return the state of a job in Slurm's queue."""
         own, why = self.own, f"waits for {slurm.reason or 'its turn'}"
         if not own.attempt:
             return State.QUEUED, why
@@ -236,34 +243,39 @@ class _Case:
         return State.QUEUED, f"{why}; attempt {own.attempt}{how}: {own.reason}"
 
     def before(self, slurm: SlurmJob) -> str:
-        """Return how the run ended that `slurm` continues, in Slurm's words; empty if unknown.
+        """Return how the run ended that `slurm` continues, in Slurm's terms; empty if unknown.
 
-        A job that somebody has submitted again continues no run.
+        A job that was submitted again by a person does not continue a run.
         """
         own = self.own
         if slurm.id != own.ran_as and slurm.id not in own.successors:
             return ""
-        if own.decision.startswith("again: preempted"):  # which Slurm calls a requeue, or a failure
+        # Slurm's records show a preemption as a requeue or a failure; the job script knows better.
+        if own.decision.startswith("again: preempted"):
             return "PREEMPTED"
         carrier = self.answer.jobs.get(own.ran_as or "")
         return slurm.before if carrier is None or carrier.live else carrier.state
 
     def between(self, slurm: SlurmJob) -> Verdict:
-        """Slurm runs it, and no heartbeat says so: it starts, it ends, or nobody is left."""
+        """Return the state of a job that Slurm runs without a fresh heartbeat.
+
+        It is starting, ending, or its processes are lost.
+        """
         own, where = self.own, f"Slurm runs it on {slurm.nodes or 'its nodes'}"
-        if slurm.since > own.began:  # the newest attempt is of an earlier run
+        if slurm.since > own.began:  # the newest attempt belongs to an earlier run
             return State.RUNNING, f"starting: {where}"
         if own.saved:
             return State.STOPPING, own.reason
         if own.ending is not None:
             return State.RUNNING, f"attempt {own.attempt} ended: {own.reason}"
-        if own.heartbeat is None:  # not every command has one
+        if own.heartbeat is None:  # not every command writes heartbeats
             return State.RUNNING, where
         if own.silence <= SILENT_SECONDS:
             return State.RUNNING, f"starting: {where}"
         return State.LOST, f"{where}, and it has said nothing for {own.silence:.0f} s"
 
     def what_is_left(self) -> str:
+        """Return what an attempt that Slurm ended has saved, in words."""
         own = self.own
         if not own.attempt:
             return "before it began"
@@ -273,6 +285,7 @@ class _Case:
         return f"{checkpoint} is the newest checkpoint" if checkpoint else "nothing was saved"
 
     def ended(self, code: int) -> Verdict:
+        """Return the state of a job whose newest attempt wrote exit.json with this exit code."""
         own = self.own
         match code:
             case ExitCode.DONE:
@@ -289,7 +302,7 @@ class _Case:
         return State.FAILED, detail
 
     def begun(self) -> Verdict:
-        """There was an attempt, and no process of it was left to write how it ended."""
+        """Return the state of a job whose newest attempt ended without writing exit.json."""
         own, slurm = self.own, self.slurm
         ended = slurm if slurm is not None and slurm.since >= own.began else None
         if own.heartbeat is None and ended is None and own.silence <= SILENT_SECONDS:
@@ -303,16 +316,17 @@ class _Case:
         return State.LOST, f"attempt {own.attempt}{where} was last heard {own.silence:.0f} s ago"
 
     def never_begun(self) -> Verdict:
+        """Return the state of a job without any attempt, which is not in Slurm's queue."""
         if self.given_up():
             return State.OUT_OF_ATTEMPTS, f"{self.own.stalled()} that could not even begin"
-        if self.slurm is not None:  # its node was never set up
+        if self.slurm is not None:  # the set-up of its node did not finish
             return State.FAILED, f"Slurm says {self.slurm.state}"
         if not self.ids:
             return State.NEW, ""
         return State.LOST, f"it never began, and Slurm does not know job {self.ids[-1]} any more"
 
     def not_told(self) -> Verdict:
-        """Return what the files say of a job that may be queued or running for all they know."""
+        """Return the state of a job that may be queued or running, because Slurm gave no answer."""
         own, silence = self.own, self.answer.silence
         if own.unanswered:
             silence = silence or "squeue shows no such job yet"
@@ -321,11 +335,11 @@ class _Case:
         return State.UNKNOWN, f"submitted as {self.ids[-1]}; {silence}{ended}"
 
     def given_up(self) -> bool:
-        """Whether the job script has started it in vain as often as it may."""
+        """Return True if the job script has used all attempts allowed without a new checkpoint."""
         stalled = self.own.stalled()
         if stalled == 0:
             return False
         try:
             return stalled >= load_job(self.own.job.root).launch.max_stalled_attempts
-        except DttError:  # its configuration is damaged: whoever starts it is shown how
+        except DttError:  # the configuration is damaged; the next command that starts it reports it
             return False

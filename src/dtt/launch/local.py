@@ -1,4 +1,4 @@
-"""Start a dtt command on this machine, as one process or several, and be its good parent."""
+"""Local subprocesses that run dtt commands: command lines, signal forwarding, cleanup."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def dtt_argv(*arguments: str) -> list[str]:
-    """The command line of `dtt ARGUMENTS` with this very Python."""
+    """Return the command line of `dtt ARGUMENTS` with the current Python interpreter."""
     return [sys.executable, "-m", "dtt.main", *arguments]
 
 
 def mpi_argv(processes: int, argv: Sequence[str]) -> list[str] | None:
-    """`argv` under mpirun; None when this Python cannot speak MPI or there is no mpirun.
+    """Return `argv` under mpirun; None if mpi4py or mpirun is missing.
 
-    The mpirun beside this Python comes first: it belongs to the library mpi4py finds there.
+    The mpirun beside the Python interpreter takes precedence: it belongs to the MPI library that
+    mpi4py loads there.
     """
     beside = shutil.which("mpirun", path=Path(sys.executable).parent)
     mpirun = beside or shutil.which("mpirun")
@@ -36,15 +37,16 @@ def mpi_argv(processes: int, argv: Sequence[str]) -> list[str] | None:
 
 
 def torchrun_argv(processes: int, arguments: Sequence[str]) -> list[str]:
-    """`dtt ARGUMENTS` as so many processes of one torchrun on this machine."""
+    """Return the command line of `dtt ARGUMENTS` as several processes under one local torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc_per_node", str(processes), "-m", "dtt.main", *arguments]
 
 
 def without_slurm() -> dict[str, str]:
-    """Our environment, such that mpirun starts its processes here by itself.
+    """Return the environment without Slurm's variables, so that mpirun starts its processes itself.
 
-    Inside a step of Slurm it would ask for another step, which waits for this one to end.
+    Inside a Slurm step, mpirun would otherwise request another step, which waits for this one to
+    end.
     """
     theirs = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
@@ -53,10 +55,11 @@ def without_slurm() -> dict[str, str]:
 def run(
     argv: Sequence[str], env: Mapping[str, str] | None = None, *, stdout: IO[str] | None = None
 ) -> int:
-    """Run to the end, in our environment or `env`; returns the exit code, 128 + n after signal n.
+    """Run a command to its end; return its exit code, 128 + n after signal n.
 
-    The child has its own process group and gets each SIGINT and SIGTERM that we get, once: so it
-    can save and stop. If we are killed, it is told to stop (Linux).
+    The environment is that of this process, or `env`. The child has its own process group and
+    receives each SIGINT and SIGTERM of this process exactly once, so that it can save and stop. If
+    this process is killed, the child receives SIGTERM (Linux).
     """
     child = subprocess.Popen(
         argv,
@@ -79,11 +82,11 @@ def run(
 
 
 def stop_with_parent() -> None:
-    """In a child, before it becomes its program: ask for SIGTERM when the parent dies (Linux)."""
+    """Request SIGTERM at the death of the parent (Linux); called in a child before exec."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What the trials of a sweep measured: told from each trial's own metrics.jsonl."""
+"""Results and progress of the trials of a sweep, from each trial's own metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from dtt.track.plot import Curve
 
 @dataclass(frozen=True)
 class Row:
-    """Trials that differ in their seed only."""
+    """The aggregated result of trials that differ only in their seed."""
 
     values: dict[str, Any]
-    """Of the swept keys but the seed."""
+    """Values of the swept keys, without the seed."""
     trials: tuple[str, ...]
     done: tuple[str, ...]
-    """Those that have ended well; only they count."""
+    """Trials that finished successfully and measured the metric; only they count."""
     mean: float | None
-    """Of the metric; None if none is done."""
+    """Mean of the metric; None if no trial counts."""
     error: float | None
-    """Standard error of the mean; None for fewer than two."""
+    """Standard error of the mean; None for fewer than two trials."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial is."""
+    """The progress of a trial."""
 
     trial: str
     values: dict[str, Any]
     state: State
     alive: bool
-    """Whether it runs."""
+    """True if the trial is running."""
     queued: bool
-    """Whether it waits in Slurm's queue."""
+    """True if the trial waits in Slurm's queue."""
     slurm: str | None
-    """Slurm's job id, if it is known there."""
+    """Slurm's job id, if Slurm knows the trial."""
     step: int | None
-    """The last that was measured; None before the first."""
+    """Last step with a record in metrics.jsonl; None before the first."""
     steps: int
-    """Of the whole run."""
+    """Total number of steps of the run."""
     metric: float | None
-    """Its newest value; None before the first."""
+    """Newest value of the metric; None before the first."""
     error: str | None
-    """A line about what went wrong; None if nothing did."""
+    """Description of a failure, in one line; None if there was none."""
     code: int
-    """Exit code of the last attempt; 0 without one."""
+    """Exit code of the last attempt; 0 if there is none."""
 
     @property
     def under_way(self) -> bool:
-        """Whether it runs, or will."""
+        """True if the trial is running or queued."""
         return self.alive or self.queued
 
 
 def progress(sweep: Sweep) -> list[Progress]:
-    """Every trial's progress, from its own files; what they cannot tell, Slurm is asked."""
+    """Return every trial's progress, from its own files and, if inconclusive, from Slurm."""
     statuses = ledger.examine([sweep.job(trial) for trial in sweep.manifest.trials])
     return [
         _progress(sweep, trial, status)
@@ -79,7 +79,7 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> Progress:
     job, state = status.job, status.state
     attempt, under_way = job.attempt(), status.alive or status.queued
     if attempt == 0 and job.stop.exists() and not under_way:
-        state = State.CANCELLED  # before it began
+        state = State.CANCELLED  # before its first attempt
     ending = job.exit_record(attempt) if attempt else None
     well = under_way or state in (State.NEW, State.DONE, State.CANCELLED)
     points = measured(job, sweep.manifest.metric)
@@ -99,14 +99,14 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> Progress:
 
 
 def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
-    """Why the last attempt ended, in its own words; else what is known, and what it last said."""
+    """Return why the last attempt ended; if unrecorded, the status and the log's last line."""
     if ending is not None:
         return str(ending["reason"]).splitlines()[0]
     return "; ".join([text for text in (status.detail, *status.log_tail[-1:]) if text]) or None
 
 
 def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
-    """Every finite `(step, value)` of a metric such as `eval.loss`."""
+    """Return every finite `(step, value)` of a metric such as `eval.loss`."""
     kind, field = metric.split(".")
     return [
         (record["step"], record[field])
@@ -116,7 +116,7 @@ def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
 
 
 def table(sweep: Sweep) -> list[Row]:
-    """The rows, best first; those of which no trial is done come last."""
+    """Return the rows, best first; rows without a finished trial come last."""
     done = {one.trial for one in progress(sweep) if one.state == State.DONE}
     groups: dict[str, list[str]] = {}
     for trial, record in sweep.manifest.trials.items():
@@ -147,12 +147,12 @@ def _row(sweep: Sweep, trials: Sequence[str], done: Set[str]) -> Row:
 
 
 def varied(sweep: Sweep) -> list[str]:
-    """The swept keys but the seed; they are the columns of the results."""
+    """Return the swept keys except the seed, which are the columns of the results."""
     return [key for key in sweep.manifest.keys if key != "seed"]
 
 
 def cells(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """The values of these keys, each as one line of YAML."""
+    """Return the values of these keys, each as one line of YAML."""
     return [scalar(values[key]) for key in keys]
 
 
@@ -161,9 +161,9 @@ def _is_number(value: Any) -> bool:
 
 
 def against(sweep: Sweep, rows: Sequence[Row], key: str) -> list[Curve]:
-    """The metric against a key: a curve for each combination of the other keys.
+    """Return the metric as a function of a key: a curve for each combination of the other keys.
 
-    InputError if no trial is done.
+    Raises InputError if no trial has finished.
     """
     others = [other for other in varied(sweep) if other != key]
     points = [row for row in rows if row.mean is not None]
@@ -173,7 +173,7 @@ def against(sweep: Sweep, rows: Sequence[Row], key: str) -> list[Curve]:
             why=f"no trial is done and has measured {sweep.manifest.metric}",
             next=f"dtt sweep status {sweep.root}",
         )
-    # Numbers in their order, before words in theirs.
+    # Within a curve, sort numbers numerically, followed by strings alphabetically.
     points.sort(
         key=lambda r: (label(r.values, others), not _is_number(r.values[key]), _order(r, key))
     )
@@ -191,7 +191,7 @@ def against(sweep: Sweep, rows: Sequence[Row], key: str) -> list[Curve]:
 
 
 def label(values: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The values of these keys in a line: `optim.lr=0.001, model.dim=64`."""
+    """Return the values of these keys in one line: `optim.lr=0.001, model.dim=64`."""
     return ", ".join(f"{key}={cell}" for key, cell in zip(keys, cells(values, keys), strict=True))
 
 
@@ -201,7 +201,7 @@ def _order(row: Row, key: str) -> Any:
 
 
 def histories(sweep: Sweep, metric: str) -> list[Curve]:
-    """A metric over the steps: a curve for each trial that has measured it."""
+    """Return a metric over the steps: a curve for each trial that has measured it."""
     curves = []
     for trial, record in sweep.manifest.trials.items():
         points = measured(sweep.job(trial), metric)

@@ -1,4 +1,4 @@
-"""The job script: typed parameters in, text out; and the little that dtt asks of Slurm itself."""
+"""Rendering of the job script from typed parameters, and its submission with sbatch."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 NSYS_REPORT = '"$_dtt_job/logs/nsys-$_dtt_tag-%h-%p"'
 
 DEFAULT_LEAD = 120
-LONGEST_LEAD = 65_535  # what `--signal` can hold
+LONGEST_LEAD = 65_535  # seconds; the maximum of `sbatch --signal`
 
-# Words that would open or close something if a line of set-up began with them.
+# Keywords of bash that open or close a construct at the start of a line.
 RESERVED = frozenset(
     "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
 )
 
 NO_ANSWER = re.compile(r"timed out|Zero Bytes|Transport endpoint|Unexpected message", re.IGNORECASE)
-"""In sbatch's words: the request was sent, and what became of it is not known."""
+"""Messages of sbatch after which it is unknown whether the controller processed the request."""
 LONGEST_WAIT = 600
-"""Seconds that sbatch may have waited for an answer."""
+"""Maximum time in seconds that sbatch may have waited for an answer."""
 CLOCKS_DIFFER = 60
-"""Seconds by which the clock of Slurm's controller may differ from ours."""
+"""Maximum difference in seconds between the clock of Slurm's controller and the local one."""
 
 Kind = Literal["train", "tokenize", "other"]
 
 
 class Unanswered(EnvironmentUnfit):
-    """A submission of which nobody knows whether Slurm has accepted it."""
+    """Raised for a submission when it is unknown whether Slurm accepted it."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,28 @@ class Array:
     trials: tuple[Path, ...]
     """Job directories, relative to the working directory."""
     cap: int | None = None
-    """Most tasks at once."""
+    """Maximum number of tasks that run at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Everything that decides the text of a job script."""
+    """The parameters of a job script, which determine its text completely."""
 
     job_name: str
-    """Slurm's name of the job; a `/` becomes a `.`."""
+    """Slurm's name of the job; each `/` is replaced by `.`."""
     job: Path
-    """Job directory, relative to `directory`; of an array the folder of the sweep."""
+    """Job directory, relative to `directory`; for an array the folder of the sweep."""
     directory: Path
-    """Absolute working directory; the job is submitted from here."""
+    """Absolute working directory, from which the job is submitted."""
     argv: tuple[str, ...]
-    """Arguments of dtt; those of `train` without the job directory."""
+    """Arguments of dtt; for `train` without the job directory, which the script appends."""
     kind: Kind
     launch: LaunchConfig
     lead: int = DEFAULT_LEAD
     """Seconds before the time limit at which the job is asked to save and stop."""
     array: Array | None = None
     code: bool = False
-    """Whether the job runs the copy of dtt in `code/` of its directory."""
+    """True if the job runs the copy of dtt in `code/` of its directory."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(PLAIN_NAME, self.job_name):
@@ -118,25 +118,28 @@ class Script:
 
     @property
     def trained(self) -> Path:
-        """Directory of the job that trains: of a pipeline the one beside its own."""
+        """The directory of the training job: `job`, or for a pipeline the directory beside it."""
         if self.argv[0] != "pipeline":
             return self.job
         return self.job.with_name(self.job.name.removesuffix("-pipeline"))
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job."""
+        """The number of nodes of the job."""
         return 1 if self.kind == "other" else self.launch.nodes
 
     @property
     def tasks_per_node(self) -> int:
-        """What Slurm itself starts on a node: one torchrun, or every process."""
+        """The number of tasks that Slurm starts on a node: one torchrun, or every process."""
         one = self.kind == "other" or (self.kind == "train" and self.launch.start == "torchrun")
         return 1 if one else self.launch.processes
 
 
 def render(script: Script) -> str:
-    """The text of the job script; ConfigError when the user's own template does not work."""
+    """Return the text of the job script.
+
+    Raises InputError if the template cannot be read, ConfigError if the user's own template fails.
+    """
     own = script.launch.template
     path = own or TEMPLATE
     try:
@@ -145,7 +148,7 @@ def render(script: Script) -> str:
         raise InputError(
             f"cannot read the template {path}", why=error.strerror, next="launch.template=FILE"
         ) from None
-    except Exception as error:  # a template runs whatever its author wrote
+    except Exception as error:  # the expressions of a user's template can raise anything
         if own is None:
             raise
         raise ConfigError(
@@ -157,7 +160,7 @@ def render(script: Script) -> str:
 
 @cache
 def _template(text: str) -> Template:
-    """A template in which an unknown name is an error and `| q` quotes for bash."""
+    """Compile a template in which an undefined name is an error and `| q` quotes for bash."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -173,14 +176,18 @@ def _quoted(value: object) -> str:
 
 
 def shell_line(line: str) -> str:
-    """A line of the user's set-up, such that it cannot open or close what stands around it."""
+    """Return a user's set-up line, isolated so that it cannot change the script's syntax.
+
+    Lines with an unmatched quote, `fi` or `}` would. Simple lines are returned as they are; all
+    others are quoted and passed to `eval`.
+    """
     words = line.split()
     simple = re.fullmatch(r"[A-Za-z0-9_./+=:@, -]+", line) and words
     return line.strip() if simple and words[0] not in RESERVED else f"eval {shlex.quote(line)}"
 
 
 def _variables(script: Script) -> dict[str, Any]:
-    """What a template may use."""
+    """Return the variables that a template may use."""
     launch = script.launch
     folder = script.job / "logs"
     stem = "%x-%A_%a" if script.array else "%x-%j"
@@ -210,14 +217,14 @@ def _variables(script: Script) -> dict[str, Any]:
 
 
 def _again(script: Script) -> str:
-    """The command that lets the job go on; of an array the one for a single trial."""
+    """Return the command that resumes the job; for an array, the one for a single trial."""
     if script.array is not None:
         return f"dtt sweep retry {script.job.name}"
     return f"sbatch {JobDir(script.job).script}"
 
 
 def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
-    """Options of sbatch and their values; what is not asked for is left to the cluster."""
+    """Return the options of sbatch with their values; unset ones use the cluster's defaults."""
     values = {
         "gpus-per-node": launch.gpus_per_node if launch.gpus else None,
         "cpus-per-task": launch.cpus_per_task,
@@ -234,18 +241,20 @@ def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
 
 
 def _starter(script: Script) -> Iterator[str]:
-    """The command that starts tasks on all nodes."""
+    """Yield the parts of the command that starts tasks on all nodes."""
     launch = script.launch
     if script.kind == "tokenize" and launch.mpi == "mpirun":
         yield f"mpirun -n {script.nodes * script.tasks_per_node}"
         return
     yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
-    if launch.cpus_per_task is not None:  # a step inherits it before Slurm 22.05 only
+    # Since Slurm 22.05, srun no longer inherits --cpus-per-task from sbatch.
+    if launch.cpus_per_task is not None:
         yield f"--cpus-per-task={launch.cpus_per_task}"
     if script.kind == "tokenize" and launch.mpi_plugin is not None:
         yield f"--mpi={launch.mpi_plugin}"
     if script.kind == "train":
-        # Each rank ends by itself; but none waits for ever for those of a lost node.
+        # Let each rank write how it ended instead of killing all at the first failure, but end the
+        # step 60 s after the first rank: the ranks of a lost node would never end.
         yield "--kill-on-bad-exit=0 --wait=60"
 
 
@@ -271,9 +280,10 @@ def _container_options(script: Script) -> Iterator[str]:
 
 
 def lead(job: JobDir, launch: LaunchConfig) -> int:
-    """Seconds before the time limit at which to stop: asked for, or from what the job measured.
+    """Return the seconds before the time limit at which the job is asked to stop.
 
-    Never more than half of the time limit.
+    This is `lead_seconds`, or a value that the job derived from its measured step and save times,
+    at most half of the time limit.
     """
     if launch.lead_seconds is not None:
         return min(launch.lead_seconds, LONGEST_LEAD)
@@ -285,9 +295,10 @@ def lead(job: JobDir, launch: LaunchConfig) -> int:
 
 
 def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
-    """Hand a job script to Slurm from the current folder; returns the job id.
+    """Submit a job script from the current folder; return the job id.
 
-    EnvironmentUnfit, with sbatch's own words, when it refuses; Unanswered when it cannot tell.
+    Raises EnvironmentUnfit with the message of sbatch if Slurm refuses the job, and Unanswered if
+    it is unknown whether Slurm accepted it.
     """
     if shutil.which("sbatch") is None:
         raise EnvironmentUnfit(
@@ -309,7 +320,10 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _accepted(script: Path, since: float, said: str) -> str:
-    """Return the id of a job that Slurm accepted, though sbatch waited in vain for its answer."""
+    """Return the id of a job that Slurm accepted although sbatch received no answer.
+
+    Raises Unanswered if the queue does not show the job either.
+    """
     for seconds in (1, 3, 6):
         time.sleep(seconds)
         if found := squeue.of_script(script, since):

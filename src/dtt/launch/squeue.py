@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: squeue, and sacct where there is accounting; and scancel."""
+"""Queries about Slurm jobs with squeue and, where there is accounting, sacct; and scancel."""
 
 from __future__ import annotations
 
@@ -22,64 +22,64 @@ SACCT = (
     "--format=JobID,State,NodeList,Submit,Start,End,Reason",
 )  # fmt: skip
 PATIENCE = 60
-"""Seconds; a controller that is down takes squeue about 20."""
+"""Timeout in seconds; squeue takes about 20 s to fail when the controller is down."""
 
 
 SUSPENDED = frozenset({"STOPPED", "SUSPENDED"})
-"""It has nodes, and its processes do not run."""
+"""States of a job that has nodes but whose processes are stopped."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job, as Slurm has it."""
+    """A job as recorded by Slurm."""
 
     id: str
     state: str
-    """In Slurm's words: PENDING, RUNNING, CANCELLED, …"""
+    """Slurm's job state: PENDING, RUNNING, CANCELLED, …."""
     nodes: str
-    """As `n[1-2]`; empty without any."""
+    """Node list such as `n[1-2]`; empty if the job has no nodes."""
     reason: str
-    """Why it waits or has ended, in Slurm's words; empty if it says none."""
+    """Slurm's reason why the job waits or has ended; empty if there is none."""
     since: float
-    """When it was submitted or requeued, has started or has ended (unix): whichever its state is
-    about. 0 if Slurm does not say."""
+    """Unix time of the event that led to the state: submission or requeue of a queued job, start of
+    a running job, end of a finished one. 0 if Slurm does not report it."""
     before: str = ""
-    """How its run before this one ended, if Slurm itself started it again; needs accounting."""
+    """Final state of the previous run, if Slurm itself requeued the job; needs accounting."""
 
     @property
     def queued(self) -> bool:
-        """Whether it waits for its turn."""
+        """True if the job waits in the queue."""
         return self.state in QUEUED
 
     @property
     def running(self) -> bool:
-        """Whether it has nodes."""
+        """True if the job has nodes."""
         return self.state in RUNNING
 
     @property
     def suspended(self) -> bool:
-        """True if its processes are stopped until Slurm resumes them."""
+        """True if the job's processes are stopped until Slurm resumes them."""
         return self.state in SUSPENDED
 
     @property
     def withdrawn(self) -> bool:
-        """True if it was cancelled before it had nodes."""
+        """True if the job was cancelled before it had nodes."""
         return self.state == "CANCELLED" and not self.nodes
 
     @property
     def live(self) -> bool:
-        """Whether something may still come of it."""
+        """True if the job is queued or running."""
         return self.queued or self.running
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What Slurm said about the jobs it was asked for."""
+    """Slurm's answer to a query about jobs."""
 
     jobs: dict[str, SlurmJob]
-    """By id; those that it does not know (any more) are not here."""
+    """Jobs by id, without those that Slurm does not know (any more)."""
     silence: str | None = None
-    """Why there was no answer, if there was none."""
+    """Reason why Slurm gave no answer; None if it did."""
 
 
 def ask(ids: Collection[str]) -> Answer:
@@ -88,18 +88,19 @@ def ask(ids: Collection[str]) -> Answer:
         return Answer({})
     listed = f"--jobs={','.join(sorted(ids))}"
     code, out, error = _run([*SQUEUE, listed])
-    if code != 0 and "Invalid job id" not in error:  # said of a single job that it has forgotten
+    # squeue fails with "Invalid job id" if asked about a single job that it has forgotten.
+    if code != 0 and "Invalid job id" not in error:
         return Answer({}, silence=error or f"squeue ended with {code}")
     try:
         jobs = _parse(out)
     except ValueError:
         return Answer({}, silence="squeue printed something else than jobs")
-    # Accounting knows what the controller has forgotten, and how a requeued job ended before.
+    # Accounting knows jobs that the controller has forgotten, and how runs before a requeue ended.
     if any(id not in jobs or jobs[id].queued for id in ids):
         _, out, _ = _run([*SACCT, listed])
         try:
             past = _parse(out)
-        except ValueError:  # a job that is not found there is told from its files
+        except ValueError:  # unusable output of sacct: the jobs' own files must suffice
             past = {}
         for id, job in past.items():
             jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
@@ -107,9 +108,10 @@ def ask(ids: Collection[str]) -> Answer:
 
 
 def of_script(script: Path, since: float) -> list[str] | None:
-    """Return the ids of the live jobs that run `script` and were submitted after `since` (unix).
+    """Return the ids of live jobs that run `script` and were submitted after the time `since`.
 
-    None if Slurm gives no answer. For a submission that sbatch itself could not confirm.
+    `since` is a Unix time. Returns None if Slurm gives no answer. This finds submissions that
+    sbatch itself could not confirm.
     """
     code, out, _ = _run(["squeue", "--noheader", "--me", "--format=%F|%V|%o"])
     rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
@@ -118,22 +120,22 @@ def of_script(script: Path, since: float) -> list[str] | None:
 
 
 def cancel(id: str) -> None:
-    """Take a job out of the queue, or end it; EnvironmentUnfit, in Slurm's words, if it cannot."""
+    """Cancel a queued or running job; EnvironmentUnfit with Slurm's message if it cannot."""
     code, _, error = _run(["scancel", id])
     if code != 0:
         raise EnvironmentUnfit(f"cannot cancel job {id}", why=error or f"scancel: {code}")
 
 
 def _ended_before(last: SlurmJob) -> str:
-    """How the previous run ended, told by the last row that accounting has of a queued job."""
+    """Return the final state of the previous run from the last accounting row of a queued job."""
     return last.before if last.live else last.state
 
 
 def _run(argv: list[str]) -> tuple[int, str, str]:
-    """Exit code, output, and what went wrong in a line."""
+    """Return a command's exit code, its output, and the last line of its error output."""
     if shutil.which(argv[0]) is None:
         return 127, "", f"there is no {argv[0]} here"
-    env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # unix time: no time zone to guess
+    env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # Unix time is independent of the time zone
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, env=env, check=False, timeout=PATIENCE
@@ -145,7 +147,7 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
 
 
 def _parse(out: str) -> dict[str, SlurmJob]:
-    """The last row of each job; `before` is the state of the row before it."""
+    """Return the last row of each job; `before` is the state of the row before it."""
     jobs: dict[str, SlurmJob] = {}
     for line in out.splitlines():
         id, state, nodes, submit, start, end, reason = line.split("|", 6)
@@ -163,9 +165,10 @@ def _parse(out: str) -> dict[str, SlurmJob]:
 
 
 def current(ids: Iterable[str], answer: Answer) -> SlurmJob | None:
-    """Of a job's submissions, oldest first, the one that counts: running, else queued, else last.
+    """Return the current one of a job's submissions, whose ids are given oldest first.
 
-    A successor waits in the queue while its predecessor runs.
+    That is the running one, else the queued one, else the last. A running one takes precedence over
+    a queued one, which may be its successor.
     """
     known = [answer.jobs[id] for id in ids if id in answer.jobs]
     rank = {job.id: (job.running, job.queued, i) for i, job in enumerate(known)}

@@ -1,4 +1,4 @@
-"""Jobs handed to Slurm, and what each job directory keeps of that."""
+"""Submission of jobs to Slurm, and the record of it in each job directory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, ty
 
 
 def submit(script: Script) -> str:
-    """Write the job script and hand it to Slurm; returns the job id, of an array that of all."""
+    """Write the job script and submit it; return the job id, for an array that of all tasks."""
     folder = JobDir(script.job)
-    folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm makes none
+    folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
     write_atomically(folder.script, slurm.render(script))
     folder.script.chmod(0o755)
     jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
@@ -43,7 +43,7 @@ def submit(script: Script) -> str:
 
 
 def submit_again(job: JobDir) -> str:
-    """Hand a job's script to Slurm once more, to run where it ran before; returns the job id."""
+    """Submit a job's existing script again, from its original folder; return the job id."""
     argv, directory = _last(job)
 
     def record(id: str | None) -> None:
@@ -68,19 +68,19 @@ def find_unanswered(job: JobDir) -> list[str]:
 
 
 def argv(job: JobDir) -> list[str]:
-    """The arguments of dtt that a job runs."""
+    """Return the arguments of dtt with which a job runs."""
     return _last(job)[0]
 
 
 def directory(job: JobDir) -> Path:
-    """The folder that these arguments are relative to."""
+    """Return the folder to which these arguments are relative."""
     return _last(job)[1] or Path.cwd()
 
 
 def _last(job: JobDir) -> tuple[list[str], Path | None]:
-    """Arguments and working directory of the newest submission that tells them."""
+    """Return arguments and working directory of the newest submission that recorded them."""
     told = list(tail(job.submissions, {"argv": list, "directory": str}))
-    if not told:  # trained by hand so far
+    if not told:  # never submitted: only trained without Slurm
         return ["train", str(job.root)], None
     return [str(argument) for argument in told[-1]["argv"]], Path(told[-1]["directory"])
 
@@ -93,7 +93,10 @@ def _record(
     task: int | None,
     script: Path,
 ) -> None:
-    """Append a submission. `id`: None if sbatch did not answer. `task`: of an array."""
+    """Append a record of a submission.
+
+    `id` is None if sbatch did not answer. `task` is the index of a task of an array, else None.
+    """
     record: dict[str, object] = {
         "time": int(time.time()),
         "job_id": id if id is None or task is None else f"{id}_{task}",
@@ -101,14 +104,14 @@ def _record(
         "argv": list(argv),
         "directory": str(directory or Path.cwd()),
     }
-    if id is None:  # what it can be found by
+    if id is None:  # `find_unanswered` finds the job by these
         record |= {"script": str(script.absolute()), "task": task}
     append(job.submissions, json.dumps(record) + "\n")
 
 
 @contextmanager
 def _noted(record: Callable[[str | None], None]) -> Iterator[None]:
-    """Record a submission that Slurm may have accepted though sbatch does not know."""
+    """Record a submission that Slurm may have accepted although sbatch received no answer."""
     try:
         yield
     except slurm.Unanswered:
@@ -118,14 +121,14 @@ def _noted(record: Callable[[str | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _requests_taken_back(jobs: Sequence[JobDir]) -> Iterator[None]:
-    """Remove requests that nobody was left to hear; put them back if Slurm refuses the jobs."""
+    """Remove requests that no process received; restore them if Slurm refuses the jobs."""
     paths = [path for job in jobs for path in (job.stop, job.save) if path.exists()]
     said = {path: tolerant(path, read_small) or b"" for path in paths}
     for path in said:
         remove(path)
     try:
         yield
-    except slurm.Unanswered:  # the job may be accepted, and is not to hear them
+    except slurm.Unanswered:  # Slurm may have accepted the job, which must not receive old requests
         raise
     except DttError:
         for path, text in said.items():

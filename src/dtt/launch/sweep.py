@@ -1,7 +1,7 @@
-"""What a sweep consists of: its trials, planned from a sweep file and kept in a manifest.
+"""The trials of a sweep, planned from a sweep file and stored in a manifest.
 
-A trial is a job of its own, `jobs/<sweep>/<trial>/`. What it sets is in the manifest, never in its
-name.
+A trial is a job of its own, `jobs/<sweep>/<trial>/`. The manifest, not its name, records the values
+it sets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from dtt.runtime.jobdir import JobDir
 
 
 class TrialRecord(Record):
-    """One trial: what it sets, and its job directory within the sweep's folder."""
+    """A trial in the manifest: the values it sets, and its folder within that of the sweep."""
 
     values: dict[str, Any]
     folder: str
 
 
 class SweepManifest(Manifest):
-    """The trials of a sweep by id. Made by `sweep submit`, grown by submitting a longer file."""
+    """The manifest of a sweep: its trials by id.
+
+    `dtt sweep submit` writes it, and extends it when a sweep file with more trials is submitted.
+    """
 
     holds: ClassVar[str] = "sweep"
     made_by: ClassVar[str] = "dtt sweep submit"
@@ -38,11 +41,11 @@ class SweepManifest(Manifest):
     format: Literal["dtt-sweep-1"] = "dtt-sweep-1"
     name: str
     source: str
-    """The sweep file, as it was named."""
+    """Sweep file as given on the command line."""
     keys: tuple[str, ...]
-    """What varies."""
+    """Keys that vary between trials."""
     logarithmic: tuple[str, ...]
-    """Those whose values are spread over a logarithmic axis."""
+    """Keys whose values are spread logarithmically."""
     metric: str
     goal: Literal["min", "max"]
     concurrency: int | None
@@ -61,11 +64,14 @@ class Sweep:
     manifest: SweepManifest
 
     def job(self, trial: str) -> JobDir:
-        """The job directory of a trial."""
+        """Return the job directory of a trial."""
         return JobDir(self.root / self.manifest.trials[trial].folder)
 
     def chosen(self, names: list[str]) -> list[str]:
-        """These trials, named by id or folder, or all if none is; InputError for one unknown."""
+        """Return the ids of trials named by id or folder, or all if `names` is empty.
+
+        Raises InputError for an unknown trial.
+        """
         ids = [Path(name).name for name in names]
         unknown = [trial for trial in ids if trial not in self.manifest.trials]
         if unknown:
@@ -78,7 +84,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is planned."""
+    """A planned trial."""
 
     id: str
     values: dict[str, Any]
@@ -87,7 +93,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A combination that makes no trial."""
+    """A combination of values that yields no trial."""
 
     values: dict[str, Any]
     why: str
@@ -95,7 +101,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every combination of a sweep file: a trial, or dropped."""
+    """A planned sweep: every combination of the sweep file is either a trial or dropped."""
 
     file: SweepFile
     trials: tuple[Trial, ...]
@@ -103,11 +109,11 @@ class Plan:
 
     @property
     def root(self) -> Path:
-        """Folder of the sweep."""
+        """The folder of the sweep."""
         return Path("jobs") / self.file.sweep.name
 
     def write(self) -> Sweep:
-        """Make the job directories and, last, the manifest; trials of before stay."""
+        """Write the job directories and, last, the manifest; earlier trials are kept."""
         for trial in self.trials:
             config = trial.resolved.config
             text = explain.show(config, trial.resolved.layer)
@@ -137,18 +143,16 @@ LOGARITHMIC = ("logspace", "loguniform")
 
 
 def _known(root: Path) -> SweepManifest | None:
-    """The sweep that is there already."""
+    """Return the manifest of the sweep that exists in a folder; None if there is none."""
     return SweepManifest.read(root) if SweepManifest.exists(root) else None
 
 
 def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = None) -> Plan:
-    """Turn a sweep file into trials, on the cluster of `profile`; writes nothing.
+    """Plan the trials of a sweep file, on the cluster of `profile`; writes nothing.
 
-    `model_of` is that of `resolve`.
-
-    A combination that a filter excludes, that cannot be configured or that equals another is
-    dropped and says why. ConfigError if none is left, if there are more than `max_trials`, or if
-    the folder holds another sweep.
+    `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if a
+    filter excludes it, its configuration is invalid, or it equals another one. Raises ConfigError
+    if no trial is left, if there are more than `max_trials`, or if the folder holds another sweep.
     """
     file = read(path)
     if profile is not None:
@@ -188,11 +192,15 @@ def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = Non
 
 
 def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
-    """A function from values to a trial's id: the one it has, or the next number and a hash."""
+    """Return a function that maps values to a trial's id.
+
+    It is the existing id of a known trial, else the next number and a hash of the values.
+    """
     known = {fingerprint(t.values): id for id, t in before.trials.items()} if before else {}
     numbers = (id.partition("-")[0] for id in known.values())
     taken = [int(number) for number in numbers if number.isdecimal()]
-    free = count(max(taken, default=0) + 1)  # not by how many there are: some were never made
+    # Continue after the largest number, not after the number of trials: some were never created.
+    free = count(max(taken, default=0) + 1)
 
     def number(values: Mapping[str, Any]) -> str:
         identity = fingerprint(values)
@@ -204,7 +212,7 @@ def _numbering(before: SweepManifest | None) -> Callable[[Mapping[str, Any]], st
 
 
 def _named(file: SweepFile, id: str, values: dict[str, Any], resolved: Resolved) -> Trial:
-    """The trial, its configuration with its name."""
+    """Return the trial, with its name in its configuration."""
     name = f"{file.sweep.name}/{id}"
     layer = resolved.layer | {("name",): Leaf(name, resolved.origin("name"))}
     return Trial(id, values, load.check(layer))
@@ -215,7 +223,7 @@ def _in_words(error: Mistakes) -> Iterator[str]:
 
 
 def _check_unchanged(folder: Path, trial: Trial) -> None:
-    """ConfigError if the trial exists and was made from another base."""
+    """Raise ConfigError if the trial exists and was made from another base."""
     if not JobDir(folder).config.exists():
         return
     changed = changes_on_resume(load_job(folder), trial.resolved.config)
@@ -244,7 +252,7 @@ def _check_number(sweep: SweepConfig, number: int, dropped: list[Dropped]) -> No
 
 
 def find(name: str) -> Sweep:
-    """The sweep in a folder, of a name, or of a sweep file; InputError if there is none."""
+    """Return the sweep of a folder, a name or a sweep file; InputError if there is none."""
     path = Path(name)
     if path.is_file() and path.suffix in (*SUFFIXES, ".py"):
         path = Path("jobs") / read(path).sweep.name

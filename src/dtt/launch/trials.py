@@ -1,4 +1,7 @@
-"""Trials as processes of this machine, N at a time; whatever ends the parent, each one saves."""
+"""Concurrent trials of a sweep as local processes.
+
+However the parent process ends, each trial saves and stops.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ from dtt.runtime.log import log
 
 
 def run(jobs: Sequence[JobDir], at_once: int, gpus: Sequence[str]) -> None:
-    """Train each job to its end, `at_once` side by side.
+    """Train each job to its end, `at_once` at a time.
 
-    SIGINT and SIGTERM go to every trial under way, which saves and stops; no further one begins.
+    SIGINT and SIGTERM are forwarded to every running trial, which saves and stops; no further trial
+    starts.
     """
     asyncio.run(_Crew(deque(jobs)).run(shares(gpus, min(at_once, len(jobs)))))
 
 
 def shares(gpus: Sequence[str], slots: int) -> list[list[str]]:
-    """The GPUs of each of so many trials at once; where there are fewer, trials share one."""
+    """Distribute GPUs over `slots` concurrent trials; if there are fewer, trials share one."""
     if not gpus:
         return [[] for _ in range(slots)]
     each = len(gpus) // slots
@@ -39,11 +43,11 @@ def shares(gpus: Sequence[str], slots: int) -> list[list[str]]:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, told without torch."""
+    """Return the GPUs of this machine as in CUDA_VISIBLE_DEVICES, without importing torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name.strip()]
-    if shutil.which("nvidia-smi") is not None:  # unlike /proc, it counts this container's only
+    if shutil.which("nvidia-smi") is not None:  # unlike /proc, lists only GPUs of this container
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
         return [str(number) for number in range(listed.stdout.count("GPU "))]
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
@@ -53,7 +57,7 @@ def visible_gpus() -> list[str]:
 
 @dataclass
 class _Crew:
-    """What waits, and what runs."""
+    """A pool of workers that train queued jobs."""
 
     waiting: deque[JobDir]
     running: set[asyncio.subprocess.Process] = field(default_factory=set)
@@ -75,7 +79,7 @@ class _Crew:
                 process.send_signal(number)
 
     async def _work(self, gpus: list[str], threads: str) -> None:
-        """Train one after the other on these GPUs."""
+        """Train one job after the other on these GPUs."""
         env = {"OMP_NUM_THREADS": threads} | os.environ
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -101,7 +105,7 @@ class _Crew:
                 preexec_fn=local.stop_with_parent,
             )
         self.running.add(process)
-        if self.told_to_stop:  # in the moment between
+        if self.told_to_stop:  # the signal arrived while the process was starting
             process.terminate()
         code = await process.wait()
         self.running.discard(process)
@@ -109,7 +113,7 @@ class _Crew:
 
 
 def _log(job: JobDir, attempt: int) -> Path:
-    """Where an attempt's output goes; `latest.log` leads there."""
+    """Return the log file of an attempt, and point `latest.log` to it."""
     path, latest = job.logs / f"train-local-{attempt}.log", job.logs / "latest.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     latest.unlink(missing_ok=True)
@@ -118,7 +122,7 @@ def _log(job: JobDir, attempt: int) -> Path:
 
 
 def _argv(job: JobDir, gpus: int) -> list[str]:
-    """A process per GPU, or as many as `pipeline.train_processes` says."""
+    """Return the command line of a trial, with a process per GPU or `pipeline.train_processes`."""
     config = load_job(job.root)
     wanted = config.pipeline.train_processes
     processes = wanted or (gpus if config.train.device != "cpu" else 1) or 1
@@ -128,7 +132,10 @@ def _argv(job: JobDir, gpus: int) -> list[str]:
 
 
 def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
-    """How an attempt ended, in a line; written down where the trial itself no longer could."""
+    """Return how an attempt ended, in one line.
+
+    If the trial was killed before it could write exit.json, this function writes it.
+    """
     if job.exit_record(attempt) is None and code != ExitCode.DONE:
         if job.attempt() < attempt:
             job.begin_attempt()
@@ -140,7 +147,7 @@ def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
 
 
 def _last_line(path: Path) -> str | None:
-    """The last line of a log that says anything."""
+    """Return the last non-empty line of a log; None if there is none."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))
         lines = file.read().decode(errors="replace").splitlines()
