@@ -143,8 +143,7 @@ def _tiled(
 
 
 def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocate both outputs with the heads of a token adjacent, as the output projection reads
-    them."""
+    """Allocate both outputs in the layout [B, T, H, K], which the output projection reads."""
     B, H, T, K = q.shape
     out = q.new_empty(B, T, H, K).transpose(1, 2)
     return out, q.new_empty(B, T, H, dtype=_wide(q)).transpose(1, 2)
