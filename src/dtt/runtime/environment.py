@@ -108,7 +108,7 @@ def _version(package: str) -> str:
 def _driver() -> str:
     """Return the version of NVIDIA's driver, or `none`.
 
-    The line is, for example, `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  …`.
+    It is in a line such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  …`.
     """
     text = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.exists() else ""
     found = re.search(r"\d+\.[\d.]*\d", text)

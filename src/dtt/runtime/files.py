@@ -99,7 +99,7 @@ def append(path: Path, line: str) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Set the file name of an OSError raised inside to `path`.
+    """Set the file name of an OSError that is raised inside to `path`.
 
     The system does not report a name once the file is open, or reports that of the temporary file.
     """

@@ -41,7 +41,7 @@ ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float
 TAIL = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 LITTER_SECONDS = 60
-"""Age in seconds at which a temporary file is assumed to be abandoned."""
+"""Age in seconds at which a temporary file of another command counts as abandoned."""
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
@@ -98,7 +98,7 @@ class JobDir:
 
     @property
     def acknowledged(self) -> Path:
-        """The last request that the job has acknowledged, and the step."""
+        """Record of the last request that the job has acknowledged, and of the step."""
         return self.root / "control" / "acknowledged.json"
 
     @property

@@ -115,7 +115,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def end(error: DttError, *, silent: bool = False) -> None:
-    """End this process immediately with the exit code of `error`, from any thread."""
+    """End this process immediately with the exit code of `error`, from any thread.
+
+    It does not return. `silent` prints no message.
+    """
 
     def tell() -> None:
         if not silent:

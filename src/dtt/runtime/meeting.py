@@ -122,8 +122,10 @@ class Files:
             file.write(json.dumps(value).encode() + b"\n")
 
     def _hear(self, rank: int) -> Any:
-        """Return the next value from a rank; wait for it, and poll less often the longer it
-        takes."""
+        """Wait for the next value from a rank and return it.
+
+        The time between two checks grows with the time waited, from 1 ms to 1 s.
+        """
         start = time.monotonic()
         while True:
             with _reopened(self._path(rank, "words")) as file:
