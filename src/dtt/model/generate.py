@@ -151,7 +151,7 @@ def sample(
 ) -> int:
     """Draw one token id; see `generate_batch` for the options.
 
-    Raises Diverged if a logit is not a finite number.
+    Raises Diverged if a logit is NaN or +inf.
     """
     highest = logits_V.max()
     if not highest.isfinite():  # max() is NaN if any logit is

@@ -4,10 +4,11 @@ Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, K head
 under context parallelism, where the queries are some chunks of the sequence.
 
 torch's flash kernel for CPUs takes dense masks only, so it is called for one tile at a time: a
-range of queries, and the keys they may attend to. A tile is a whole document. If a document is
-longer than the window, or began before the chunk, a tile is `TILE` queries with all keys they see,
-under a mask that all such tiles share. Two custom operators, forward and backward, hide the tiles
-from the compiler: they differ in every batch, and each would need its own tensors.
+range of queries, and the keys they may attend to. The first tile of a document is plain causal
+attention over the document, or over its first `window` tokens. The rest of a longer document, or of
+one that began before the chunk, is split into tiles of `TILE` queries with all keys they see, under
+a mask that all such tiles share. Two custom operators, forward and backward, hide the tiles from
+the compiler: they differ in every batch, and each would need its own tensors.
 """
 
 from __future__ import annotations
