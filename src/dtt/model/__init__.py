@@ -1,2 +1,2 @@
-"""The decoder and its families.
-May touch:  single-device code that knows of no process group:config, runtime."""
+"""Decoder-only transformer models and their families, for a single device.
+May touch: config, runtime."""

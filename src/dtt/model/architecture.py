@@ -1,4 +1,4 @@
-"""What a decoder is made of, with nothing left open: every axis chosen, every size known."""
+"""The fully resolved description of a decoder, and helpers that resolve its sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dtt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A resolved decoder. `Decoder` is built from this alone; families make it."""
+    """The resolved architecture of a decoder: every option chosen, every size known.
+
+    `Decoder` is built from this alone. `Family.architecture` and `Family.read_hf_config` create it.
+    """
 
     family: str
     vocab_size: int
@@ -23,38 +26,40 @@ class Architecture:
     head_dim: int
     ffn_dim: int
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
-    """`rmsnorm_plus_one` keeps its weight as the distance from one, as Gemma does."""
+    """`rmsnorm_plus_one` multiplies by 1 + weight, as Gemma does."""
     norm_eps: float
     qk_norm: bool
-    """Whether each head's queries and keys are normed, before they are rotated."""
+    """True to normalise each head's queries and keys, before the rotary embedding."""
     sandwich_norm: bool
-    """Whether what attention and MLP give is normed too, before it is added."""
+    """True to normalise the outputs of attention and MLP too, before the residual addition."""
     position: Literal["learned", "rope"]
     rope_theta: float
     rope_scaling: RopeScaling
     rope_local_theta: float | None
-    """Base in layers with a window, which then have no scaling; None: as the other layers."""
+    """RoPE base of sliding-window layers, which then use no RoPE scaling; None: same as other
+    layers."""
     windows: tuple[int | None, ...]
-    """For each layer, how many tokens one may attend to, itself included; None: all before it."""
+    """Sliding-window size of each layer in tokens, the current one included; None: full causal
+    attention."""
     mlp: Literal["gelu", "swiglu", "geglu"]
     bias: bool
-    """Whether linear layers (the head excepted) have one."""
+    """True if linear layers (except the head) have a bias."""
     tie_embeddings: bool
     embed_scale: float
-    """Multiplies the token embeddings."""
+    """Multiplier of the token embeddings."""
     attn_scale: float
-    """Multiplies the products of queries and keys."""
+    """Multiplier of the attention scores q kᵀ."""
     residual_scale: float
-    """Multiplies what attention and MLP add to the residual stream."""
+    """Multiplier of the outputs of attention and MLP, before the residual addition."""
     logit_scale: float
-    """Multiplies the final hidden states, before the head."""
+    """Multiplier of the final hidden states, before the head."""
     logit_softcap: float | None
-    """c of c * tanh(logits / c)."""
+    """Soft cap c of the logits: c * tanh(logits / c); None: no cap."""
     init_std: float
     dropout: float
 
     def rope(self, layer: int) -> tuple[float, RopeScaling] | None:
-        """Base and scaling of the rotary embedding in a layer; None with learned positions."""
+        """Return the RoPE base and scaling of layer `layer`, or None with learned positions."""
         if self.position == "learned":
             return None
         if self.windows[layer] is not None and self.rope_local_theta is not None:
@@ -63,12 +68,16 @@ class Architecture:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def fit_vocabulary(cfg: ModelConfig, tokenizer_size: int) -> int:
-    """Rows of the embedding; ConfigError if the tokenizer has ids beyond them."""
+    """Return the number of rows of the embedding.
+
+    Without `model.vocab_size` this is the tokenizer's size, rounded up to a multiple of 64. Raises
+    ConfigError if the tokenizer has more ids than `model.vocab_size`.
+    """
     if cfg.vocab_size is None:
         return round_up(tokenizer_size, 64)
     if cfg.vocab_size < tokenizer_size:
@@ -82,7 +91,10 @@ def fit_vocabulary(cfg: ModelConfig, tokenizer_size: int) -> int:
 
 
 def fit_context(cfg: ModelConfig, seq_len: int) -> int:
-    """Longest context; ConfigError if training sequences would be longer."""
+    """Return the maximum context length in tokens.
+
+    Raises ConfigError if training sequences are longer than `model.max_seq_len`.
+    """
     if cfg.max_seq_len is None:
         return seq_len
     if cfg.max_seq_len < seq_len:

@@ -1,11 +1,11 @@
-"""Who attends to whom, and which kernel computes it: one `Attend` for each layer and forward pass.
+"""Attention backends: one `Attend` function for each layer and forward pass.
 
-Shapes: B sequences, T tokens, S tokens in a cache or on all processes that share a sequence,
-H query heads, G key/value heads, K head_dim.
+Shapes: B sequences, T tokens, S tokens in a cache or on all ranks that share a sequence, H query
+heads, G key/value heads, K head_dim.
 
-Plain causal attention is SDPA's. Documents and windows are skipped, not masked out, by tiles on a
-CPU and by FlexAttention on a GPU: no mask has [T, T] numbers. These also attend from a part of the
-sequence to all of it.
+Plain causal attention uses SDPA. Document masks and sliding windows use block-sparse attention:
+tiles of SDPA on a CPU, FlexAttention on a GPU. Both skip masked blocks and never materialise a [T,
+T] mask. Both also support queries that are a part of the sequence (context parallelism).
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from dtt.model.tiles import tiled_attention
 from dtt.runtime.compilation import compiler
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries [B, H, T, K], keys and values [B, G, T, K] to [B, H, T, K]."""
+"""An attention function: queries [B, H, T, K], keys and values [B, G, T, K] → [B, H, T, K]."""
 
 Backend = Literal["SDPA", "SDPA in tiles", "FlexAttention"]
 EAGER_MASK = 128
-"""Tokens up to which a block mask, at most one block then, is made without compilation."""
+"""Sequence length in tokens up to which the block mask is created uncompiled: it is at most one
+block."""
 
 
 def choose(
     device: torch.device, seq_len: int, documents: bool, window: int | None, whole: bool = True
 ) -> Backend:
-    """What computes attention over `seq_len` tokens, in documents of their own or a window.
+    """Return the attention backend for `seq_len` tokens, with separate documents or a window.
 
-    `whole`: no other process has some of the tokens.
+    `whole`: no other rank holds some of the tokens.
     """
     if whole and not documents and (window is None or window >= seq_len):
         return "SDPA"
@@ -57,9 +58,10 @@ def describe(
     asked: AttentionKernel = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Return the choice for each layer in a line, for the start of a run.
+    """Return one line for the log that names the backend of each layer.
 
-    EnvironmentUnfit if `asked` cannot compute plain causal attention of these sizes in `dtype`.
+    Raises EnvironmentUnfit if `asked` cannot compute plain causal attention of these sizes in
+    `dtype`.
     """
     layers = Counter(
         f"SDPA ({running_kernel(arch, device, seq_len, asked, dtype)})"
@@ -90,9 +92,10 @@ def attends(
     cache: KVCache | None,
     asked: AttentionKernel = "auto",
 ) -> list[Attend]:
-    """What each layer attends with, in this forward pass; layers with one window share it.
+    """Return the attention function of each layer for this forward pass.
 
-    With a cache that holds tokens, there is one new token. One that holds none takes a prompt.
+    Layers with the same window share one. An empty cache takes a whole prompt; a cache that holds
+    tokens takes one new token (ValueError otherwise).
     """
     if cache is not None and any(cache.lengths):
         if tokens_BT.shape[1] > 1:
@@ -116,10 +119,10 @@ def attends_from_chunks(
     chunks: Sequence[range],
     gather: Callable[[Tensor], Tensor],
 ) -> list[Attend]:
-    """What each layer attends with where other processes have other tokens of the same sequences.
+    """Return the attention function of each layer under context parallelism.
 
-    This one has `chunks` of one length, given by their places among the S tokens. `gather` puts
-    together what all processes have of a tensor [..., T, K]: [..., S, K], in the tokens' order.
+    This rank holds `chunks`, all of the same length, given as ranges of positions among the S
+    tokens. `gather` all-gathers a tensor [..., T, K] to [..., S, K], in the order of the tokens.
     """
     made = {
         w: Gathered(gather, _attend(arch.attn_scale, tokens_BS, documents_BS, w, chunks))
@@ -149,19 +152,19 @@ def _attend(
 
 @dataclass(frozen=True)
 class Causal:
-    """Every token attends to itself and to all before it."""
+    """Causal attention with SDPA."""
 
     scale: float
     allowed: Kernels = ()
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`."""
+        """Compute attention; see `Attend`."""
         return sdpa(q_BHTK, k_BGTK, v_BGTK, self.allowed, scale=self.scale, is_causal=True)
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """On a CPU: to the last `window` tokens of its document."""
+    """Block-sparse attention on a CPU, within the last `window` tokens of the same document."""
 
     scale: float
     documents_BS: Tensor | None
@@ -169,34 +172,34 @@ class Tiled:
     starts: tuple[int, ...] = (0,)
 
     def __call__(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
-        """As `Attend`; with more keys than queries, these are chunks that begin at `starts`."""
+        """Compute attention; with more keys than queries, the query chunks begin at `starts`."""
         limits = self.documents_BS, self.window, self.scale, self.starts
         return tiled_attention(q_BHTK, k_BGSK, v_BGSK, *limits)
 
 
 @dataclass(frozen=True)
 class Flex:
-    """The same on a GPU, with FlexAttention (Dong et al., 2024).
+    """Block-sparse attention on a GPU with FlexAttention (Dong et al., 2024).
 
-    Where that cannot be compiled: with SDPA and a dense mask.
+    If FlexAttention cannot be compiled, it uses SDPA with a dense mask.
     """
 
     scale: float
     rule: Callable[..., Tensor]
-    """FlexAttention's `mask_mod`."""
+    """`mask_mod` function of FlexAttention."""
     shape: tuple[int, int, int]
-    """Sequences that have a mask of their own (1: all have the same), queries, keys."""
+    """Number of sequences with their own mask (1: all share one), of queries, and of keys."""
     device: torch.device
     block_mask: Any
-    """None where it could not be compiled."""
+    """FlexAttention's `BlockMask`; None if it could not be compiled."""
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`."""
+        """Compute attention; see `Attend`."""
         if compiler.failure:
             return self.dense(q_BHTK, k_BGTK, v_BGTK)
         kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
         width = q_BHTK.shape[-1]
-        if width < 16:  # narrower heads the kernels do not take
+        if width < 16:  # the kernels need a head_dim of at least 16
             q_BHTK, k_BGTK, v_BGTK = (F.pad(x, (0, 16 - width)) for x in (q_BHTK, k_BGTK, v_BGTK))
         out_BHTK: Any = kernel(
             q_BHTK,
@@ -206,21 +209,21 @@ class Flex:
             scale=self.scale,
             enable_gqa=grouped_heads(q_BHTK, k_BGTK),
         )
-        if out_BHTK is None:  # it has just failed to compile
+        if out_BHTK is None:  # compilation failed in this call
             out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)
         narrowed: Tensor = out_BHTK[..., :width]
         return narrowed
 
     def dense(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`, with a mask of [T, S] bits: slower, and no less exact.
+        """Compute attention with SDPA and a boolean mask [T, S]: slower, but equally exact.
 
-        FlexAttention without compilation would hold the scores of all heads in fp32 instead.
+        FlexAttention without compilation would instead materialise the scores of all heads in fp32.
         """
         return sdpa(q_BHTK, k_BGTK, v_BGTK, WITH_A_MASK, scale=self.scale, attn_mask=self.mask)
 
     @cached_property
     def mask(self) -> Tensor:
-        """[B or 1, 1, T, S]: the rule for every pair of a query and a key."""
+        """Boolean mask [B or 1, 1, T, S]: True where the query may attend to the key."""
         rows, queries, keys = (torch.arange(n, device=self.device) for n in self.shape)
         seen = self.rule(rows[:, None, None], rows[0], queries[:, None], keys)
         return seen.expand(self.shape)[:, None]
@@ -233,9 +236,9 @@ def flex(
     window: int | None,
     chunks: Sequence[range] | None = None,
 ) -> Flex:
-    """Find the blocks of queries and keys that meet at all; the kernels pass over the others.
+    """Build a `Flex` with the block mask, which lets the kernels skip fully masked blocks.
 
-    `chunks`: the places of the queries among the S tokens, if they are not all of these.
+    `chunks`: positions of the queries among the S tokens, if the queries are only a part of them.
     """
     rows, length = tokens_BS.shape
     places_T = None
@@ -256,11 +259,11 @@ def flex(
 def visible(
     documents_BS: Tensor | None, window: int | None, places_T: Tensor | None = None
 ) -> Callable[..., Tensor]:
-    """FlexAttention's `mask_mod`: whether query `q` of sequence `b` may attend to key `k`.
+    """Return FlexAttention's `mask_mod`: True if query `q` of sequence `b` may attend to key `k`.
 
-    It may to itself and to those before it, as far back as the window and its document go. Each
-    document's number stands at its tokens, which follow one another. Query `q` is that of the token
-    at `places_T[q]`, or at q.
+    A token attends to itself and to earlier tokens, limited by the window and its document.
+    `documents_BS` holds the document id of each token; documents are contiguous. Query `q` is at
+    position `places_T[q]`, or at q without `places_T`.
     """
 
     def mask_mod(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -278,9 +281,13 @@ def visible(
 
 @cache
 def _flex_kernel(*, part_of_a_graph: bool) -> Callable[..., Any]:
-    """FlexAttention, for the graph that is being compiled, or else compiled by itself: then None
-    comes out where that fails. Plain, it would compute all [T, T] products."""
-    from torch.nn.attention.flex_attention import flex_attention  # imported only where used
+    """Return FlexAttention: as it is inside a graph that is being compiled, else compiled alone.
+
+    Compiled alone, it returns None if compilation fails. Uncompiled, FlexAttention would
+    materialise all [T, T] scores.
+    """
+    # imported only where used: the import is slow
+    from torch.nn.attention.flex_attention import flex_attention
 
     kernel: Any = flex_attention
     return kernel if part_of_a_graph else compiler.compiled(kernel, otherwise=_nothing)
@@ -288,7 +295,10 @@ def _flex_kernel(*, part_of_a_graph: bool) -> Callable[..., Any]:
 
 @cache
 def _block_mask_maker(*, compiled: bool) -> Callable[..., Any]:
-    """`create_block_mask`; compiled, it holds no [T, T] bits, and gives None where that fails."""
+    """Return `create_block_mask`, compiled on request.
+
+    Compiled, it needs no memory for a [T, T] mask, and returns None if compilation fails.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     return (
@@ -297,54 +307,55 @@ def _block_mask_maker(*, compiled: bool) -> Callable[..., Any]:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Stand in for what could not be compiled."""
+    """Return None, in place of a function that could not be compiled."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """From this process's tokens to those of all that share the sequence.
+    """Attention from this rank's tokens to those of all ranks that share the sequence.
 
-    Keys and values are gathered first, not sent around in a ring (Llama 3, arXiv 2407.21783,
-    section 3.3.2): with grouped heads they are small, and no kernel has to know of it.
+    Keys and values are all-gathered before attention instead of passed around a ring (Llama 3,
+    arXiv 2407.21783, section 3.3.2): with grouped heads they are small, and every attention kernel
+    works unchanged.
     """
 
     gather: Callable[[Tensor], Tensor]
     attend: Attend
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`."""
+        """Compute attention; see `Attend`."""
         k_BGSK, v_BGSK = self.gather(torch.stack((k_BGTK, v_BGTK)))
         return self.attend(q_BHTK, k_BGSK, v_BGSK)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Keeps the keys and values of a prompt while it attends."""
+    """Attention over a prompt that also writes its keys and values to the cache."""
 
     cache: KVCache
     layer: int
     attend: Attend
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`."""
+        """Compute attention; see `Attend`."""
         self.cache.write(self.layer, k_BGTK, v_BGTK)
         return self.attend(q_BHTK, k_BGTK, v_BGTK)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One new token of each sequence attends to those in the cache."""
+    """Attention from one new token of each sequence to the cached tokens."""
 
     cache: KVCache
     layer: int
     scale: float
     recent: slice
-    """Places of the cache that any sequence looks at."""
+    """Range of cache positions that at least one sequence attends to."""
     mask_B11S: Tensor | None
-    """Which of those each sequence looks at; None: all do at all."""
+    """Mask of those positions for each sequence; None if every sequence attends to all of them."""
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As `Attend`, with T = 1."""
+        """Compute attention with T = 1; see `Attend`."""
         k_BGSK, v_BGSK = self.cache.write(self.layer, k_BGTK, v_BGTK)
         k_BGSK, v_BGSK = k_BGSK[:, :, self.recent], v_BGSK[:, :, self.recent]
         allowed = kernels(q_BHTK.device, "auto", training=False)
@@ -354,7 +365,10 @@ class Step:
 
 
 def _recent(cache: KVCache, window: int | None) -> tuple[slice, Tensor | None]:
-    """The places that a new token of each sequence may look at, its own included."""
+    """Return the range of cache positions that the new tokens attend to, and a mask or None.
+
+    A new token attends to itself too. The mask is needed if the sequences have different lengths.
+    """
     ends = [length + 1 for length in cache.lengths]
     starts = [0 if window is None else max(0, end - window) for end in ends]
     places = slice(min(starts), max(ends))

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped heads.
+"""Causal self-attention with grouped-query heads (GQA).
 
 Shapes: B sequences, T tokens, D dim, H query heads, G key/value heads, K head_dim.
 """
@@ -17,10 +17,10 @@ Rotations = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """softmax(scale * q kᵀ) v over the past, H query heads sharing G key/value heads."""
+    """Causal attention softmax(scale * q kᵀ) v; H query heads share G key/value heads."""
 
     def __init__(self, arch: Architecture) -> None:
-        """D → H*K queries, G*K keys and values; H*K → D."""
+        """Create the projections D → H*K (queries), D → G*K (keys, values) and H*K → D (output)."""
         super().__init__()
         self.head_dim = arch.head_dim
         self.q = Linear(arch.dim, arch.n_heads * arch.head_dim, bias=arch.bias)
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         rotations: Rotations | None,
         attend: Attend,
     ) -> Tensor:
-        """[B, T, D] → [B, T, D]; `attend` knows who may attend to whom."""
+        """Apply attention: [B, T, D] → [B, T, D]; `attend` applies scale, mask and kernel."""
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))

@@ -1,6 +1,6 @@
-"""Keys and values of the tokens seen so far, in memory allocated once. For use without gradients.
+"""KV cache for inference, in memory allocated once. It does not support gradients.
 
-Shapes: B sequences, T new tokens, S room for tokens, G key/value heads, K head_dim.
+Shapes: B sequences, T new tokens, S capacity in tokens, G key/value heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dtt.model.architecture import Architecture
 
 
 class KVCache:
-    """Of all layers, for up to `capacity` tokens of each of `batch` sequences.
+    """KV cache of all layers, for up to `capacity` tokens of each of `batch` sequences.
 
-    Sequences may have different lengths: the token at position p is at place p. All of them stay
-    there, also in layers with a window, which do not look at the older ones.
+    Sequences may have different lengths: the token at position p is stored at index p. Layers with
+    a sliding window keep all tokens too; they read only the recent ones.
     """
 
     def __init__(
@@ -29,39 +29,40 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Allocate 2 * n_layers * batch * n_kv_heads * capacity * head_dim numbers."""
+        """Allocate 2 * n_layers * batch * n_kv_heads * capacity * head_dim elements."""
         shape = (2, arch.n_layers, batch, arch.n_kv_heads, capacity, arch.head_dim)
         self.memory = torch.zeros(shape, device=device, dtype=dtype)
         """Keys and values, [2, n_layers, B, G, S, K]."""
         self.lengths = [0] * batch
-        """Tokens seen so far, of each sequence."""
+        """Number of cached tokens of each sequence."""
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Device of the cache."""
         return self.memory.device
 
     def positions(self, count: int) -> Tensor:
-        """[B, count]: where the next tokens of each sequence stand."""
+        """Return the positions of the next `count` tokens of each sequence, [B, count]."""
         ahead = torch.arange(count, device=self.device)
         return torch.tensor(self.lengths, device=self.device)[:, None] + ahead
 
     def row(self, index: int) -> KVCache:
-        """One sequence: a cache in the same memory, with a length of its own."""
+        """Return a cache of one sequence that shares this memory but has its own length."""
         one = copy(self)
         one.memory = self.memory[:, :, index : index + 1]
         one.lengths = [self.lengths[index]]
         return one
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all sequences but these."""
+        """Drop all sequences except those with the indices `rows`."""
         self.memory = self.memory[:, :, rows]
         self.lengths = [self.lengths[row] for row in rows]
 
     def write(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Put T tokens behind those seen; return the memory of that layer, [B, G, S, K] each.
+        """Append T tokens; return the keys and values of that layer, [B, G, S, K] each.
 
-        Sequences of different lengths get one token at a time. `advance` follows the last layer.
+        Sequences of different lengths take one token at a time. Call `advance` after the last
+        layer.
         """
         k_BGSK, v_BGSK = self.memory[:, layer]
         if len(set(self.lengths)) == 1:
@@ -74,5 +75,5 @@ class KVCache:
         return k_BGSK, v_BGSK
 
     def advance(self, count: int) -> None:
-        """So many tokens of each sequence have been written in every layer."""
+        """Record that `count` tokens of each sequence have been written in every layer."""
         self.lengths = [length + count for length in self.lengths]

@@ -1,4 +1,4 @@
-"""How many parameters and how many floating-point operations, from the architecture alone."""
+"""Parameter and FLOP counts of an architecture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtt.model.architecture import Architecture
 
 
 def parameters(arch: Architecture) -> int:
-    """Number of trainable numbers; a tied head is counted once."""
+    """Return the number of trainable parameters; a tied head is counted once."""
     positions = arch.max_seq_len * arch.dim if arch.position == "learned" else 0
     heads = arch.vocab_size * arch.dim * (1 if arch.tie_embeddings else 2)
     layer = _matrices(arch) + _biases(arch) + _norms(arch)
@@ -14,13 +14,13 @@ def parameters(arch: Architecture) -> int:
 
 
 def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -> int:
-    """Floating-point operations of forward and backward per trained token, for MFU.
+    """Return the FLOPs of the forward and backward pass per trained token, for MFU.
 
-    6 per parameter in a matrix product (the head is one, the input embedding is none) plus
-    12 * (n_heads * head_dim) * seq_len for the attention of each layer, the causal half not
-    discounted: torchtitan's count, after PaLM (Chowdhery et al., 2022), appendix B. Unlike there,
-    a layer with a window counts that many tokens, where the sequence is longer. `causal`: only the
-    tokens that each can see count, w - w^2 / (2 * seq_len) of w on average.
+    6 per parameter in a matrix multiplication (the head is one, the input embedding is none) plus
+    12 * (n_heads * head_dim) * seq_len for the attention of each layer. The causal mask does not
+    halve this: the count is torchtitan's, after PaLM (Chowdhery et al., 2022), appendix B. Unlike
+    torchtitan, a layer with a sliding window w counts min(w, seq_len) tokens. With `causal`, only
+    visible tokens count: w - w^2 / (2 * seq_len) instead of w on average.
     """
     products = arch.n_layers * _matrices(arch) + arch.vocab_size * arch.dim
     widths = [min(window or seq_len, seq_len) for window in arch.windows]
@@ -29,13 +29,13 @@ def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -
 
 
 def _matrices(arch: Architecture) -> int:
-    """Weights of one layer's matrices."""
+    """Return the number of weights in one layer's matrices."""
     attention = 2 * arch.dim * arch.head_dim * (arch.n_heads + arch.n_kv_heads)
     return attention + (2 if arch.mlp == "gelu" else 3) * arch.dim * arch.ffn_dim
 
 
 def _biases(arch: Architecture) -> int:
-    """Biases of one layer's matrices."""
+    """Return the number of biases of one layer's linear layers."""
     if not arch.bias:
         return 0
     attention = arch.head_dim * (arch.n_heads + 2 * arch.n_kv_heads) + arch.dim
@@ -43,7 +43,7 @@ def _biases(arch: Architecture) -> int:
 
 
 def _norms(arch: Architecture) -> int:
-    """Weights and biases of one layer's norms."""
+    """Return the number of weights and biases of one layer's norms."""
     heads = 2 * _norm(arch, arch.head_dim) if arch.qk_norm else 0
     return heads + (4 if arch.sandwich_norm else 2) * _norm(arch, arch.dim)
 

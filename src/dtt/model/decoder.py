@@ -1,4 +1,6 @@
-"""The decoder-only transformer: one class for every family, its variation resolved when built.
+"""The decoder-only transformer: one class for all families.
+
+Options of a family are resolved when the model is built, not in the forward pass.
 
 Shapes: B sequences, T tokens, D dim, V vocabulary.
 """
@@ -27,16 +29,16 @@ Role = Literal["matrix", "embed", "head", "vector"]
 
 
 class Decoder(nn.Module):
-    """Token ids to logits, or to a loss.
+    """Decoder-only transformer that maps token ids to logits, or to a loss.
 
-    The names of the modules are a contract: `embed`, `pos_embed` (learned positions only),
+    Module names are part of the checkpoint format: `embed`, `pos_embed` (learned positions only),
     `layers.N.{attn_norm, attn.{q,k,v,o,q_norm,k_norm}, attn_post_norm, mlp_norm,
-    mlp.{gate,up,down}, mlp_post_norm}`, `norm`, `head` (None when tied: the embedding serves).
-    There are no buffers.
+    mlp.{gate,up,down}, mlp_post_norm}`, `norm`, `head` (None when tied to `embed`). There are no
+    buffers.
     """
 
     def __init__(self, arch: Architecture) -> None:
-        """Allocate the parameters, unset: `dtt.model.init` or a checkpoint gives them values."""
+        """Allocate the parameters without values: `dtt.model.init` or a checkpoint sets them."""
         super().__init__()
         self.arch = arch
         self.embed = Embedding(arch.vocab_size, arch.dim)
@@ -50,7 +52,8 @@ class Decoder(nn.Module):
         self.attention: AttentionKernel = "auto"
         self.fused_loss = False
         self.part: Part | None = None
-        """Of the vocabulary, where the head's rows are divided over processes."""
+        """This rank's vocabulary shard, if tensor parallelism divides the head's rows; else
+        None."""
 
     def forward(
         self,
@@ -62,15 +65,16 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         attend: Sequence[Attend] | None = None,
     ) -> Tensor:
-        """Logits [B, T, V]; with targets, the fp32 *sum* over tokens of the cross-entropy in nats.
+        """Return logits [B, T, V]; with targets, the fp32 *sum* of the cross-entropy in nats.
 
-        Targets of -100 are ignored; `z_loss` adds to the gradients alone, as in `model/loss.py`.
-        With a cache, the tokens follow those it holds, it grows, and only the last token's logits
-        [B, 1, V] are computed. With documents, which number that of each token, tokens attend
-        within their own, and positions begin anew at its start; not together with a cache.
+        Targets of -100 are ignored. `z_loss` changes only the gradients, as in `model/loss.py`.
+        With a cache, the tokens follow the cached ones and are appended to it, and only the last
+        token's logits [B, 1, V] are computed. `documents_BT` holds the document id of each token:
+        tokens attend only within their document, and positions restart at 0 in each. It cannot be
+        combined with a cache.
 
-        Tokens that are a part of their sequences come with their positions, and with what each
-        layer attends with, in place of documents and cache.
+        `positions_BT` and `attend` (one attention function per layer) replace documents and cache
+        where the tokens are only a part of their sequences, as under context parallelism.
         """
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, documents_BT, cache)
@@ -106,7 +110,7 @@ class Decoder(nn.Module):
 
 
 def _positions(tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> Tensor:
-    """[B or 1, T]."""
+    """Return the position of each token, [B, T] or [1, T]."""
     if documents_BT is not None:
         return document_positions(documents_BT)
     if cache is not None:
@@ -115,7 +119,7 @@ def _positions(tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | 
 
 
 def document_positions(documents_BT: Tensor) -> Tensor:
-    """[B, T]: the place of each token in its document, from 0."""
+    """Return the position of each token in its document, from 0: [B, T]."""
     index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -123,18 +127,18 @@ def document_positions(documents_BT: Tensor) -> Tensor:
 
 
 def _residual(x: Tensor) -> Tensor:
-    """Cast an embedding to the dtype of the residual stream: under autocast that of the products.
+    """Cast an embedding to the dtype of the residual stream: the autocast dtype, if enabled.
 
-    Autocast leaves lookups in the dtype of the weights: fp32 on one device and under DDP, but bf16
-    under FSDP2 and tensor parallelism, whose gathered weights are bf16. The stream, which takes the
-    dtype of what comes first, would then depend on the layout, and so would the loss.
+    Autocast leaves lookups in the dtype of the weights. That is fp32 on one device and under DDP,
+    but bf16 under FSDP2 and tensor parallelism, whose gathered weights are bf16. Without the cast,
+    the dtype of the stream, and so the loss, would depend on the parallel layout.
     """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
-    """`x` times a number that is rounded to the dtype of `x` first, as transformers does."""
+    """Return `x` times `scale`, rounded to the dtype of `x` first, as transformers does."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
 
@@ -143,14 +147,14 @@ def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _whole(logits: Tensor, part: Part) -> Tensor:
-    """Logits of the whole vocabulary, from those of its parts."""
+    """Return the logits of the whole vocabulary, gathered from all vocabulary shards."""
     return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """What each parameter of a Decoder is, by name: optimizers and scaling rules depend on it.
+    """Return the role of each parameter of a Decoder by name.
 
-    A tied head appears once, as `embed`.
+    Optimizers and scaling rules depend on it. A tied head appears once, as `embed`.
     """
     return {name: _role(name, parameter) for name, parameter in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Whether a mesh of devices, a model and its sequences fit each other: arithmetic alone."""
+"""Divisibility checks of a model and its sequence lengths over a device mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from dtt.model.architecture import Architecture
 
 
 def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
-    """ConfigError, naming all that does not divide, and the largest sizes with which all does."""
+    """Raise ConfigError if the model or a sequence length does not divide over the mesh.
+
+    The error lists everything that does not divide, and suggests the largest sizes of `tensor` and
+    `context` that work.
+    """
     contexts = {train.seq_len, *(tokens for _, tokens in train.context_schedule)}
     found = list(misfits(sizes, arch, contexts))
     if not found:
@@ -34,10 +38,11 @@ def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
 
 
 def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tuple[str, str]]:
-    """Keys whose values do not divide over the devices that share them, and why.
+    """Yield (config key, reason) for each value that does not divide over its mesh dimension.
 
-    Each of `contexts` is a length of sequences. Of these, devices that share the context have two
-    parts each (an early one and a late one, which attends to more).
+    `contexts` are sequence lengths in tokens. With context parallelism each rank has two chunks of
+    a sequence, an early and a late one, to balance causal attention: lengths must divide by twice
+    the context size.
     """
     divided = {
         "n_heads": arch.n_heads,

@@ -1,4 +1,4 @@
-"""Sampling, one token at a time, with a cache of keys and values.
+"""Autoregressive sampling, with and without a KV cache.
 
 Shapes: V vocabulary.
 """
@@ -26,7 +26,7 @@ def generate(
     stop_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt: `generate_batch` for one."""
+    """Yield the tokens that continue a prompt; see `generate_batch`."""
     for _, token in generate_batch(
         model,
         [prompt_ids],
@@ -52,15 +52,17 @@ def generate_batch(
     stop_id: int | None = None,
     generators: Sequence[torch.Generator | None],
 ) -> Iterator[tuple[int, int]]:
-    """Yield (number of the prompt, token) for prompts of at least one token, as they come.
+    """Yield (index of the prompt, token) for each new token, as it is sampled.
 
-    Each prompt is continued as if it were alone: until it has `max_new_tokens`, until `stop_id`
-    (which is not yielded), or until it fills the model's context (`max_seq_len`). Temperature 0
-    takes the likeliest token; else the choice is among the `top_k` likeliest that make up the first
-    `top_p` of the probability, drawn with the prompt's own generator, which must live on the
-    model's device. The model is in evaluation mode meanwhile.
+    Prompts have at least one token. Each is continued independently of the others: until it has
+    `max_new_tokens`, until `stop_id` (which is not yielded), or until it fills the model's context
+    (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is drawn from
+    the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`, with the
+    prompt's own generator, which must be on the model's device. The model is in evaluation mode
+    until the iterator ends.
 
-    Prompts are read one by one, so that none needs padding; then all get a token at a time.
+    Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
+    of every sequence.
     """
     context = model.arch.max_seq_len
     left = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
@@ -93,7 +95,7 @@ def generate_batch(
         model.train(was_training)
 
 
-@torch.no_grad()  # FSDP2 reuses its memory in training, which inference mode would forbid
+@torch.no_grad()  # FSDP2 reuses buffers in training, which inference tensors would forbid
 def generate_uncached(
     module: nn.Module,
     multiple: int,
@@ -107,11 +109,12 @@ def generate_uncached(
     stop_id: int,
     generator: torch.Generator,
 ) -> Iterator[int]:
-    """As `generate`, for a model that lies on several ranks, which all call this together.
+    """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
 
-    Every token takes a forward pass over all before it, padded to one length that is a multiple of
-    `multiple`; at most `context` tokens. `agreed` makes the token of one rank that of all: the last
-    bits of their logits may differ, and with them where the text ends.
+    All ranks call this together. There is no cache: each token takes a forward pass over all tokens
+    before it, padded to one length that is a multiple of `multiple`, and at most `context` tokens.
+    `agreed` returns one rank's token on all ranks: the last bits of their logits may differ, and
+    with them the sampled token or the end of the text.
     """
     ids = list(prompt_ids)
     end = min(len(ids) + max_new_tokens, context)
@@ -132,7 +135,7 @@ def generate_uncached(
 
 
 def _read(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
-    """Put a prompt into its row of the cache; logits [V] of what follows."""
+    """Prefill one row of the cache with a prompt; return the logits [V] of the next token."""
     own = cache.row(row)
     logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=own)[0, -1]
     cache.lengths[row] = own.lengths[0]
@@ -146,9 +149,12 @@ def sample(
     top_p: float,
     generator: torch.Generator | None,
 ) -> int:
-    """Draw one token id; see `generate_batch` for the options. Diverged if a logit is no number."""
+    """Draw one token id; see `generate_batch` for the options.
+
+    Raises Diverged if a logit is NaN or +inf.
+    """
     highest = logits_V.max()
-    if not highest.isfinite():  # NaN where any of them is
+    if not highest.isfinite():  # max() is NaN if any logit is
         raise Diverged(
             "the model gives no probabilities",
             why=f"its largest logit is {highest.item()}",
@@ -156,8 +162,8 @@ def sample(
         )
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = (logits_V - highest) / temperature  # finite at any temperature but for -inf
-    if top_k is None and top_p == 1.0:  # sorting the vocabulary takes longer than drawing from it
+    logits_V = (logits_V - highest) / temperature  # finite at any temperature, except for -inf
+    if top_k is None and top_p == 1.0:  # sorting takes longer than drawing
         return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
     ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
     probabilities = ordered.softmax(dim=-1)

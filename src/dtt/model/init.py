@@ -1,4 +1,7 @@
-"""Initial weights: a pure function of (seed, parameter name), whatever the device or the layout."""
+"""Weight initialisation: a pure function of (seed, parameter name).
+
+The values do not depend on the device or on how parameters are sharded.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from dtt.runtime.sharding import held, local
 
 RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight")
 BLOCK_ELEMENTS = 2**24
-"""Numbers drawn with one generator."""
+"""Maximum number of elements drawn from one generator."""
 
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> None:
-    """Fill the parameters in place: matrices normal, norms the identity, biases 0.
+    """Initialise the parameters in place: matrices normal, norms to the identity, biases to 0.
 
-    `base`: the model whose spread is kept, as `dtt.model.scaling` has it; None: the model's own.
+    `base` is the model whose standard deviations are used, as in `dtt.model.scaling`; None: `model`
+    itself.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -33,11 +37,11 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:
-    """Standard deviation of a parameter with two dimensions.
+    """Return the standard deviation for a two-dimensional parameter.
 
-    `init_std` for embeddings and head. Hidden matrices get that over the root of the width, counted
-    in widths of the base; those that write into the residual stream get this over sqrt(2 * layers
-    of the base) (GPT-2, section 2.3).
+    It is `init_std` for embeddings and the head. For hidden matrices it is `init_std` / sqrt(dim /
+    base dim). Matrices that write into the residual stream divide this by sqrt(2 * layers of the
+    base) (GPT-2, section 2.3).
     """
     if not name.startswith("layers."):
         return arch.init_std
@@ -46,10 +50,11 @@ def init_std(name: str, arch: Architecture, base: Architecture) -> float:
 
 
 def _fill_normal(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
-    """Draw on the CPU, where a generator gives the same numbers for every kind of device.
+    """Fill a parameter with normal numbers, drawn on the CPU and copied to its device.
 
-    Rows come in blocks, each with a generator of its own: a process that holds a part of the
-    parameter draws the blocks that this is in, and no others.
+    A CPU generator gives the same numbers for every kind of device. Rows are drawn in blocks, each
+    with its own generator: a rank that holds a shard of the parameter draws only the blocks that
+    overlap it.
     """
     part, box, (rows, columns) = held(parameter)[:3]
     height = max(1, BLOCK_ELEMENTS // columns)

@@ -1,4 +1,4 @@
-"""MLPs, and the block that joins them with attention and norms.
+"""MLP layers, and the transformer block of attention, MLP and norms.
 
 Shapes: B sequences, T tokens, D dim, F ffn_dim.
 """
@@ -20,7 +20,7 @@ from dtt.model.norm import make_norm
 
 
 def make_mlp(arch: Architecture) -> nn.Module:
-    """The feed-forward layer that the architecture names."""
+    """Build the MLP of the architecture."""
     match arch.mlp:
         case "gelu":
             return GeluMLP(arch)
@@ -31,25 +31,25 @@ def make_mlp(arch: Architecture) -> nn.Module:
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with the tanh form of GELU, as in GPT-2."""
+    """MLP down(gelu(up(x))) with the tanh approximation of GELU, as in GPT-2."""
 
     def __init__(self, arch: Architecture) -> None:
-        """D → F → D."""
+        """Create the projections D → F and F → D."""
         super().__init__()
         self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
         self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] → [B, T, D]."""
+        """Apply the MLP: [B, T, D] → [B, T, D]."""
         out_BTD: Tensor = self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
         return out_BTD
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020): SwiGLU, GeGLU."""
+    """Gated MLP down(activation(gate(x)) * up(x)) (Shazeer, 2020): SwiGLU, GeGLU."""
 
     def __init__(self, arch: Architecture, activation: Callable[[Tensor], Tensor]) -> None:
-        """D → F twice, F → D."""
+        """Create the projections D → F (gate and up) and F → D."""
         super().__init__()
         self.activation = activation
         self.gate = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
@@ -57,19 +57,20 @@ class GatedMLP(nn.Module):
         self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] → [B, T, D]."""
+        """Apply the MLP: [B, T, D] → [B, T, D]."""
         out_BTD: Tensor = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)); with sandwich norms, what is added is normed too.
+    """Pre-norm transformer block: x + attn(norm(x)), then x + mlp(norm(x)).
 
-    What is added is multiplied by `residual_scale`.
+    With sandwich norms, the outputs of attention and MLP are normalised too, before they are added.
+    Both outputs are multiplied by `residual_scale`.
     """
 
     def __init__(self, arch: Architecture) -> None:
-        """One layer of the decoder."""
+        """Create one layer of the decoder."""
         super().__init__()
         self.attn_norm = make_norm(arch, arch.dim)
         self.attn = Attention(arch)
@@ -86,12 +87,12 @@ class Block(nn.Module):
         rotations: Rotations | None,
         attend: Attend,
     ) -> Tensor:
-        """[B, T, D] → [B, T, D]; the rest as `Attention` takes it."""
+        """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of `Attention`."""
         attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attend)
         x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
         return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD))))
 
     def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
-        """The residual stream with what a sub-layer gives."""
+        """Return x + residual_scale * dropout(update)."""
         dropped_BTD = F.dropout(update_BTD, self.dropout, self.training)
         return torch.add(x_BTD, dropped_BTD, alpha=self.scale)

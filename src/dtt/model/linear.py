@@ -1,7 +1,8 @@
-"""Linear and Embedding that get their values from `dtt.model.init`, or from a checkpoint, alone.
+"""Linear and Embedding layers without default initialisation.
 
-torch's own fill themselves when made: half a second of a start for numbers that nobody uses, and
-three on the meta device, where the first random number loads torch's decompositions.
+`dtt.model.init` or a checkpoint sets their values. torch's own initialisation takes half a second
+at startup for values that are overwritten, and three on the meta device, where the first random
+number loads torch's decompositions.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, its values not set."""
+    """`nn.Linear` without default initialisation."""
 
     def reset_parameters(self) -> None:
-        """Set nothing."""
+        """Do nothing: leave the parameters uninitialised."""
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding`, its values not set."""
+    """`nn.Embedding` without default initialisation."""
 
     def reset_parameters(self) -> None:
-        """Set nothing."""
+        """Do nothing: leave the parameters uninitialised."""

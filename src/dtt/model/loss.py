@@ -1,10 +1,10 @@
-"""The head's projection and its cross-entropy in one, without ever holding [N, V] logits.
+"""Fused linear cross-entropy: the head's projection and the loss, without [N, V] logits.
 
-Shapes: N tokens, D dim, V vocabulary, C tokens of a chunk, B of a block, of which a chunk has
-several. Where P processes divide the head's rows, V is what this one has of them.
+Shapes: N tokens, D dim, V vocabulary, C tokens of a chunk, B tokens of a block (a chunk has
+several). If P ranks shard the head's rows, V is the size of this rank's shard.
 
-torch has its own since 2.13; dtt supports older ones. It knows neither soft-cap nor z-loss, nor
-autocast, and is several times slower on a CPU (benchmarks/loss.py).
+torch has its own implementation since 2.13; dtt supports older versions. torch's supports neither
+soft-capping, nor z-loss, nor autocast, and is several times slower on a CPU (benchmarks/loss.py).
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from dtt.runtime.compilation import compiler
 
 IGNORED = -100
 CHUNK_ELEMENTS = 2**26
-"""Logits that a CPU holds at a time, unless the caller says otherwise: in bf16 128 MB."""
+"""Logits per chunk on a CPU, unless the caller sets `chunk`: 128 MB in bf16."""
 GPU_CHUNK_ELEMENTS = 2**28, 2**30
-"""The same on a GPU, at least and at most: in bf16 512 MB and 2 GB. Each chunk's part is added to
-the fp32 gradient of the weight, which is read and written again for it: few chunks are cheaper."""
+"""Minimum and maximum logits per chunk on a GPU: 512 MB and 2 GB in bf16. Each chunk adds its part
+to the fp32 gradient of the weight, which is read and written again each time: few chunks are
+cheaper."""
 GPU_CHUNK_SHARE = 1 / 128
-"""Of a GPU's memory, for the bf16 logits of a chunk: 2**28 logits on 80 GB, 2**29 on 141 GB."""
+"""Fraction of a GPU's memory for the bf16 logits of a chunk: 2**28 logits on 80 GB, 2**29 on 141
+GB."""
 GPU_CHUNK_ROWS = 128
-"""Of which a GPU's chunks are a multiple: the products then fill whole tiles."""
+"""Chunk sizes on a GPU are a multiple of this, so that matrix multiplications fill complete
+tiles."""
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Of them in fp32 at a time: what a CPU's cache holds; 256 MB on a GPU."""
+"""Logits converted to fp32 at a time: what fits in a CPU's cache; 256 MB on a GPU."""
 
 
 class Part(Protocol):
-    """The rows of the head that this process holds, where others hold the rest of the vocabulary.
+    """The vocabulary shard of this rank, under tensor parallelism.
 
-    All of them call for the same tokens at the same time.
+    Its methods are collective: all ranks call them for the same tokens at the same time.
     """
 
     first: int
-    """The token of the first row."""
+    """Token id of the first row of this shard."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """[P, ...]: the `x` of every process, the same on all of them; no gradient goes back."""
+        """All-gather `x` to [P, ...], the same on all ranks, without a gradient."""
 
 
 def linear_cross_entropy(
@@ -56,25 +59,26 @@ def linear_cross_entropy(
     chunk: int | None = None,
     fused: bool = False,
 ) -> Tensor:
-    """Sum over tokens of cross_entropy(hidden @ weight.T, target), in nats, as an fp32 scalar.
+    """Return the sum over tokens of cross_entropy(hidden @ weight.T, target), in nats, in fp32.
 
-    Equal to `F.cross_entropy(..., ignore_index=-100, reduction="sum")`. With `softcap`, logits x
-    become softcap * tanh(x / softcap) before it (Gemma 2, arXiv 2408.00118, section 2). With
-    `z_loss`, gradients are those of the sum plus z_loss * logsumexp(logits)^2 of every token that
-    is not ignored (PaLM, arXiv 2204.02311, section 5); the value stays the cross-entropy, so that
-    runs with and without compare.
+    The result is a scalar equal to `F.cross_entropy(..., ignore_index=-100, reduction="sum")`. With
+    `softcap`, logits x are first mapped to softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118,
+    section 2). With `z_loss`, gradients are those of the sum plus z_loss * logsumexp(logits)^2 of
+    every token that is not ignored (PaLM, arXiv 2204.02311, section 5); the returned value stays
+    the cross-entropy, so that runs with and without z-loss are comparable.
 
-    `chunk` tokens are worked on at a time; when gradients are wanted they are computed along the
-    way, so that the logits are computed once and never kept. Under autocast the products are taken
-    in its dtype; the loss and the sum of the weight's gradient are fp32 (fp64 for fp64 inputs).
+    Logits are computed for `chunk` tokens at a time. If gradients are needed, they are computed in
+    the forward pass, so that logits are computed only once and never stored. Under autocast, matrix
+    multiplications run in its dtype; the loss and the accumulated gradient of the weight are fp32
+    (fp64 for fp64 inputs).
 
-    With `part`, `weight_VD` is this process's rows. The loss, on every process, is then that over
-    the whole vocabulary; the gradient of `hidden_ND` is what these rows add to it (Megatron-LM,
-    arXiv 1909.08053, section 3). Of each token two numbers are exchanged.
+    With `part`, `weight_VD` holds this rank's rows. The loss is then that over the whole
+    vocabulary, on every rank, and the gradient of `hidden_ND` is the contribution of these rows
+    (Megatron-LM, arXiv 1909.08053, section 3). The ranks exchange two numbers per token.
 
-    With `fused`, all between the products is compiled into two passes over a chunk, which move 6
-    to 8 bytes for each bf16 logit (uncompiled: 26). Where compilation fails, they run uncompiled,
-    block by block.
+    With `fused`, the operations between the matrix multiplications are compiled into two passes
+    over a chunk, which move 6 to 8 bytes per bf16 logit (uncompiled: 26). If compilation fails,
+    they run uncompiled, block by block.
     """
     how = _How(softcap, z_loss, part, fused)
     device = hidden_ND.device.type
@@ -93,9 +97,10 @@ def linear_cross_entropy(
 
 
 def chunk_rows(vocab_size: int, gpu_memory: int | None) -> int:
-    """Return the number of tokens of a chunk, on a GPU of so many bytes (None: on a CPU).
+    """Return the tokens per chunk on a GPU with `gpu_memory` bytes of memory (None: on a CPU).
 
-    It depends on the total memory, not on what is free: a run must not change with its neighbours.
+    It depends on the total memory, not on the free memory: results must not depend on other
+    processes on the GPU.
     """
     if gpu_memory is None:
         return max(1, CHUNK_ELEMENTS // vocab_size)
@@ -112,7 +117,7 @@ def _gpu_memory(device: torch.device) -> int | None:
 
 
 class _How(NamedTuple):
-    """The options of `linear_cross_entropy`."""
+    """Options of `linear_cross_entropy`."""
 
     softcap: float | None
     z_loss: float
@@ -125,7 +130,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits_CV: Tensor) -> Iterator[slice]:
-    """The rows of each block of a chunk."""
+    """Yield the rows of each block of a chunk."""
     rows, columns = logits_CV.shape
     return _slices(rows, max(1, BLOCK_ELEMENTS[logits_CV.device.type] // columns))
 
@@ -135,9 +140,9 @@ def _sum_dtype(like: Tensor) -> torch.dtype:
 
 
 def _to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tensor:
-    """Turn logits, in place, into the gradient of their loss with respect to them; returns it, [].
+    """Replace logits, in place, by the gradient of their loss; return the loss, [].
 
-    Ignored tokens get a gradient, too: it is not used.
+    Ignored tokens get a gradient too; the caller masks it out.
     """
     if how.fused:
         return _fused_to_gradient(logits_CV, targets_C, how)
@@ -154,14 +159,14 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
     if softcap is not None:
         capped_BV = logits_BV.to(dtype).div_(softcap).tanh_().mul_(softcap)
     grad_BV = torch.softmax(capped_BV, dim=1, dtype=dtype)
-    # Of the largest logit alone: its probability is never too small to take the logarithm of.
+    # Computed from the largest logit alone: its probability is never too small for a logarithm.
     largest_B1 = capped_BV.amax(dim=1, keepdim=True)
     lse_B1 = largest_B1 - grad_BV.amax(dim=1, keepdim=True).log()
     wanted_B1 = targets_B[:, None] - (0 if part is None else part.first)
     column_B1 = wanted_B1.clamp(0, logits_BV.shape[1] - 1)
     here_B1 = (column_B1 == wanted_B1).to(dtype)
     logit_B1 = capped_BV.gather(1, column_B1).to(dtype)
-    if part is not None:  # so far of these rows alone
+    if part is not None:  # so far, lse covers only this shard
         whole_B1, logit_B1 = _of_all_parts(part, lse_B1, logit_B1 * here_B1)
         grad_BV.mul_((lse_B1 - whole_B1).exp_())
         lse_B1 = whole_B1
@@ -176,14 +181,16 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
 
 
 def _of_all_parts(part: Part, lse_B1: Tensor, logit_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Logsumexp and target's logit over the whole vocabulary; `logit_B1` is 0 where the target's
-    row is another process's."""
+    """Return logsumexp and the target's logit over the whole vocabulary, [B, 1] each.
+
+    `logit_B1` must be 0 where another rank holds the target's row.
+    """
     each_PB2 = part.gather(torch.cat((lse_B1, logit_B1), dim=1))
     return each_PB2[..., :1].logsumexp(dim=0), each_PB2[..., 1:].sum(dim=0)
 
 
 def _fused_to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tensor:
-    """As `_to_gradient`, over the chunk at once."""
+    """Do what `_to_gradient` does with compiled passes over the complete chunk."""
     statistics, gradient_ = _fused_passes()
     column_C1 = targets_C[:, None] - (0 if how.part is None else how.part.first)
     lse_C1, logit_C1 = statistics(logits_CV, column_C1, how.softcap)
@@ -195,7 +202,7 @@ def _fused_to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tenso
 
 @cache
 def _fused_passes() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
-    """`_statistics` and `_gradient_`, compiled."""
+    """Return `_statistics` and `_gradient_`, compiled."""
     return (
         compiler.compiled(_statistics, otherwise=_statistics_in_blocks),
         compiler.compiled(_gradient_, otherwise=_gradient_in_blocks_),
@@ -205,7 +212,7 @@ def _fused_passes() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[...,
 def _statistics(
     logits_CV: Tensor, column_C1: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Logsumexp [C, 1], and the target's logit [C, 1]: 0 where the target is no column here."""
+    """Return logsumexp [C, 1] and the target's logit [C, 1], 0 for a target in another shard."""
     logits_CV = logits_CV.to(_sum_dtype(logits_CV))
     if softcap is not None:
         logits_CV = softcap * torch.tanh(logits_CV / softcap)
@@ -217,9 +224,10 @@ def _statistics(
 def _gradient_(
     logits_CV: Tensor, column_C1: Tensor, lse_C1: Tensor, softcap: float | None, z_loss: float
 ) -> None:
-    """Put softmax * (1 + 2 z lse) - one_hot(target), times the slope of the cap, into the logits.
+    """Overwrite logits with (softmax * (1 + 2 z lse) - one_hot(target)) * slope of the soft cap.
 
-    A comparison with the number of the column, not a scatter, so that it is one pass.
+    The one-hot target is a comparison with the column index, not a scatter, so that the compiler
+    fuses everything into one pass.
     """
     capped_CV = logits_CV.to(_sum_dtype(logits_CV))
     if softcap is not None:
@@ -235,7 +243,7 @@ def _gradient_(
 def _statistics_in_blocks(
     logits_CV: Tensor, column_C1: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same; uncompiled, it holds a block in fp32, not a chunk."""
+    """Compute `_statistics` block by block: uncompiled, only one block is held in fp32."""
     found = [_statistics(logits_CV[rows], column_C1[rows], softcap) for rows in _blocks(logits_CV)]
     lse, logit = zip(*found, strict=True)
     return torch.cat(lse), torch.cat(logit)
@@ -259,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        """The loss, with both gradients computed while each chunk's logits are there."""
+        """Return the loss; compute both gradients while each chunk's logits exist."""
         hidden, weight = hidden_ND.to(dtype), weight_VD.to(dtype)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sum_dtype = _sum_dtype(hidden)
@@ -282,14 +290,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(grad_CV.T, h_CD)
                 else:
                     grad_weight += grad_CV.T @ h_CD
-            del grad_CV  # nothing of a chunk is to be there longer than it is needed
+            del grad_CV  # free the chunk's memory before the next one
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients by that of the loss, in place: they serve once."""
+        """Scale the gradients by that of the loss, in place: each is used only once."""
         (grad_loss,) = grad_outputs
         grads = (
             None if grad is None else grad.mul_(grad_loss).to(dtype)

@@ -1,4 +1,4 @@
-"""Norms over the last axis."""
+"""Normalisation layers over the last axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dtt.model.architecture import Architecture
 
 
 def make_norm(arch: Architecture, width: int) -> nn.Module:
-    """The norm that the architecture names, of vectors of `width` numbers."""
+    """Build the norm of the architecture, over a last axis of size `width`."""
     match arch.norm:
         case "layernorm":
             return nn.LayerNorm(width, eps=arch.norm_eps)
@@ -20,14 +20,17 @@ def make_norm(arch: Architecture, width: int) -> nn.Module:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * (offset + weight), computed in fp32: autocast gives it bf16 to norm."""
+    """RMSNorm x / rms(x) * (offset + weight), computed in fp32.
+
+    Under autocast the input is bf16, in which the mean of squares would lose precision.
+    """
 
     def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
-        """`eps` is added to the mean square."""
+        """Create the weight; `eps` is added to the mean square."""
         super().__init__(width, eps)
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] → [..., width], in the dtype of `x`."""
+        """Normalise [..., width] → [..., width], in the dtype of `x`."""
         weight = self.weight.float() + self.offset
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)

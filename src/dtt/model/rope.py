@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., 2021) in Hugging Face's half-split layout.
 
-Shapes: T tokens, H heads, K head_dim. The pair that rotates together is (x[i], x[i + K/2]).
+Shapes: T tokens, H heads, K head_dim. Dimensions i and i + K/2 of a head form one rotated pair.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, NoRopeScaling
 def rotations(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine in fp32 of the angle of each pair at each position: [T] → [T, K/2].
+    """Return fp32 cosines and sines of each pair's angle at each position: [T] → [T, K/2].
 
-    Axes before T stay: positions that differ between sequences are [B, 1, T], for all their heads.
+    Leading axes are kept: positions that differ between sequences are [B, 1, T], where the 1
+    broadcasts over heads.
 
-    Computed once per forward pass for all layers, not kept: a table would be a buffer that meta
-    initialisation, sharding and checkpoints have to know about, to save a thousandth of a step.
+    They are computed once per forward pass for all layers and not stored. A table would be a buffer
+    that meta initialisation, sharding and checkpoints must handle, and would save only a thousandth
+    of a step.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = _scale(1.0 / theta**exponents, scaling)
@@ -30,7 +32,7 @@ def rotations(
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Radians per token of each pair, [K/2], for a longer context."""
+    """Return the frequencies [K/2], in radians per token, scaled for a longer context."""
     match scaling:
         case NoRopeScaling():
             return frequencies
@@ -43,6 +45,6 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its position's angles; computed in fp32, returned in `x`'s dtype."""
+    """Rotate each head by its position's angles, in fp32; return the result in the dtype of `x`."""
     a, b = x_BHTK.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BHTK)

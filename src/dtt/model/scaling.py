@@ -1,8 +1,8 @@
-"""What rates and initial weights come to at a model's shape: as given, or by muP.
+"""Learning rates and initial weights at a model's shape: unscaled, or scaled by muP.
 
-Under muP (Yang et al., arXiv 2203.03466, table 8, the variant in which a tied head is nothing
-special) a model takes over what was tuned on its base. With m = dim / base dim, these are the
-factors on what the base has:
+muP (Yang et al., arXiv 2203.03466, table 8, the variant without a special case for tied heads)
+transfers hyperparameters that were tuned on a smaller base model. With m = dim / base dim, the
+settings of the base are multiplied by these factors:
 
                  forward pass                      initial std      rate, AdamW   rate, Muon
     embed        1                                 1                1             -
@@ -10,16 +10,17 @@ factors on what the base has:
     vector       -                                 -                1             -
     matrix       attention: 1/head_dim, not root   1/sqrt(m)        1/m           see below
 
-Muon's update is orthogonal, so its spectral norm is its scale. What must stay the same is that norm
-over sqrt(fan_out / fan_in) (Yang, Simon & Bernstein, arXiv 2310.17813), and so at fixed proportions
-the norm itself: with the scale sqrt(max(1, rows / columns)) the factor on the rate is 1, with
-0.2 * sqrt(max(rows, columns)), which grows as sqrt(m), it is 1/sqrt(m).
+Muon's update is orthogonal, so its scale is its spectral norm. muP keeps that norm over
+sqrt(fan_out / fan_in) constant (Yang, Simon & Bernstein, arXiv 2310.17813), which at fixed
+proportions keeps the norm itself constant. With the scale sqrt(max(1, rows / columns)) the factor
+on the rate is therefore 1. With 0.2 * sqrt(max(rows, columns)), which grows as sqrt(m), it is
+1/sqrt(m).
 
-With l = n_layers / base layers, `depth` multiplies what each sub-layer adds by l**-a, and the rates
-of all that is in the layers by l**(a - 1): a = 1/2 (Depth-muP, arXiv 2310.02244) or 1 (CompleteP,
-arXiv 2505.01618). Rate times weight decay stays as on the base: so many steps after which weights
-are forgotten (Wang & Aitchison, arXiv 2405.13698). AdamW's eps stays, too: it should be far below
-gradients of any width.
+With l = n_layers / base layers, `depth` multiplies the output of each sub-layer by l**-a, and the
+learning rates of all parameters in the layers by l**(a - 1): a = 1/2 (Depth-muP, arXiv 2310.02244)
+or 1 (CompleteP, arXiv 2505.01618). The product of rate and weight decay stays that of the base, so
+that weights decay over the same number of steps (Wang & Aitchison, arXiv 2405.13698). AdamW's eps
+does not change either: it should be far below the gradients at any width.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class Scaling:
-    """A model and the base whose settings it takes over. Unscaled, a model is its own base."""
+    """A model and the base model whose settings it reuses. An unscaled model is its own base."""
 
     arch: Architecture
-    """With its multipliers set."""
+    """The model's architecture, with its multipliers set."""
     base: Architecture
-    """As deep as `arch` unless depth is scaled."""
+    """The base's architecture, with the depth of `arch` unless depth is scaled."""
     alpha: float
-    """Power of the depth by which what sub-layers add is divided."""
+    """Exponent a: outputs of sub-layers are multiplied by `depth` ** -alpha."""
 
     @property
     def width(self) -> float:
-        """How many times as wide as the base."""
+        """Ratio of the model's width to the base's."""
         return self.arch.dim / self.base.dim
 
     @property
     def depth(self) -> float:
-        """How many times as deep as the base."""
+        """Ratio of the model's depth to the base's."""
         return self.arch.n_layers / self.base.n_layers
 
     def learning_rates(
         self, optim: OptimConfig, roles: Mapping[str, str]
     ) -> dict[str, dict[str, float]]:
-        """Factors on learning rates by optimizer (`adamw`, `muon`) and parameter.
+        """Return the learning-rate factor of each parameter, for each optimizer (`adamw`, `muon`).
 
-        `roles` are by parameter, too: matrix | embed | head | vector.
+        `roles` maps parameter names to matrix | embed | head | vector.
         """
         muon = 0.0 if isinstance(optim, MuonConfig) and optim.scale == "spectral" else 0.5
         return {
@@ -72,15 +73,15 @@ class Scaling:
         }
 
     def _rate(self, name: str, role: str, power: float) -> float:
-        """`power` of the width divides the rates of hidden matrices."""
+        """Return the rate factor of one parameter; matrices are divided by width ** `power`."""
         factor = self.depth ** (self.alpha - 1.0) if name.startswith("layers.") else 1.0
         return factor * self.width**-power if role == "matrix" else factor
 
 
 def scaled(cfg: RunConfig, tokenizer_size: int) -> Scaling:
-    """The architecture of a run, its multipliers set as `scaling` says, and that of its base.
+    """Return a run's architecture, with the multipliers of its `scaling` section, and its base.
 
-    ConfigError when the tokenizer or the sequences do not fit the model.
+    Raises ConfigError if the tokenizer or the sequences do not fit the model.
     """
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, tokenizer_size, cfg.train.seq_len)
@@ -102,10 +103,11 @@ def scaled(cfg: RunConfig, tokenizer_size: int) -> Scaling:
 
 
 def _with_multipliers(arch: Architecture, base: Architecture, alpha: float) -> Architecture:
-    """`arch` with the forward pass of the table above; the family's own multipliers are the base's.
+    """Return `arch` with the forward-pass multipliers of the table above.
 
-    An embedding that the family multiplies by sqrt(dim) would grow with the width, though its
-    rows are of one size at all widths: what the base multiplies it by serves all.
+    The family's own multipliers are taken from the base. A family that multiplies embeddings by
+    sqrt(dim) would otherwise scale them with the width, although muP keeps their entries the same
+    size at all widths.
     """
     return replace(
         arch,

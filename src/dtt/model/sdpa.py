@@ -1,4 +1,4 @@
-"""The kernel of `scaled_dot_product_attention` (SDPA): chosen here, and asked for its name.
+"""Selection of the kernel of `scaled_dot_product_attention` (SDPA).
 
 Shapes: B sequences, T tokens, S tokens of keys, H query heads, G key/value heads, K head_dim.
 """
@@ -20,7 +20,7 @@ from dtt.errors import EnvironmentUnfit
 from dtt.model.architecture import Architecture
 
 Kernels = tuple[SDPBackend, ...]
-"""The kernels that SDPA may take, the preferred one first; empty: PyTorch's own choice."""
+"""Kernels that SDPA may use, in order of preference; empty: PyTorch's default choice."""
 
 KERNELS: dict[AttentionKernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -29,13 +29,17 @@ KERNELS: dict[AttentionKernel, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 WITH_A_MASK: Kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Flash takes no mask, and the backward pass of cuDNN's gives NaN with one (pytorch#196678)."""
+"""Kernels for attention with a mask.
+
+Flash supports no mask, and the backward pass of cuDNN's kernel gives NaN with one (pytorch#196678).
+"""
 
 
 def kernels(device: torch.device, asked: AttentionKernel, *, training: bool = True) -> Kernels:
-    """Return the kernels for causal attention without a mask.
+    """Return the kernels for causal attention without a mask, in order of preference.
 
-    `training`: shapes repeat. In generation each length is new, for which cuDNN would plan anew.
+    cuDNN is used only in training, where shapes repeat: it plans each new shape, and in generation
+    every token has a new length.
     """
     if asked != "auto":
         return (KERNELS[asked],)
@@ -59,7 +63,11 @@ def running_kernel(
     asked: AttentionKernel,
     dtype: torch.dtype,
 ) -> str:
-    """Return the kernel that SDPA takes for one training sequence: PyTorch itself is asked."""
+    """Return the name of the kernel that SDPA selects for one training sequence.
+
+    The name comes from PyTorch's own dispatcher. Raises EnvironmentUnfit if the requested kernel
+    does not support these sizes and `dtype`.
+    """
     shapes = [(1, n, seq_len, arch.head_dim) for n in (arch.n_heads, arch.n_kv_heads)]
     q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     allowed = kernels(device, asked)
@@ -85,9 +93,9 @@ def running_kernel(
 
 @cache
 def flash_3(device: torch.device) -> bool:
-    """Whether SDPA's kernel is FlashAttention 3, to which this switches where there is one.
+    """Return True if SDPA's flash kernel is FlashAttention 3, and activate it if it is available.
 
-    That takes a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
+    It needs a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
     """
     if device.type != "cuda" or find_spec("flash_attn_interface") is None:
         return False
@@ -100,9 +108,11 @@ def flash_3(device: torch.device) -> bool:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Kernels, **how: Any) -> Tensor:
-    """Call PyTorch's, [B, H, T, K] and twice [B, G, S, K] to [B, H, T, K], with `allowed` kernels.
+    """Compute attention with one of the kernels `allowed`.
 
-    The choice is made at each call, as the repetition of a rematerialised block must make it, too.
+    Shapes: queries [B, H, T, K], keys and values [B, G, S, K], result [B, H, T, K]. Kernels are
+    selected inside the call, so that the recomputation under activation checkpointing uses the same
+    kernel as the forward pass.
     """
     q, k, v, grouped = _for_kernels(q, k, v, allowed)
     with _only(allowed):
@@ -112,10 +122,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Kernels, **how: Any) -> Tenso
 def _for_kernels(
     q: Tensor, k: Tensor, v: Tensor, allowed: Kernels
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Queries, keys and values as the kernels take them, and whether heads are grouped still.
+    """Return q, k, v in a form that the kernels support, and True if heads are still grouped.
 
-    `efficient` takes as many heads of keys as of queries. It is the one that would serve with a
-    mask, and in fp32, where PyTorch would otherwise fall back to `math`, which holds all scores.
+    The `efficient` kernel needs as many key heads as query heads, so keys and values are repeated
+    for it. PyTorch would use it with a mask and in fp32; with grouped heads it would fall back to
+    `math`, which materialises all scores.
     """
     grouped = grouped_heads(q, k)
     first = allowed[0] if allowed else None
@@ -127,10 +138,10 @@ def _for_kernels(
 
 
 def _only(allowed: Kernels) -> AbstractContextManager[Any]:
-    """SDPA takes one of these kernels inside, the first that can."""
+    """Restrict SDPA inside the context to these kernels; the first supported one is used."""
     return sdpa_kernel(list(allowed), set_priority=True) if allowed else nullcontext()
 
 
 def grouped_heads(q_BHTK: Tensor, k_BGTK: Tensor) -> bool:
-    """Return True if query heads share heads of keys and values."""
+    """Return True if several query heads share one key/value head."""
     return q_BHTK.shape[1] != k_BGTK.shape[1]

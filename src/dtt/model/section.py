@@ -1,4 +1,4 @@
-"""The way back: the `model` section of a configuration that describes an Architecture."""
+"""Conversion of an `Architecture` back to the `model` section of a configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 
 FREE = {"max_seq_len", "init_std", "dropout"}
-"""Keys that say nothing about trained weights."""
+"""Keys that do not depend on trained weights."""
 
 
 def model_section(arch: Architecture) -> dict[str, Any]:
-    """The keys of `model`, FREE excepted, with which the family makes `arch`; as YAML takes them.
+    """Return the `model` section from which the family builds `arch`, without the keys in FREE.
 
-    Multipliers that are not the family's own have no key here: `scaling` sets them.
+    Values are plain YAML types. Multipliers that differ from the family's own have no key here: the
+    `scaling` section sets them.
     """
     section, named = _section(arch)
     dumped = section.model_dump(mode="json", exclude_none=True)
@@ -23,13 +24,13 @@ def model_section(arch: Architecture) -> dict[str, Any]:
 
 
 def section_problems(arch: Architecture) -> Iterator[str]:
-    """Yield the sizes of `arch` that do not fit together, by the rules of the `model` section."""
+    """Yield a message for each inconsistent size of `arch`, by the rules of the `model` section."""
     for _, why in _section(arch)[0].problems():
         yield why
 
 
 def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
-    """Return the configuration that makes `arch`, and which of its keys `arch` decides."""
+    """Return the configuration that builds `arch`, and the names of the keys it determines."""
     same = ModelConfig.model_fields.keys() & vars(arch).keys()
     values = {name: getattr(arch, name) for name in same - FREE}
     if arch.position == "learned":

@@ -1,13 +1,14 @@
-"""Attention within documents and windows on a CPU: exact, in memory that grows as the tokens do.
+"""Block-sparse CPU attention: exact, within documents and windows, in linear memory.
 
-Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, K head_dim. There are as
-many queries as keys, unless other processes have the other queries: then some chunks of them.
+Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, K head_dim. T = S, except
+under context parallelism, where the queries are some chunks of the sequence.
 
-torch's flash kernel for CPUs takes dense masks only. So it is called for one tile at a time: some
-queries, and those keys that they may attend to. That is a whole document, or, where a document is
-longer than the window or began before the chunk, all keys that `TILE` queries see, under a mask
-that all such tiles share. Two operators of our own do it, one for each direction: the compiler sees
-neither the tiles, which every batch has others of, nor a tensor for each of them.
+torch's flash kernel for CPUs takes dense masks only, so it is called for one tile at a time: a
+range of queries, and the keys they may attend to. The first tile of a document is plain causal
+attention over the document, or over its first `window` tokens. The rest of a longer document, or of
+one that began before the chunk, is split into tiles of `TILE` queries with all keys they see, under
+a mask that all such tiles share. Two custom operators, forward and backward, hide the tiles from
+the compiler: they differ in every batch, and each would need its own tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import torch
 from torch import Tensor
 
 TILE = 128
-"""Queries of a tile with a mask: more would look at keys that few of them may see."""
+"""Queries of a tile with a mask: larger tiles would read more keys that few of their queries
+see."""
 
-# What SDPA calls; it has no public name that also gives what the backward pass needs.
+# The operators that SDPA calls. No public function returns what the backward pass needs.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 class Tile(NamedTuple):
-    """Slices of B, T and S. Without a mask queries and keys are of the same tokens, and attention
-    is causal."""
+    """Slices of B, T and S that are computed together.
+
+    Without a mask, queries and keys are the same tokens, and attention is causal.
+    """
 
     rows: slice
     queries: slice
@@ -46,10 +50,11 @@ def tiled_attention(
     scale: float,
     starts: Sequence[int] = (0,),
 ) -> Tensor:
-    """softmax(scale * q kᵀ) v [B, H, T, K] over the last `window` tokens of the same document.
+    """Return softmax(scale * q kᵀ) v [B, H, T, K] over the last `window` tokens of a document.
 
-    Documents are numbered, and each is in one piece; None: every sequence is one. The queries are
-    chunks of one length, and those of chunk i stand at the places from `starts[i]` on of the S.
+    `documents_BS` holds document ids, and documents are contiguous; None: each sequence is one
+    document. The queries are chunks of one length; those of chunk i are at the positions from
+    `starts[i]` on.
     """
     out: Tensor
     out, _ = torch.ops.dtt.tiled_attention(
@@ -65,13 +70,13 @@ def tiles(
     window: int | None,
     starts: Sequence[int],
 ) -> Iterator[Tile]:
-    """Every query is in one tile, with all keys that it may attend to."""
+    """Yield tiles such that every query is in one tile, with all keys it may attend to."""
     S, chunk = k_BGSK.shape[2], q_BHTK.shape[2] // len(starts)
     window = S if window is None else min(window, S)
     for row, first, stop in _documents(S, documents_BS):
         for i, start in enumerate(starts):
             begin, end = max(first, start), min(stop, start + chunk)
-            shift = start - i * chunk  # from a query's number to its place
+            shift = start - i * chunk  # from a query's index to its position
             if begin == first < end:
                 begin = min(end, first + window)
                 yield Tile(row, slice(first - shift, begin - shift), slice(first, begin), None)
@@ -84,7 +89,7 @@ def tiles(
 
 
 def _documents(S: int, documents_BS: Tensor | None) -> Iterator[tuple[slice, int, int]]:
-    """Rows, first token, and the one after the last, of each document."""
+    """Yield the rows, the first token and the end (exclusive) of each document."""
     if documents_BS is None:
         yield slice(None), 0, S
         return
@@ -97,7 +102,10 @@ def _documents(S: int, documents_BS: Tensor | None) -> Iterator[tuple[slice, int
 
 @lru_cache(maxsize=8)
 def _near(window: int, dtype: torch.dtype) -> Tensor:
-    """[TILE, window - 1 + TILE]: 0 where query i may attend to the keys i … i + window - 1."""
+    """Return the mask of a tile, [TILE, window - 1 + TILE].
+
+    It is 0 where query i may attend, to the keys i … i + window - 1, and -inf elsewhere.
+    """
     near = torch.ones(TILE, window - 1 + TILE, dtype=torch.bool).tril_(window - 1).triu_()
     return torch.zeros(near.shape, dtype=dtype).masked_fill_(~near, float("-inf"))
 
@@ -107,7 +115,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with the numbers of a head next to each other: the kernel looks nowhere else."""
+    """Return the tensors with a contiguous last dimension, as the kernel requires."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -120,7 +128,7 @@ def _tiled(
     scale: float,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of each softmax's denominator [B, H, T], at least fp32."""
+    """Return the output, and the logsumexp of each query's scores [B, H, T] in at least fp32."""
     out, lse = _outputs(q)
     q, k, v = _side_by_side(q, k, v)
     for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
@@ -136,7 +144,7 @@ def _tiled(
 
 
 def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Memory for both, with the heads of a token side by side, as the output projection reads."""
+    """Allocate both outputs in the layout [B, T, H, K], which the output projection reads."""
     B, H, T, K = q.shape
     out = q.new_empty(B, T, H, K).transpose(1, 2)
     return out, q.new_empty(B, T, H, dtype=_wide(q)).transpose(1, 2)
@@ -154,7 +162,10 @@ def _tiled_backward(
     scale: float,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. A key is in several tiles with masks: its sum is at least fp32."""
+    """Return the gradients of q, k and v.
+
+    A key may be in several tiles with masks, so its gradient is summed in at least fp32.
+    """
     grad_q, grad_k, grad_v = _gradients(grad, q, k, v)
     sum_k, sum_v = torch.zeros_like(k, dtype=_wide(k)), torch.zeros_like(v, dtype=_wide(v))
     grad, q, k, v = _side_by_side(grad, q, k, v)
@@ -179,7 +190,7 @@ def _tiled_backward(
 def _gradients(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients."""
+    """Allocate the gradients."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -1,2 +1,2 @@
-"""Puts a single-device model on many devices, from outside.
+"""Parallelisation of a single-device model over many devices.
 May touch: config, runtime."""

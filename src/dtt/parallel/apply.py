@@ -1,5 +1,7 @@
-"""Put a single-device model on the devices of a mesh, from outside: tensor parallelism, then
-rematerialisation, then compilation, then FSDP2 or DDP."""
+"""Parallelisation of a single-device model over a device mesh.
+
+The order is tensor parallelism, activation checkpointing, compilation, then FSDP2 or DDP.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +36,27 @@ def apply(
     precision: str = "fp32",
     reshard: bool = True,
 ) -> nn.Module:
-    """Returns the module to call in training; `model` keeps the parameters and their names.
+    """Return the module to call in training; `model` keeps the parameters and their names.
 
-    Where the layout is sharded, parameters become DTensors in place; a model on the meta device
-    can then be given memory for this process's part alone. Unless `precision` is fp32, the weights
-    that are gathered for a product are bf16, and gradients are summed in fp32. With `reshard` they
-    are let go between forward and backward pass.
+    If the layout is sharded, parameters become DTensors in place; memory for a model on the meta
+    device can then be allocated for this rank's shards alone. Unless `precision` is fp32, weights
+    are all-gathered in bf16, and gradients are reduced in fp32. `reshard` frees gathered weights
+    between forward and backward pass.
     """
     blocks = list(model.get_submodule("layers").children())
     if layout.sizes.tensor > 1:
         apply_tensor(model, layout.part("tensor"))
     if remat != "none":
         rematerialize(model, remat, remat_every)
-    if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on these
+    if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
         log.info("not compiled: that goes with tensor parallelism and remat selective, not full")
         compile_blocks = False
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
         log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
         compile_each_block(model)
-        # Eager on a CPU, where blocks of logits stay in its cache. No Decoder is known here.
+        # Uncompiled on a CPU, where blocks of logits stay in the cache. `dtt.parallel` does not
+        # import Decoder.
         model.fused_loss = world.device.type == "cuda"  # type: ignore[assignment]
     if layout.sharded:
         _shard(model, blocks, layout, precision, reshard)
@@ -61,8 +64,9 @@ def apply(
     if world.size == 1:
         return model
     if compile_blocks:
-        # Else Dynamo splits a block's graph wherever 25 MB of gradients are ready, to overlap their
-        # all-reduce; between blocks, each a graph of its own, DDP's hooks do that anyway.
+        # By default Dynamo splits a block's graph wherever 25 MB of gradients are ready, to overlap
+        # their all-reduce. Here each block is a graph of its own, and DDP's hooks between blocks
+        # overlap anyway.
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
@@ -71,9 +75,9 @@ def apply(
 def _shard(
     model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, precision: str, reshard: bool
 ) -> None:
-    """FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when it needs them.
+    """Apply FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when needed.
 
-    What is outside of the blocks is gathered together, as embedding and head may be one.
+    Parameters outside the blocks form one group, as embedding and head may be the same tensor.
     """
     dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
     mesh = layout.part(*dims)
@@ -82,7 +86,7 @@ def _shard(
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # angles of rotations must stay fp32
+            cast_forward_inputs=False,  # rotary angles must stay fp32
         )
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -91,16 +95,17 @@ def _shard(
 
 @contextmanager
 def gradient_sync(module: nn.Module, last: bool, each: bool = False) -> Iterator[None]:
-    """Average gradients over ranks in the backward pass inside if it is the last of a step.
+    """Reduce gradients over ranks in the backward passes inside, if this is the last one of a step.
 
-    With `each` sharded ones are always summed over shards, if not over copies.
+    With `each`, sharded gradients are reduce-scattered every time, but all-reduced over replicas
+    only the last time.
     """
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
             yield
         return
     for part in module.modules():
-        if isinstance(part, FSDPModule):  # the first, outermost one sets it for all
+        if isinstance(part, FSDPModule):  # the outermost one sets it for all
             part.set_requires_gradient_sync(last or each)
             part.set_requires_all_reduce(last)
             break
@@ -108,8 +113,10 @@ def gradient_sync(module: nn.Module, last: bool, each: bool = False) -> Iterator
 
 
 def release(module: nn.Module) -> None:
-    """Let go of the weights that a forward pass without a backward one has left gathered: the next
-    one is to see what the parameters hold by then."""
+    """Free the weights that a forward pass without a backward pass has left gathered.
+
+    The next forward pass then gathers the current values of the parameters.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -117,10 +124,11 @@ def release(module: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients to a norm of at most `limit` over all of them; returns the norm before, [].
+    """Scale gradients to a total norm of at most `limit`; return the norm before, [].
 
-    As `nn.utils.clip_grad_norm_`, which this is for gradients that are fp32 and not cut. Of others
-    each process squares its parts, in fp32, divided by how many hold the same: one exchange.
+    Unsharded fp32 gradients use `nn.utils.clip_grad_norm_`. For others, each rank sums the squares
+    of its shards in fp32, divided by the number of ranks that hold the same shard, and one
+    all-reduce adds them up.
     """
     if not isinstance(parameters[0], DTensor) and parameters[0].dtype is torch.float32:
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
@@ -137,5 +145,5 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Forward passes inside multiply fp32 weights in bf16, if `precision` is that, or fp8."""
+    """Return an autocast context that is enabled, in bf16, for `precision` bf16 and fp8."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "fp8"))

@@ -1,4 +1,4 @@
-"""Exchanges of tensors between processes that gradients go back through."""
+"""Collectives that support autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# In eager mode the same as those of torch.distributed; but torch.compile takes them in its graph.
+# In eager mode these equal the functions of torch.distributed, but torch.compile can trace them.
 _ops = torch.ops._c10d_functional  # noqa: SLF001
 
 
 def gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks of `group` one after another along `dim`, on each of them.
+    """All-gather the tensors of all ranks of `group`, concatenated along `dim`.
 
-    Its gradient is that of the sum over ranks: each rank gets what all of them say of its part.
+    The backward pass is a reduce-scatter: each rank gets the sum over ranks of the gradients of its
+    part.
     """
     apply: Callable[..., Tensor] = _Gather.apply
     return apply(part, dim, group)
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """`tensor`, once the exchange that makes it is over; a GPU waits for it, not the host."""
+    """Return `tensor` once its collective has finished; a GPU waits on its stream, not the host."""
     whole: Tensor = _ops.wait_tensor(tensor)
     return whole
 
@@ -31,7 +32,7 @@ def arrived(tensor: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        """All-gather."""
+        """All-gather along `dim`."""
         ctx.dim, ctx.group = dim, group
         part = part.movedim(dim, 0).contiguous()
         size, name = group.size(), group.group_name
@@ -40,7 +41,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Reduce-scatter."""
+        """Reduce-scatter the gradient along `dim`."""
         whole = grads[0].movedim(ctx.dim, 0).contiguous()
         size, name = ctx.group.size(), ctx.group.group_name
         part = _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", size, name))

@@ -1,4 +1,4 @@
-"""Compilation of a model's blocks, which training can go on without."""
+"""Compilation of a model's blocks, with a fallback to uncompiled training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dtt.runtime.compilation import compiler
 
 
 def compile_each_block(model: nn.Module) -> None:
-    """Compile the blocks (`model.layers`) one by one when they are first called, in place.
+    """Compile each block (`model.layers`) when it is first called, in place.
 
-    They share one compilation, which is much quicker than the whole model's and hardly slower to
-    run. Shapes stay static: a last, smaller batch of an evaluation, or another size of
-    `train.batch_schedule` and `train.context_schedule`, is compiled on its own, rather than making
-    the training graph dynamic. Where compilation fails, for want of a compiler or by a fault of
-    torch's, all blocks run as they are, and the log says why, once.
+    All blocks share one compilation, which is much faster than compiling the whole model; the
+    compiled code is hardly slower. Shapes stay static: a smaller last batch of an evaluation, or
+    another size of `train.batch_schedule` and `train.context_schedule`, is compiled separately and
+    does not make the training graph dynamic. If compilation fails, because there is no compiler or
+    by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
     """
     for block in model.get_submodule("layers").children():
-        # Not `block.compile()`: hooks, as those of FSDP2, stay outside of what is compiled.
+        # `block.compile()` would also compile the hooks, as those of FSDP2.
         block.forward = compiler.compiled(block.forward)

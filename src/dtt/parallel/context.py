@@ -1,10 +1,10 @@
-"""Context parallelism: processes that share each sequence.
+"""Context parallelism: ranks that share each sequence.
 
-Of 2C chunks of a sequence each of C processes has two, one from either end: so all attend to
-equally many tokens. They gather keys and values before they attend (Llama 3, arXiv 2407.21783,
-section 3.3.2); all else is each token's own.
+A sequence is split into 2C chunks. Each of C ranks has two, one from either end, so that causal
+attention costs the same on every rank. Ranks all-gather keys and values before attention (Llama 3,
+arXiv 2407.21783, section 3.3.2); everything else is computed per token.
 
-Shapes: B sequences, T tokens of a sequence, P tokens of it on this process, V vocabulary.
+Shapes: B sequences, T tokens of a sequence, P tokens of it on this rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from dtt.parallel.collectives import gather
 from dtt.parallel.mesh import Layout
 
 IGNORED = -100
-"""The target that is none."""
+"""Target id that the loss ignores."""
 PADDING = -1
-"""The document of padding: no other has this number."""
+"""Document id of padding tokens; no real document has it."""
 
 Attends = Callable[
     [Tensor, Tensor | None, Sequence[range], Callable[[Tensor], Tensor]], Sequence[Any]
 ]
-"""What each layer attends with, made from tokens [B, T], their documents [B, T] if these are kept
-apart, the places of this process's chunks, and what puts [..., P, D] of all processes together."""
+"""Function that makes the attention function of each layer. Arguments: tokens [B, T], document ids
+[B, T] or None, the position ranges of this rank's chunks, and a function that all-gathers [..., P,
+D]."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which tokens of a sequence are this process's."""
+    """The tokens of each sequence that this rank holds."""
 
     rank: int
     size: int
     group: ProcessGroup
 
     def chunks(self, length: int) -> tuple[range, range]:
-        """Their places among `length` tokens."""
+        """Return the positions of this rank's two chunks among `length` tokens."""
         chunk = length // (2 * self.size)
         starts = self.rank * chunk, length - (self.rank + 1) * chunk
         first, last = (range(start, start + chunk) for start in starts)
         return first, last
 
     def of(self, whole_BT: Tensor) -> Tensor:
-        """[B, T] → [B, P]."""
+        """Select this rank's tokens: [B, T] → [B, P]."""
         return torch.cat([whole_BT[:, c.start : c.stop] for c in self.chunks(whole_BT.shape[1])], 1)
 
     def gather(self, part: Tensor) -> Tensor:
-        """[..., P, D] of all processes → [..., T, D], in the order of the tokens."""
+        """All-gather [..., P, D] → [..., T, D], in the order of the tokens."""
         halves = part.reshape(*part.shape[:-2], 2, -1, part.shape[-1])
         chunks = gather(halves, -3, self.group)
         first, last = chunks[..., 0::2, :, :], chunks[..., 1::2, :, :]
@@ -61,7 +62,7 @@ class Share:
 
 
 class ContextParallel(nn.Module):
-    """Calls a model with this process's tokens, as if with all: see `dtt.model.decoder.Decoder`."""
+    """Wrapper that calls a Decoder with this rank's tokens, but takes full sequences."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ContextParallel(nn.Module):
         positions: Callable[[Tensor], Tensor],
         attends: Attends,
     ) -> None:
-        """`positions`: documents [B, T] to each token's place in its own."""
+        """Wrap `model`; `positions` maps document ids [B, T] to positions within documents."""
         super().__init__()
         assert layout.context_group is not None
         self.model = model
@@ -79,7 +80,8 @@ class ContextParallel(nn.Module):
         sizes = layout.sizes
         self.share = Share(layout.context_rank, sizes.context, layout.context_group)
         self.multiple = 2 * sizes.context * sizes.tensor
-        """Of so many tokens all processes have equally many."""
+        """Sequence lengths are padded to a multiple of this, so that all ranks have equally many
+        tokens."""
 
     def forward(
         self,
@@ -88,9 +90,10 @@ class ContextParallel(nn.Module):
         documents_BT: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """Logits [B, T, V]; with targets, the fp32 *sum* of the loss over this process's tokens.
+        """Return logits [B, T, V]; with targets, the fp32 *sum* of the loss of this rank's tokens.
 
-        The processes of the group get the same arguments. Sequences of any length: they are padded.
+        All ranks of the context group pass the same arguments. Sequences may have any length: they
+        are padded.
         """
         length = tokens_BT.shape[1]
         padding = (0, -length % self.multiple)

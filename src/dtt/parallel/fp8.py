@@ -1,7 +1,8 @@
-"""Linear layers in fp8, through torchao, where a trial on their real shapes finds a gain.
+"""fp8 linear layers through torchao, for the shapes on which a benchmark finds a speedup.
 
-torchao scales inputs, weights and gradients so that their largest number fits (Micikevicius et al.,
-arXiv 2209.05433): that takes time, which only large products win back.
+torchao scales inputs, weights and gradients so that their largest value is representable
+(Micikevicius et al., arXiv 2209.05433). Only large matrix multiplications gain more than this
+scaling costs.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from dtt.runtime.dist import World
 from dtt.runtime.environment import install
 
 LEAST_GAIN = 1.05
-"""How many times as fast fp8 must be to be taken: less is noise."""
+"""Minimum speedup at which a layer is converted; a smaller one is measurement noise."""
 MULTIPLE = 16
-"""Of which the products' sizes must be multiples."""
+"""Both sizes of a layer must be multiples of this for fp8."""
 WARM_UP, TRIALS = 3, 7
-"""Of each kind of layer: the first are not counted, of the others the median."""
+"""Warm-up runs, which are not counted, and timed runs, of which the median counts, for each
+shape."""
 
 Shape = tuple[int, int]
-"""Numbers that go into a layer, and that come out."""
+"""in_features and out_features of a layer."""
 Timer = Callable[[nn.Linear], float]
 Converter = Callable[..., nn.Module]
 
 
 def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
-    """Swap the linear layers of the blocks (`model.layers`) that gain, in place; says which.
+    """Convert linear layers of the blocks to fp8, in place, where this is faster; return a summary.
 
-    All ranks together, before any other parallelism: the first one's trial counts. A trial is the
-    forward and backward pass of a layer on `tokens` tokens, as in training. Parameters keep names
-    and values. EnvironmentUnfit without torchao.
+    All ranks call this together, before any other parallelism; rank 0's benchmark decides. It times
+    the forward and backward pass of a layer on `tokens` tokens, as in training. Parameters keep
+    their names and values. Raises EnvironmentUnfit without torchao, or on a GPU without fp8.
     """
     if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
         raise EnvironmentUnfit(
@@ -70,7 +72,7 @@ def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
 def find_gains(
     layers: list[nn.Linear], in_fp8: Callable[[nn.Linear], nn.Linear], seconds: Timer
 ) -> dict[Shape, float]:
-    """How many times as fast each shape of layer is in fp8; 0 where it cannot be."""
+    """Return the fp8 speedup of each layer shape; 0 if the shape does not support fp8."""
     gains = {}
     for shape in dict.fromkeys(map(_shape, layers)):
         if any(size % MULTIPLE for size in shape):
@@ -83,7 +85,7 @@ def find_gains(
 
 
 def describe(layers: list[nn.Linear], gains: Mapping[Shape, float]) -> str:
-    """In a line: which layers are in fp8, and what that gains; or that none is."""
+    """Return one line that lists the fp8 layers and their speedups, or that there are none."""
     counts = Counter(map(_shape, layers))
     taken = [
         f"{counts[shape]} of {shape[0]} x {shape[1]} ({gain:.2f}x as fast)"
@@ -121,7 +123,7 @@ def _torchao() -> Converter:
 
 
 def _seconds(layer: nn.Linear, tokens: int, device: torch.device, compiled: bool) -> float:
-    """Forward and backward pass, in bf16 but for what the layer does itself."""
+    """Return the median time of the layer's forward and backward pass under bf16 autocast."""
     run = Compiler().compiled(layer.forward) if compiled else layer
     x_TD = torch.randn(tokens, layer.in_features, device=device, dtype=torch.bfloat16)
     grad_TF = torch.randn(tokens, layer.out_features, device=device, dtype=torch.bfloat16)

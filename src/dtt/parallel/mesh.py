@@ -1,4 +1,4 @@
-"""The mesh of devices, and this process's place in it."""
+"""The device mesh, and this rank's place in it."""
 
 from __future__ import annotations
 
@@ -13,51 +13,57 @@ from dtt.runtime.dist import World
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out over its processes. From rank to rank tensor changes fastest, then
-    context, then shard, then replicate: ranks that talk much are near each other."""
+    """The parallel layout of a run.
+
+    Ranks are ordered with `tensor` as the fastest-varying dimension, then `context`, `shard` and
+    `replicate`, so that ranks that communicate most are close to each other.
+    """
 
     sizes: Sizes = field(default_factory=Sizes)
     rank: int = 0
     mesh: DeviceMesh | None = None
-    """Of `replicate` (unless 1), `shard` (times context) and `tensor` (unless 1), where a device
-    holds less than the whole model."""
+    """Mesh of `replicate` (unless 1), `shard` (times context) and `tensor` (unless 1); None unless
+    parameters are sharded."""
     context_group: ProcessGroup | None = None
-    """The ranks that share this one's sequences."""
+    """Process group of the ranks that share this rank's sequences; None without context
+    parallelism."""
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are DTensors, each process holding a part."""
+        """True if parameters are DTensors, of which each rank holds a shard."""
         return self.mesh is not None
 
     @property
     def data_rank(self) -> int:
-        """Which share of every batch is this process's, of `sizes.data`."""
+        """Data-parallel rank: the index of this rank's part of each batch, of `sizes.data`."""
         return self.rank // (self.sizes.context * self.sizes.tensor)
 
     @property
     def context_rank(self) -> int:
-        """Which part of every sequence is this process's."""
+        """Context-parallel rank: the index of this rank's part of each sequence."""
         return self.rank // self.sizes.tensor % self.sizes.context
 
     @property
     def copies(self) -> int:
-        """Processes over which the gradients of one weight are averaged."""
+        """Number of ranks over which the gradients of one weight are averaged."""
         return self.sizes.data * self.sizes.context
 
     @property
     def granularity(self) -> int:
-        """What the length of a sequence must be a multiple of; those that share the context pad
-        it themselves."""
+        """Number of tokens that sequence lengths must be a multiple of.
+
+        With context parallelism it is 1, as `ContextParallel` pads sequences itself.
+        """
         return self.sizes.tensor if self.sizes.context == 1 else 1
 
     def part(self, *names: str) -> DeviceMesh:
-        """The mesh of these dimensions alone."""
+        """Return the sub-mesh of these dimensions."""
         assert self.mesh is not None
         return self.mesh[names if len(names) > 1 else names[0]]
 
 
 def make_layout(sizes: Sizes, world: World) -> Layout:
-    """Join the process groups of the mesh; all ranks together."""
+    """Create the mesh and its process groups; all ranks call this together."""
     if not sizes.sharded:
         return Layout(sizes, world.rank)
     spread = sizes.shard * sizes.context

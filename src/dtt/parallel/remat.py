@@ -1,5 +1,7 @@
-"""Rematerialisation (activation checkpointing): activations that the backward pass computes again
-rather than keeps (Chen et al., 2016, arXiv 1604.06174)."""
+"""Activation checkpointing: recomputation of activations in the backward pass.
+
+See Chen et al., 2016, arXiv 1604.06174.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,31 @@ from torch.utils.checkpoint import (
 )
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
-"""What linear layers come to. Batched ones are left out: they are [T, T] scores of attention."""
+"""Operators that linear layers call. Batched ones are not included: they compute the [T, T] scores
+of attention."""
 COSTLY = (
     "aten::_scaled_dot_product",  # every kernel of SDPA
     "dtt::",  # attention in tiles
     "flex_attention",
-    "inductor_compiled_code",  # the same, compiled
-    "_c10d_functional::",  # what ranks exchange
+    "inductor_compiled_code",  # compiled FlexAttention
+    "_c10d_functional::",  # collectives
 )
-"""How the names begin of what is dearer to do again than its result is to keep."""
+"""Name prefixes of operators whose outputs are saved, as recomputing them costs more than the
+memory."""
 
 
 def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: int) -> None:
-    """Let the first of every `every` blocks (`model.layers`) compute activations again, in place.
+    """Checkpoint the first of every `every` blocks (`model.layers`), in place.
 
-    `full` keeps the input of a block alone, and runs all of it twice. `selective` also keeps what
-    attention, exchanges between ranks and every second matrix product give (torchtitan's choice,
-    arXiv 2410.06511), and computes again what is cheap, or large for what it costs. Random numbers
-    are drawn alike both times. Names of modules and parameters stay; comes before compilation.
+    `full` saves only the input of a block and runs all of it twice. `selective` also saves the
+    outputs of attention, collectives and every second matrix multiplication (torchtitan's choice,
+    arXiv 2410.06511); it recomputes cheap operators, and those whose output is large for their
+    cost. The RNG state is restored for the recomputation. Names of modules and parameters do not
+    change. Call this before compilation.
     """
     forward = {"full": _full, "selective": _selective}[kind]
     for block in list(model.get_submodule("layers").children())[::every]:
-        # A method of a function that all of them share: so do they one compilation.
+        # All blocks share one function, and so one compilation.
         block.forward = forward.__get__(block)
 
 
@@ -53,7 +58,7 @@ def _selective(block: nn.Module, *inputs: Any) -> Tensor:
 
 
 def _contexts() -> Any:
-    """Of one forward pass of one block, and of its repetition."""
+    """Return the selective-checkpoint contexts of a block's forward pass and its recomputation."""
     products: Counter[bool] = Counter()
 
     def policy(
@@ -62,7 +67,7 @@ def _contexts() -> Any:
         name = operator.name()
         kept = name.startswith(COSTLY)
         if name in PRODUCTS:
-            products[context.is_recompute] += 1  # before torch 2.13 both passes ask
+            products[context.is_recompute] += 1  # before torch 2.13, called in both passes
             kept = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,10 +1,11 @@
-"""Tensor, sequence and loss parallelism: a few devices share every layer of a decoder.
+"""Tensor, sequence and loss parallelism: a group of ranks shards every layer of a decoder.
 
-Each has some heads, some columns of the MLP, and some rows of the vocabulary (Shoeybi et al., 2019,
-arXiv 1909.08053); between these, each has some tokens of every sequence (Korthikanti et al., 2022,
-arXiv 2205.05198). What a layer needs is declared once, by the names of modules, for all families.
+Each rank has some heads, some columns of the MLP, and some rows of the vocabulary (Shoeybi et al.,
+2019, arXiv 1909.08053). Between these layers, each rank has some tokens of every sequence
+(Korthikanti et al., 2022, arXiv 2205.05198). One table of module names declares the styles for all
+families.
 
-Shapes: B sequences, T tokens, P processes, D dim, V vocabulary.
+Shapes: B sequences, T tokens, P ranks, D dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ from dtt.runtime.dist import World
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1
-"""The dimension of heads in [B, H, T, K]."""
+"""Dimension of the heads in [B, H, T, K]."""
 
 
 class GatheredNorm(ParallelStyle):
-    """Norms this process's tokens, then gathers those of all: [B, T/P, D] → [B, T, D].
+    """Norm of this rank's tokens, followed by an all-gather: [B, T/P, D] → [B, T, D].
 
-    Under autocast in its dtype, which is that of the products that follow: half the traffic.
+    Under autocast, the all-gather uses its dtype, the one of the following matrix multiplications:
+    this halves the traffic.
     """
 
     def __init__(self, *, use_local_output: bool = False) -> None:
-        """With `use_local_output` what comes out is a plain tensor, of whose gradient each process
-        gives a summand; else a DTensor, which knows that of itself."""
+        """Create the style.
+
+        With `use_local_output` the output is a plain tensor, and its gradient on each rank is one
+        summand of the total (`Partial`). Otherwise the output is a DTensor, which tracks this
+        itself.
+        """
         super().__init__()
         self.use_local_output = use_local_output
 
@@ -60,20 +66,27 @@ class GatheredNorm(ParallelStyle):
 
 
 class DividedEmbedding(RowwiseParallel):
-    """Looks up the rows that this process has, and sums over all: ids [B, T] → [B, T/P, D]."""
+    """Vocabulary-parallel embedding: ids [B, T] → [B, T/P, D].
+
+    Each rank looks up the ids in its rows; a reduce-scatter sums the results.
+    """
 
     def __init__(self) -> None:
-        """Every process gets all ids."""
+        """Create the style; every rank gets all ids."""
         super().__init__(input_layouts=ALL_TOKENS, output_layouts=OWN_TOKENS)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # A compiled block that is given a sum still under way drops its gradient (torch 2.13).
+        # A compiled block drops the gradient of an input whose collective is still pending (torch
+        # 2.13).
         super()._apply(module, device_mesh).register_forward_hook(lambda _m, _i, out: arrived(out))
         return module
 
 
 def plan() -> dict[str, ParallelStyle]:
-    """How each module is divided; `*` is the number of a layer. What is not there takes no part."""
+    """Return the parallel style of each module; `*` is the layer index.
+
+    Modules that are not listed are not parallelised.
+    """
     to_columns = ColwiseParallel()
     to_tokens = RowwiseParallel(output_layouts=OWN_TOKENS)
     tokens = SequenceParallel(use_local_output=True)
@@ -100,10 +113,11 @@ def plan() -> dict[str, ParallelStyle]:
 
 
 def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a Decoder over the processes of a mesh of one dimension, in place.
+    """Shard a Decoder over the ranks of a one-dimensional mesh, in place.
 
-    Every parameter becomes a DTensor; on the meta device nothing is exchanged. Gradients of those
-    that all processes hold (norms, and biases of what is summed) may be `Partial`: FSDP2 sums them.
+    Every parameter becomes a DTensor; on the meta device there is no communication. Gradients of
+    replicated parameters (norms, and biases that are added after a sum) may be `Partial`: FSDP2
+    reduces them.
     """
     styles = plan()
     for name, module in model.named_modules():
@@ -111,15 +125,16 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
             style = styles[re.sub(r"\.\d+\.", ".*.", name)]
             parallelize_module(module, mesh, style, src_data_rank=None)
     rows = model.get_parameter("embed.weight").shape[0]
-    model.part = VocabularyPart(mesh, rows)  # type: ignore[assignment]  # no Decoder is known here
+    # dtt.parallel does not import Decoder
+    model.part = VocabularyPart(mesh, rows)  # type: ignore[assignment]
 
 
 def overlap(mesh: DeviceMesh, world: World) -> str:
-    """Have compiled blocks exchange tokens while they multiply (async tensor parallelism), if the
-    GPUs of `mesh` can reach each other's memory; says whether they do. All ranks together: they use
-    it everywhere or nowhere, as its exchanges do not go with ordinary ones.
+    """Enable async tensor parallelism if the GPUs of `mesh` can access each other's memory.
 
-    torch then takes products apart, and sends or fetches a piece while it computes another.
+    Return a log line that says if it is enabled. All ranks call this together: it must be enabled
+    on all or none, as its collectives are incompatible with ordinary ones. torch then splits matrix
+    multiplications and overlaps them with the communication of their pieces.
     """
     from torch._inductor import config
     from torch.distributed import _symmetric_memory as symmetric
@@ -131,11 +146,11 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
 
     def meet() -> None:
         symmetric.rendezvous(shared[0], group)
-        with warnings.catch_warnings():  # since 2.13 it says it is not needed; the compiler asks
+        with warnings.catch_warnings():  # deprecated in 2.13, but the compiler needs it
             warnings.simplefilter("ignore", FutureWarning)
             symmetric.enable_symm_mem_for_group(group.group_name)
 
-    for attempt in (allocate, meet):  # a rank that cannot allocate would be waited for
+    for attempt in (allocate, meet):  # agree after each, as rendezvous would hang on a missing rank
         reason = "another rank cannot reach its peers' memory"
         failed = False
         try:
@@ -149,14 +164,14 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
 
 
 class VocabularyPart:
-    """This process's share of the vocabulary; see `dtt.model.loss.Part`."""
+    """The vocabulary shard of this rank; implements `dtt.model.loss.Part`."""
 
     def __init__(self, mesh: DeviceMesh, vocab_size: int) -> None:
-        """Of `vocab_size` tokens, which `mesh` divides equally."""
+        """Describe the shard of a vocabulary that `mesh` divides equally."""
         self.first = mesh.get_local_rank() * (vocab_size // mesh.size())
         self.group = mesh.get_group()
 
     @torch.no_grad()
     def gather(self, x: Tensor) -> Tensor:
-        """[...] → [P, ...]."""
+        """All-gather [...] → [P, ...], without a gradient."""
         return gather(x[None], 0, self.group)

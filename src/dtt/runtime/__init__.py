@@ -1,2 +1,2 @@
-"""Where am I running? Ranks, devices, files that cannot tear, log lines, the job directory.
-May touch: artifacts, errors. Knows no stage and no knob."""
+"""Runtime services: ranks, devices, atomic files, logging, and the job directory.
+May touch: artifacts, errors. Independent of stages and configuration."""

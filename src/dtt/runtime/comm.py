@@ -1,8 +1,7 @@
-"""The little that the data stages say to each other: barrier, broadcast, gather.
+"""Communication of the data stages: barrier, broadcast, gather.
 
 `Serial` is one process; `Mpi` is many, through mpi4py; `Files` (meeting.py) is many that share a
-file system. What is said is JSON. Bulk data never travels here: ranks write files into their own
-places.
+file system. Values are JSON. Bulk data is never sent: each rank writes its own files.
 """
 
 from __future__ import annotations
@@ -20,36 +19,37 @@ from dtt.runtime.ranks import Ranks
 T = TypeVar("T")
 
 FORWARDING = 0.3
-"""Seconds that mpirun gets to pass on a rank's last words: an abort drops what it has not read."""
+"""Seconds for mpirun to forward a rank's last output: an abort drops what mpirun has not yet
+read."""
 
 
 class Comm(Protocol):
-    """What a data stage may ask of the other ranks. Values are JSON: tuples arrive as lists."""
+    """The collectives of the data stages. Values are JSON: tuples arrive as lists."""
 
     rank: int
     size: int
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached the barrier."""
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` in rank order, on every rank."""
+        """Return every rank's `value` in rank order, on every rank."""
 
     def close(self) -> None:
-        """Leave in peace, after the last exchange."""
+        """Leave the group, after the last collective."""
 
 
 class Serial:
-    """One process: every exchange is with itself."""
+    """Collectives of a single process."""
 
     rank = 0
     size = 1
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def broadcast(self, value: T) -> T:
         """Return `value`."""
@@ -60,41 +60,41 @@ class Serial:
         return [value]
 
     def close(self) -> None:
-        """Nobody waits."""
+        """Do nothing: there is no other rank."""
 
 
 class Mpi:
-    """The ranks of one `mpirun` or `srun --mpi=…`.
+    """Collectives of the ranks of one `mpirun` or `srun --mpi=…`.
 
-    Waits by polling with short sleeps: MPI's own waits spin, which would starve the ranks that
-    still work when there are as many ranks as cores.
+    They poll with short sleeps: MPI's blocking calls spin, which slows down ranks that still work
+    when there are as many ranks as cores.
     """
 
     def __init__(self, mpi: Any) -> None:
-        """`mpi` is the module `mpi4py.MPI`."""
+        """Use the module `mpi4py.MPI`."""
         self._mpi = mpi
         self._world = mpi.COMM_WORLD
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached the barrier."""
         _wait(self._world.Ibarrier())
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         self.barrier()
         result: T = self._world.bcast(value, root=0)
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` in rank order, on every rank."""
+        """Return every rank's `value` in rank order, on every rank."""
         self.barrier()
         result: list[T] = self._world.allgather(value)
         return result
 
     def close(self) -> None:
-        """Leave MPI."""
+        """Finalise MPI."""
         self._mpi.Finalize()
 
 
@@ -106,13 +106,14 @@ def _wait(request: Any) -> None:
 
 
 _meetings: list[Files] = []
-"""Through which `abort_peers` tells the others; one at most."""
+"""The open file-based group, at most one, through which `abort_peers` ends the others."""
 
 
 def open_comm(ranks: Ranks, work: Path) -> Comm:
-    """The right Comm for how this process was started.
+    """Return the Comm for the launcher of this process.
 
-    Tasks of Slurm's `srun` that MPI does not join meet below `work`, a folder that all see.
+    Tasks of Slurm's `srun` that share no MPI communicator use files in `work`, a folder that all
+    ranks see. Raises EnvironmentUnfit under torchrun, or if the ranks cannot communicate.
     """
     if ranks.size == 1:
         return Serial()
@@ -129,10 +130,10 @@ def open_comm(ranks: Ranks, work: Path) -> Comm:
 
 
 def _mpi(ranks: Ranks) -> Mpi | None:
-    """MPI; None where Slurm started the ranks and MPI does not join them."""
+    """Return MPI's Comm; None if Slurm started the ranks and MPI does not connect them."""
     by_slurm = ranks.launcher == "slurm"
     if by_slurm and not any(name.startswith("PMI") for name in os.environ):
-        return None  # some MPI libraries end a process that they find in a step without PMI
+        return None  # some MPI libraries exit in a step without PMI
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi to load
@@ -160,7 +161,7 @@ def _mpi(ranks: Ranks) -> Mpi | None:
 
 
 def abort_peers(code: int, reason: str) -> None:
-    """End every other rank with `code`; return if there is none.
+    """End every other rank with exit code `code`; do nothing without other ranks.
 
     A rank that merely exits would leave the others waiting for it.
     """

@@ -1,4 +1,4 @@
-"""torch.compile with a way back: where compilation fails, the run continues without it."""
+"""torch.compile with a fallback: if compilation fails, the run continues uncompiled."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 from dtt.runtime.log import log
 
 SHAPES = 128
-"""Input shapes that one function is compiled for: more than schedules of batches and contexts
-have. After so many (by itself 8) torch would run the others uncompiled."""
+"""Maximum number of input shapes that one function is compiled for: more than batch-size and
+context-length schedules need. Beyond it (by default 8) torch would run other shapes uncompiled."""
 
 Function = Callable[..., Any]
 
 
 class Compiler:
-    """Compiles functions until that fails once; from then on all of them run uncompiled."""
+    """A compiler of functions; after its first failure, all of them run uncompiled."""
 
     def __init__(self) -> None:
         self.failure = ""
-        """Why compilation failed; empty as long as it works."""
+        """Reason why compilation failed; empty if it has not."""
 
     def compiled(self, plain: Function, otherwise: Function | None = None) -> Function:
-        """Return a compiled `plain`, which calls `otherwise` (`plain` itself) after a failure.
+        """Return a compiled `plain`, which calls `otherwise` (default: `plain`) after a failure.
 
-        Shapes stay static: each has a graph of its own. A second shape never makes a graph
-        dynamic, which some kernels (FlexAttention) do not survive.
+        Shapes stay static: each has its own graph. A second shape never makes a graph dynamic, as
+        some kernels (FlexAttention) fail on dynamic shapes.
         """
         import torch._functorch.config
 
         torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
-        # Else the backward graph is compiled in the first backward pass, where a failure could no
-        # longer be answered by running the forward pass uncompiled.
+        # By default the backward graph is compiled in the first backward pass, where it would be
+        # too late to rerun the forward pass uncompiled.
         torch._functorch.config.force_non_lazy_backward_lowering = True  # noqa: SLF001
         fast = torch.compile(plain, dynamic=False)
         slow = otherwise or plain
@@ -48,19 +48,21 @@ class Compiler:
         return call
 
     def follow(self) -> None:
-        """Run uncompiled since another rank cannot compile: ranks should be equally fast, and their
-        communication the same."""
+        """Run uncompiled because another rank cannot compile.
+
+        All ranks should run at the same speed, with the same communication.
+        """
         if not self.failure:
             self.failure = "another rank cannot compile"
             log.info("training goes on uncompiled: %s", self.failure)
 
 
 compiler = Compiler()
-"""The one of this process: for blocks, attention kernels and the loss alike."""
+"""The compiler that this process uses for blocks, attention kernels and the loss."""
 
 
 def _reason(error: Exception) -> str:
-    """Its first line that says something; torch tells how to debug itself in dozens more."""
+    """Return the first informative line of the message; dozens of debugging hints follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("backend=")]
     return (told or lines or [type(error).__name__])[0]

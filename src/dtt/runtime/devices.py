@@ -1,4 +1,4 @@
-"""What a device is, and whether it multiplies right: a product that is known in advance."""
+"""Device inspection: name, memory, throughput, and a matmul with a known result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dtt.runtime.environment import without
 from dtt.runtime.peak import SIZE, measured_flops
 
 SLOW = 3.0
-"""What takes so many times as long as on its like is slow: chance does not explain that."""
+"""A device or link is slow if it takes this many times as long as similar ones: more than
+chance."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,23 @@ class Device:
     """A CPU or GPU as torch sees it."""
 
     device: str
-    """As torch names it, `cpu` or `cuda:0`."""
+    """Name of the device in torch, `cpu` or `cuda:0`."""
     name: str
     free: int
-    """Bytes of memory that are free, of `total`."""
+    """Free memory in bytes, of `total`."""
     total: int
     native_bf16: bool
     tflops: dict[str, float]
-    """10^12 operations a second in a square matmul, by type of number."""
+    """Throughput of a square matmul in TFLOP/s, by dtype."""
     wrong: tuple[str, ...]
-    """Types of number whose product was wrong."""
+    """Data types whose matmul gave a wrong result."""
 
 
 def examine_all(world: World) -> list[Device]:
-    """This rank's device; alone, each that there is. EnvironmentUnfit if one does not compute."""
+    """Examine this rank's device; without other ranks, every GPU of the node.
+
+    Raises EnvironmentUnfit if a device does not compute.
+    """
     found = [world.device]
     if world.size == 1 and world.device.type == "cuda":
         found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -48,7 +52,7 @@ def examine_all(world: World) -> list[Device]:
     for device in found:
         try:
             devices.append(examine(device))
-        except RuntimeError as error:  # torch's own; out of memory is one, too
+        except RuntimeError as error:  # CUDA errors, out of memory included
             node = socket.gethostname()
             raise EnvironmentUnfit(
                 f"{device} does not compute",
@@ -60,7 +64,7 @@ def examine_all(world: World) -> list[Device]:
 
 
 def examine(device: torch.device) -> Device:
-    """Look at a device and multiply on it."""
+    """Return the properties of a device, and measure and check its matmuls."""
     native = native_bf16(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -78,15 +82,16 @@ def examine(device: torch.device) -> Device:
 
 
 def wait(device: torch.device) -> None:
-    """Return when `device` has done what it was asked for."""
+    """Wait until `device` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def faults(devices: Sequence[tuple[int, str, Device]]) -> Iterator[EnvironmentUnfit]:
-    """What is wrong with devices, each given with its rank and node; slow beside others like it.
+    """Yield a problem for each device that computes wrong results, or is slow beside similar ones.
 
-    How fast a CPU is says more of what else runs on it.
+    `devices` holds (rank, node, device). Slow CPUs are not reported: their speed depends mostly on
+    other processes.
     """
     for rank, node, one in devices:
         for dtype, rate in one.tflops.items():
@@ -103,7 +108,7 @@ def faults(devices: Sequence[tuple[int, str, Device]]) -> Iterator[EnvironmentUn
 
 
 def check_seen() -> None:
-    """EnvironmentUnfit if there is a GPU that this process may use and torch does not see."""
+    """Raise EnvironmentUnfit if this process may use a GPU that torch does not see."""
     nodes = Path("/dev").glob("nvidia[0-9]*")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if torch.cuda.is_available() or hidden or not any(os.access(n, os.R_OK) for n in nodes):
@@ -116,10 +121,10 @@ def check_seen() -> None:
 
 
 def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether [n, n] @ [n, n] is right in every place.
+    """Return True if a matmul [n, n] @ [n, n] is correct in every element.
 
     A[i, k] = r[i] s[k] and B[k, j] = s[k] c[j] with s of 1 and -1, so (A B)[i, j] = n r[i] c[j].
-    With r and c of 1 to 4 and n a power of two, that and all sums on the way are exact in any type.
+    With r and c of 1 to 4 and n a power of two, this and all partial sums are exact in any dtype.
     """
     n = SIZE[device.type]
     i = torch.arange(n, device=device)

@@ -1,4 +1,4 @@
-"""What a folder's disk does with a file: written, flushed, renamed, read back, and how fast."""
+"""Disk check of a folder: write, fsync, rename and read back a file, and measure the speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtt.runtime.dist import World
 
 BLOCK, BLOCKS = 2**20, 64
-"""Bytes written at once, and how often."""
+"""Block size in bytes, and number of blocks."""
 NETWORK = frozenset(
     "9p afs beegfs ceph cifs daos gpfs lustre nfs nfs4 orangefs panfs smb3 wekafs".split()  # noqa: SIM905
 )
@@ -33,26 +33,29 @@ NETWORK_FUSE = ("fuse.ceph", "fuse.daos", "fuse.gluster", "fuse.juicefs", "fuse.
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk of a folder, and what it did with 64 MiB."""
+    """The file system of a folder, and its measured speed with 64 MiB."""
 
     path: str
-    """The folder; the nearest one above it that exists, if it does not yet."""
+    """The folder, or its nearest existing parent."""
     kind: str
-    """Type of the file system, as `ext4`; `unknown` if the system does not tell."""
+    """Type of the file system, such as `ext4`; `unknown` if the system does not report it."""
     network: bool
-    """Whether other machines see the same files."""
+    """True if it is a network file system, which other machines can see."""
     free: int
-    """Bytes that we may still write."""
+    """Free bytes."""
     write_mb_s: float
-    """10^6 bytes a second, the flush to the disk included."""
+    """Write speed in MB/s (10^6 bytes), fsync included."""
     read_mb_s: float
-    """The same for reading; past the cache of this machine where it lets itself be told so."""
+    """Read speed in MB/s, without the page cache where it can be dropped."""
     fsync_ms: float
-    """What it takes to flush a folder after a rename."""
+    """Milliseconds for a rename and an fsync of the folder."""
 
 
 def examine(folder: Path) -> Disk:
-    """Do to `folder` what a checkpoint does. EnvironmentUnfit tells which step failed, and why."""
+    """Perform the file operations of a checkpoint in `folder`, and measure them.
+
+    Raises EnvironmentUnfit, which names the step that failed, and why.
+    """
     place = _existing(folder)
     kind = _kind(place)
     aside = place / f".dtt-doctor-{secrets.token_hex(4)}.tmp"
@@ -101,14 +104,14 @@ def examine(folder: Path) -> Disk:
 
 
 def check_shared(world: World, folder: Path) -> None:
-    """EnvironmentUnfit if this rank does not see what the first one writes into `folder`.
+    """Raise EnvironmentUnfit if this rank does not see a file that rank 0 creates in `folder`.
 
     All ranks call it together.
     """
     place = _existing(folder)
     sign = place / world.from_first(f".dtt-doctor-{secrets.token_hex(4)}")
     if world.first:
-        with suppress(OSError):  # `examine` has told
+        with suppress(OSError):  # `examine` has reported it
             sign.touch()
     there = world.from_first(_exists(sign))
     seen = _exists(sign)
@@ -147,7 +150,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether we see it: not so where we may not look."""
+    """Return True if `path` exists; False also without permission to see it."""
     try:
         return path.exists()
     except PermissionError:
@@ -155,7 +158,7 @@ def _exists(path: Path) -> bool:
 
 
 def _kind(place: Path) -> str:
-    """The type of the file system that is mounted nearest above `place`."""
+    """Return the type of the file system that `place` is on."""
     mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     real = place.resolve()
     return next((mounted[str(p)] for p in (real, *real.parents) if str(p) in mounted), "unknown")

@@ -1,4 +1,4 @@
-"""The device of this process, and its process group: NCCL or Gloo for tensors, Gloo for control."""
+"""The device and process groups of this rank: NCCL or Gloo for tensors, Gloo for control."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's device and its ways to talk to the others."""
+    """The device of this rank, and its communication with the other ranks."""
 
     ranks: Ranks
     device: torch.device
     control: dist.ProcessGroup | None
-    """Gloo group for small host-side agreements; None when alone. Never waits for the device."""
+    """Gloo group for small host-side collectives, which never wait for the device; None with one
+    rank."""
     background: dist.ProcessGroup | None = None
-    """Another one, for the thread that writes checkpoints."""
+    """Separate Gloo group for the thread that writes checkpoints."""
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
         return self.ranks.rank
 
     @property
     def size(self) -> int:
-        """How many processes train together."""
+        """Number of ranks."""
         return self.ranks.size
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """True on rank 0."""
         return self.ranks.first
 
     def barrier(self) -> None:
-        """Wait on the host until every rank is here."""
+        """Wait on the host until every rank has reached the barrier."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
     def agree(self, value: int) -> int:
-        """The largest `value` of any rank, on every rank; a host-side exchange."""
+        """Return the maximum of `value` over all ranks; a host-side collective."""
         return self.agree_all(value)[0]
 
     def agree_all(self, *values: int) -> list[int]:
-        """The same for several values at once, each for itself."""
+        """Return the maximum of each value over all ranks; a host-side collective."""
         if self.control is None:
             return list(values)
         tensor = torch.tensor(values)
@@ -64,13 +65,13 @@ class World:
         return list(map(int, tensor.tolist()))
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` (on this rank's device) over all ranks, in place; returns it."""
+        """Sum `tensor` (on this rank's device) over all ranks, in place; return it."""
         if self.control is not None:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank, on every rank; a host-side exchange."""
+        """Return every rank's `value` in rank order, on every rank; a host-side collective."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -78,7 +79,7 @@ class World:
         return values
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank; for the background thread."""
+        """Return every rank's `value` in rank order; for the checkpoint thread."""
         if self.background is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -86,11 +87,11 @@ class World:
         return values
 
     def from_first(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         return self.from_rank(value, 0)
 
     def from_rank(self, value: T, rank: int) -> T:
-        """The `value` of one rank, on every rank."""
+        """Return the `value` of rank `rank` on every rank."""
         if self.control is None:
             return value
         box: list[T] = [value]
@@ -101,8 +102,8 @@ class World:
 def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30)) -> World:
     """Choose the device (`auto`, `cpu`, `cuda`) and join the process group of all ranks.
 
-    They find each other at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets.
-    An exchange that takes longer than `timeout` fails.
+    The rendezvous is at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets. A
+    collective that takes longer than `timeout` fails.
     """
     chosen = choose_device(ranks, device)
     if chosen.type == "cuda":
@@ -123,16 +124,17 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
-    # A write to a slow disk may take long; a rank that has ended is noticed at once all the same.
+    # Writing to a slow disk may take long. A rank that has ended is still noticed immediately.
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     return World(ranks, chosen, control, background)
 
 
 def choose_device(ranks: Ranks, device: str, *, gpus_asked: int = 0) -> torch.device:
-    """Return the device of this rank; EnvironmentUnfit if `device` says cuda and there is no GPU.
+    """Return the device of this rank.
 
-    `auto` takes a GPU where there is one. In a Slurm job that has GPUs, or asked for `gpus_asked`
-    on each node, it takes nothing else: days on a CPU are not what was meant.
+    `auto` uses a GPU if there is one. In a Slurm job that has GPUs, or whose configuration requests
+    `gpus_asked` per node, `auto` never falls back to the CPU: a job that runs there for days is a
+    mistake. Raises EnvironmentUnfit if a GPU is required and torch sees none.
     """
     if torch.cuda.is_available() and device != "cpu":
         return torch.device("cuda", _gpu(ranks))
@@ -156,7 +158,7 @@ def choose_device(ranks: Ranks, device: str, *, gpus_asked: int = 0) -> torch.de
 
 
 def _gpus_of_job(asked: int) -> str:
-    """Return what says that this Slurm job has GPUs; empty if nothing does, and outside Slurm."""
+    """Return the setting that shows that this Slurm job has GPUs; empty without one."""
     if "SLURM_JOB_ID" not in os.environ:
         return ""
     if (count := os.environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
@@ -167,11 +169,14 @@ def _gpus_of_job(asked: int) -> str:
 
 
 def _gpu(ranks: Ranks) -> int:
-    """Which of the visible GPUs is this process's: the only one, if srun gave each its own."""
+    """Return the index of this rank's GPU: 0 if srun gave each its own, else the local rank.
+
+    Raises EnvironmentUnfit if this node has more ranks than GPUs.
+    """
     count = torch.cuda.device_count()
     if count == 1 and ranks.launcher in ("slurm", "pmi"):
         return 0
-    if ranks.local_size > count:  # the same on every rank here, so that the first one says it
+    if ranks.local_size > count:  # true on every local rank, so rank 0 reports it
         raise EnvironmentUnfit(
             f"{ranks.local_size} processes were started here, but there are only {count} GPUs",
             next=f"torchrun --nproc_per_node {count} …",
@@ -180,10 +185,10 @@ def _gpu(ranks: Ranks) -> int:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one, and no exception is on its way to the user.
+    """Destroy the process group, if there is one and no exception is being handled.
 
-    After a failure on one rank NCCL would wait here for collectives that the others never join, and
-    these notice that it is gone only once its process has ended: `process.command` ends it.
+    After a failure on one rank, NCCL would wait here for collectives that the others never join.
+    They notice the failure only when this process has ended, which `process.command` does.
     """
     if dist.is_initialized() and sys.exception() is None:
         dist.destroy_process_group()
@@ -191,10 +196,10 @@ def stop() -> None:
 
 @contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """Turn an exchange that broke because another process ended into PeerLost."""
+    """Convert the error of a collective that failed because another rank has ended to PeerLost."""
     try:
         yield
-    except RuntimeError as error:  # Gloo raises just this, NCCL a subclass
+    except RuntimeError as error:  # Gloo raises RuntimeError, NCCL a subclass
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise PeerLost(
                 "another process of this run has ended",
@@ -205,8 +210,8 @@ def lost_peers_told() -> Iterator[None]:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether `device` multiplies bf16 in hardware; elsewhere it is emulated and slow."""
+    """Return True if `device` multiplies bf16 in hardware; elsewhere it is emulated and slow."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # torch has no public name for these two.
+    # torch has no public functions for these.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # noqa: SLF001

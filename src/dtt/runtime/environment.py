@@ -1,4 +1,4 @@
-"""What dtt runs in: versions and drivers, and whether they are the same on all nodes."""
+"""Versions of dtt, its dependencies and drivers, and their comparison across nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def facts() -> dict[str, str]:
-    """Versions by name, found without an import of any of them; `none` for what is not there."""
+    """Return versions by name, without importing the packages; `none` for missing ones."""
     return {
         "dtt": f"{dtt.__version__} in {Path(dtt.__file__).parent}",
         "python": f"{platform.python_version()} in {sys.prefix}",
@@ -31,10 +31,13 @@ def facts() -> dict[str, str]:
 
 
 def torch_facts() -> dict[str, str]:
-    """What torch was built with. EnvironmentUnfit if it cannot be imported."""
+    """Return the CUDA and NCCL versions that torch was built with.
+
+    Raises EnvironmentUnfit if torch cannot be imported.
+    """
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library does not load
+    except (ImportError, OSError) as error:  # a shared library fails to load
         raise EnvironmentUnfit(
             "torch cannot be imported", why=str(error), next="install dtt again: ./env.sh"
         ) from None
@@ -46,7 +49,10 @@ def torch_facts() -> dict[str, str]:
 
 
 def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[EnvironmentUnfit]:
-    """What is not the same everywhere, given each process's node and facts."""
+    """Yield a problem for each fact that is not the same on all nodes.
+
+    `nodes` holds the node and the facts of each process.
+    """
     for name in nodes[0][1]:
         where: dict[str, list[str]] = {}
         for node, facts in nodes:
@@ -63,8 +69,8 @@ def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Environ
 def install(extra: str) -> str:
     """Return the command that installs the requirements of an optional `extra` of dtt.
 
-    The command names these requirements and this Python. So it works for an installation from a
-    clone and from a wheel, in any folder, and cannot fetch another project that is called dtt.
+    The command names these requirements and this Python executable. So it works for an installation
+    from a clone or a wheel, in any folder, and cannot install another project named dtt.
     """
     try:
         declared = metadata.requires(DISTRIBUTION) or []
@@ -76,13 +82,13 @@ def install(extra: str) -> str:
         if re.search(rf"extra == ['\"]{extra}['\"]", requirement)
     ]
     pip = ["-m", "pip", "install"]
-    if util.find_spec("pip") is None:  # environments that uv made have none
+    if util.find_spec("pip") is None:  # environments created by uv have no pip
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *wanted])
     return shlex.join([sys.executable, *pip, *wanted])
 
 
 def without(node: str) -> str:
-    """What to type to go on without a node."""
+    """Return the hint for excluding a node."""
     return f"leave that node out: launch.exclude={node}, or sbatch --exclude={node}"
 
 
@@ -100,7 +106,10 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """NVIDIA's, from a line as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  …`."""
+    """Return the version of NVIDIA's driver, or `none`.
+
+    It is in a line such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  …`.
+    """
     text = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.exists() else ""
     found = re.search(r"\d+\.[\d.]*\d", text)
     return found[0] if found else "none"

@@ -1,4 +1,4 @@
-"""Files that cannot tear: written aside, flushed to the disk, then renamed into place."""
+"""Atomic file writes (temporary file, fsync, rename), locks, and disk space."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's content, as hex."""
+    """Return the sha256 of a file's content in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def forget_cached(path: Path) -> None:
-    """Let the next reader of `path` get it from the disk, not from memory, where possible."""
+    """Drop `path` from the page cache if possible, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_file(path: Path) -> None:
-    """Return when the content of `path` has reached the disk."""
+    """Wait until the content of `path` has reached the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def fsync_folder(path: Path) -> None:
-    """Return when the names in `path` have reached the disk."""
+    """Wait until the directory entries of `path` have reached the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -48,14 +48,14 @@ def fsync_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` so that `path` holds, after any crash, either the old or the new whole."""
+    """Write `content` atomically: after a crash, `path` holds either the old or the new content."""
     with named(path):
         retrying(lambda: _write_aside(path, content))
 
 
 def _write_aside(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not the pid: on a shared file system two nodes may have the same.
+    # Random, not the pid: on a shared file system two nodes may have the same pid.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with named(path), aside.open("wb") as file:
@@ -69,9 +69,10 @@ def _write_aside(path: Path, content: str | bytes) -> None:
 
 
 def write_once(path: Path, content: str) -> None:
-    """Write `content` unless somebody already has: of several writers the first one wins.
+    """Write `content` unless `path` exists: of several writers the first one wins.
 
-    The file server decides who that is, not a look that it may answer from memory.
+    It creates a hard link, which the file server decides atomically; a client could answer an
+    existence check from its cache.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with named(path):
@@ -85,7 +86,7 @@ def write_once(path: Path, content: str) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line to a file; a FIFO in its place, which would block us for ever, is removed."""
+    """Append a line to a file; replace a FIFO or device at `path`, which would block forever."""
 
     def write() -> None:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -98,8 +99,10 @@ def append(path: Path, line: str) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Let an OSError name `path`: the system says nothing of it after the file is open, and else
-    the name that the file has until it is complete."""
+    """Set the file name of an OSError that is raised inside to `path`.
+
+    The system does not report a name once the file is open, or reports that of the temporary file.
+    """
     try:
         yield
     except OSError as error:
@@ -108,7 +111,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete what stands there, a file or a folder; nothing is fine, too."""
+    """Delete a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -116,7 +119,7 @@ def remove(path: Path) -> None:
 
 
 def free_space(path: Path) -> int:
-    """Return the bytes that are free on the file system of `path`, which need not exist."""
+    """Return the free bytes on the file system of `path`, which need not exist."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -124,7 +127,7 @@ def free_space(path: Path) -> int:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """DiskFull if the file system of `folder` has less than `needed` bytes free for `what`."""
+    """Raise DiskFull unless the file system of `folder` has `needed` bytes free for `what`."""
     free = free_space(folder)
     if free < needed:
         raise DiskFull(
@@ -137,16 +140,16 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold `folder` for this process; EnvironmentUnfit when another one already does.
+    """Lock `folder` for this process; raise EnvironmentUnfit if another process holds it.
 
-    Waits up to `patience` seconds for a predecessor that is just stopping.
+    Waits up to `patience` seconds for a predecessor that is about to end.
     """
-    import filelock  # slow, and most ranks lock nothing
+    import filelock  # slow import, and most ranks lock nothing
 
     retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
     path = folder / ".lock"
     lock = filelock.FileLock(path)
-    holder = _holder(path)  # before the attempt: some versions of filelock truncate the file
+    holder = _holder(path)  # read first: some versions of filelock truncate the file
     try:
         retrying(lambda: lock.acquire(timeout=patience))
     except filelock.Timeout:
@@ -160,27 +163,27 @@ def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
         _note_holder(lock, path, _me() + "\n")
         yield
     finally:
-        _note_holder(lock, path, "")  # else the next holder could pass for this one
+        _note_holder(lock, path, "")  # otherwise the next holder might look like this one
         lock.release()
 
 
 def _note_holder(lock: BaseFileLock, path: Path, text: str) -> None:
-    """Write who holds a lock into its file; where the disk is full the lock holds all the same."""
+    """Write the holder of a lock into its file; errors do not matter, as the lock holds anyway."""
     from filelock import SoftFileLock
 
-    if not isinstance(lock, SoftFileLock):  # that one writes into the file itself
+    if not isinstance(lock, SoftFileLock):  # SoftFileLock writes into the file itself
         with suppress(OSError):
             path.write_text(text)
 
 
 def _me() -> str:
-    """Return how another process may name this one: its id, its node, its Slurm job."""
+    """Return a description of this process: its id, its node, its Slurm job."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" * bool(job))
 
 
 def _holder(path: Path) -> str:
-    """Return what the holder of a lock wrote into its file; empty if nothing."""
+    """Return the description of a lock's holder; empty if there is none."""
     try:
         return ", ".join(path.read_text(errors="replace").splitlines())
     except OSError:

@@ -1,4 +1,4 @@
-"""The job directory: the only place that knows what lies where below `jobs/<name>/`."""
+"""The layout of a job directory, `jobs/<name>/`. Only this module knows its paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtt.reading import Kind, read_record, read_records, read_text, retrying
 from dtt.runtime.files import remove, write_atomically, write_once
 from dtt.secrets import holds_secret, named_secret, redacted
 
-# Environment variables worth keeping with a job; never all of them: they hold secrets.
+# Prefixes of environment variables to record with a job. Never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
 SHORTEST_LEAD = 60
 NONE = type(None)
@@ -39,41 +39,41 @@ HEARTBEAT: dict[str, Kind] = {
 ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float}
 """Fields of control/acknowledged.json."""
 TAIL = 2**16
-"""Bytes at the end of metrics.jsonl that are looked at."""
+"""Bytes at the end of metrics.jsonl that are read."""
 LITTER_SECONDS = 60
-"""Age at which a temporary file that another command may be writing belongs to nobody."""
+"""Age in seconds at which a temporary file of another command counts as abandoned."""
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
 @dataclass(frozen=True)
 class JobDir:
-    """Paths of one job, and the small files that dtt itself keeps there."""
+    """The paths of one job, and the small files that dtt itself writes there."""
 
     root: Path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, with origins."""
+        """The resolved configuration, with the origin of each value."""
         return self.root / "config.yaml"
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a job."""
+        """True if the job exists."""
         return self.config.is_file()
 
     @property
     def metrics(self) -> Path:
-        """One JSON record a line: what training measured, by step."""
+        """Training metrics by step, one JSON record per line."""
         return self.root / "metrics.jsonl"
 
     @property
     def parent(self) -> Path:
-        """Of a branch: the job it began from, the step, and the sha256 of the checkpoint."""
+        """Record of a branch's parent: job, step, and sha256 of the checkpoint."""
         return self.root / "parent.json"
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer.json of what the job trains on."""
+        """The tokenizer.json of the job's training data."""
         return self.root / "tokenizer.json"
 
     @property
@@ -83,37 +83,37 @@ class JobDir:
 
     @property
     def stop(self) -> Path:
-        """Whoever touches this asks the job to save and stop."""
+        """Request file: touch it to make the job save and stop."""
         return self.root / "control" / "stop"
 
     @property
     def save(self) -> Path:
-        """Whoever touches this asks the job for a checkpoint now."""
+        """Request file: touch it to make the job save a checkpoint now."""
         return self.root / "control" / "save"
 
     @property
     def profile(self) -> Path:
-        """Whoever touches this asks the job for a profile of its next steps."""
+        """Request file: touch it to make the job profile its next steps."""
         return self.root / "control" / "profile"
 
     @property
     def acknowledged(self) -> Path:
-        """Which request the job has heard last, and at which step."""
+        """Record of the last request that the job has acknowledged, and of the step."""
         return self.root / "control" / "acknowledged.json"
 
     @property
     def lead(self) -> Path:
-        """Seconds, in one line, that the job needs between a stop request and its end."""
+        """File with the number of seconds that the job needs between a stop request and its end."""
         return self.root / "lead"
 
     @property
     def heartbeat(self) -> Path:
-        """What the job is doing, rewritten every few seconds while it runs."""
+        """State of the running job, rewritten every few seconds."""
         return self.root / "heartbeat.json"
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of event files."""
+        """Folder of TensorBoard event files."""
         return self.root / "tensorboard"
 
     @property
@@ -123,7 +123,7 @@ class JobDir:
 
     @property
     def logs(self) -> Path:
-        """Folder of what the processes said, a file for each attempt and node."""
+        """Folder of the processes' output, one file per attempt and node."""
         return self.root / "logs"
 
     @property
@@ -138,7 +138,7 @@ class JobDir:
 
     @property
     def submissions(self) -> Path:
-        """One JSON record a line: each time this job was handed to Slurm, with its job id."""
+        """Submissions of this job to Slurm with their job ids, one JSON record per line."""
         return self.root / "submissions.jsonl"
 
     def attempt_dir(self, number: int) -> Path:
@@ -146,25 +146,28 @@ class JobDir:
         return self.root / "attempts" / str(number)
 
     def parent_record(self) -> dict[str, Any] | None:
-        """Where a branch begins; None for a job of its own."""
+        """Return the parent record of a branch; None if the job is not a branch."""
         return read_record(self.parent, {"job": str, "step": int})
 
     def clock(self, number: int) -> Path:
-        """How long an attempt has run so far."""
+        """Return the path of the file that records how long an attempt has run."""
         return self.attempt_dir(number) / "clock.json"
 
     def exit_record(self, number: int) -> dict[str, Any] | None:
-        """How an attempt ended; None while it runs, or when nobody was left to write it."""
+        """Return the exit record of an attempt.
+
+        None while it runs, or if it was killed before it could write one.
+        """
         return read_record(self.attempt_dir(number) / "exit.json", ENDING)
 
     def attempt(self) -> int:
-        """Number of the newest attempt, from 1; 0 before the first."""
+        """Return the number of the newest attempt, from 1; 0 before the first."""
         names = (path.name for path in (self.root / "attempts").glob("*"))
         taken = [int(name) for name in names if name.isdecimal()]
         return max(taken, default=0)
 
     def begin_attempt(self) -> int:
-        """Make the folder of a new attempt; returns its number."""
+        """Create the folder of a new attempt; return its number."""
         retrying(lambda: self.stop.parent.mkdir(parents=True, exist_ok=True))
         number = self.attempt() + 1
         retrying(lambda: self.attempt_dir(number).mkdir(parents=True, exist_ok=True))
@@ -180,11 +183,11 @@ class JobDir:
         node: str | None = None,
         asked_by: str = "",
     ) -> None:
-        """Write `exit.json`: the truth about an ending, which launchers flatten to 0 or 1.
+        """Write `exit.json`, the exit record of the attempt: launchers reduce exit codes to 0 or 1.
 
-        The first rank that fails is the cause; those that fail after it do not overwrite it.
-        `node`: where `rank` runs, by default this one. `asked_by`: who asked for a stop, if
-        somebody did: a signal's name, or the first line of `control/stop`.
+        The rank that fails first is the cause; ranks that fail later do not overwrite it. `node`:
+        node of `rank`, by default this one. `asked_by`: origin of a stop request, if there was one:
+        a signal's name, or the first line of `control/stop`.
         """
         folder = self.attempt_dir(attempt)
         path = folder / "exit.json"
@@ -202,20 +205,23 @@ class JobDir:
         write_once(path, json.dumps(record, indent=1) + "\n")
 
     def newest_checkpoint_name(self) -> str | None:
-        """Name of the newest checkpoint folder, for people; loading scans and verifies."""
+        """Return the name of the newest checkpoint folder, for messages only.
+
+        Unlike loading, this does not verify the checkpoint.
+        """
         steps = [p.name.removeprefix("step-") for p in self.checkpoints.glob("step-*")]
         newest = max((step for step in steps if step.isdecimal()), key=int, default=None)
         return newest and f"step-{newest}"
 
     def last_step(self) -> int | None:
-        """The newest step in metrics.jsonl."""
+        """Return the newest step in metrics.jsonl, or None."""
         records = read_records(self.metrics, {"kind": str, "step": int}, last=TAIL)
         return max((record["step"] for record in records), default=None)
 
     def run_id(self, known: str | None = None) -> str:
-        """The job's identity for trackers: made once, the same for every attempt.
+        """Return the job's run id for trackers, created once and the same in every attempt.
 
-        `known` is what a checkpoint says it is: that counts when the file is lost.
+        `known` is the id in a checkpoint, which is used if the file is lost.
         """
         path = self.root / "run_id"
         found = (read_text(path) or "").strip()
@@ -225,9 +231,9 @@ class JobDir:
         return found
 
     def remove_litter(self) -> None:
-        """Delete temporary files of processes that were killed; only whoever holds the job may.
+        """Delete temporary files of killed processes; call this only while holding the job's lock.
 
-        What another command may just be writing is left alone until it is a minute old.
+        Files that another command may still be writing are kept until they are a minute old.
         """
         old = time.time() - LITTER_SECONDS
         for pattern in (".*.tmp", "attempts/*/.*.tmp", "attempts/*/*/.*.tmp", "control/.*.tmp"):
@@ -238,17 +244,20 @@ class JobDir:
                         remove(path)
 
     def write_lead(self, step: float, save: float) -> None:
-        """Write `lead` for a job whose slowest step and save take so many seconds."""
+        """Write `lead` for a job whose slowest step and save take `step` and `save` seconds."""
         write_atomically(self.lead, f"{lead_seconds(step, save)}\n")
 
     def diverged_after(self) -> int | None:
-        """The last step before the latest divergence, whose own is the last on record, or None."""
+        """Return the last step before the latest divergence, or None.
+
+        An attempt's exit record holds the step that diverged; this is the step before it.
+        """
         records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
         steps = [r["step"] for r in records if r is not None and r["code"] == ExitCode.DIVERGED]
         return max((step - 1 for step in steps if step is not None), default=None)
 
     def write_environment(self) -> None:
-        """Write `env.json`: versions, the code's git state, and allow-listed variables."""
+        """Write `env.json`: versions, dtt's git state, and allow-listed environment variables."""
         record = {
             "command": [redacted(argument) for argument in sys.argv],
             "python": platform.python_version(),
@@ -265,13 +274,15 @@ class JobDir:
 
 
 def lead_seconds(step: float, save: float) -> int:
-    """How long before a time limit to ask for a stop: twice a step and a save, and half a minute in
-    which Slurm may be early or late."""
+    """Return the seconds before a time limit at which to request a stop.
+
+    This is twice the time of a step and a save, plus 30 s because Slurm may be early or late.
+    """
     return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
 
 
 def _git_state(folder: Path) -> dict[str, str] | None:
-    """Commit and uncommitted changes of dtt's own code; None outside a clone."""
+    """Return the commit and the uncommitted changes of dtt's own code; None outside a clone."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Seconds of a start, phase by phase."""
+"""A timer for the phases of the startup."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psutil
 
 
 def process_age() -> float:
-    """Return the seconds since this process was started, whatever happened to the wall clock."""
-    try:  # both count from boot
+    """Return the seconds since this process started, unaffected by changes of the wall clock."""
+    try:  # both clocks count from boot
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
@@ -21,16 +21,16 @@ def process_age() -> float:
 
 
 class Laps:
-    """A stopwatch that began with this process."""
+    """A phase timer that starts with the process."""
 
     def __init__(self) -> None:
-        """The interpreter's own start counts, too."""
+        """Start the timer at the start of the process, to include the interpreter's startup."""
         self._last = time.perf_counter() - process_age()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Of each phase, in the order of the first lap of each."""
+        """Seconds of each phase, in the order of first use."""
 
     def lap(self, phase: str) -> None:
-        """What was done since the last lap belongs to `phase`."""
+        """Add the time since the last call to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now

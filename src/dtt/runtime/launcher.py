@@ -1,9 +1,10 @@
-"""The launcher of this rank: torchrun, the process manager of MPI, or Slurm's step daemon.
+"""Monitoring of this rank's launcher: torchrun, MPI's process manager, or Slurm's step daemon.
 
-A rank outlives a launcher that is killed: nobody sends it a signal. It would then wait for peers
-or for a store that never answer, and hold the lock of its job. So a thread watches the launcher
-and ends the rank. It is a thread since the main thread may be in C++ for minutes. PR_SET_PDEATHSIG
-would not do: it fires when the *thread* of the launcher ends that made this process.
+A rank outlives a launcher that is killed, as nothing sends it a signal. It would then wait for
+peers or a store that never answer, and hold the lock of its job. So a thread watches the launcher
+and ends the rank. It is a thread because the main thread may be in C++ for minutes.
+PR_SET_PDEATHSIG is no alternative: it fires when the *thread* of the launcher that created this
+process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VARIABLES: Mapping[Launcher, str] = {
     "pmi": "PMI_RANK",
     "slurm": "SLURM_PROCID",
 }
-"""A variable that each launcher sets for its ranks, and does not have itself."""
+"""An environment variable that each launcher sets for its ranks but does not have itself."""
 NAMES: Mapping[Launcher, str] = {
     "torchrun": "torchrun",
     "openmpi": "Open MPI's process manager",
@@ -34,9 +35,11 @@ NAMES: Mapping[Launcher, str] = {
     "slurm": "Slurm's step daemon",
 }
 POLL_SECONDS = 0.5
-"""Between two checks, where the kernel cannot report the end of a process that is not a child."""
+"""Seconds between two checks, if the kernel cannot report the end of a process that is not a
+child."""
 RECORDING_SECONDS = 5.0
-"""Time for a message and exit.json when a process ends at once: a file system may hang."""
+"""Seconds to print a message and write exit.json before the process ends: a file system may
+hang."""
 
 Recorder = Callable[[DttError], object]
 _recorders: list[Recorder] = []
@@ -45,7 +48,7 @@ _recorders: list[Recorder] = []
 def watch(ranks: Ranks) -> None:
     """Start the thread that ends this process when its launcher has ended.
 
-    Ranks that a person started by hand (RANK and WORLD_SIZE in a shell) have no launcher.
+    Ranks that were started by hand (RANK and WORLD_SIZE in a shell) have no launcher.
     """
     variable = VARIABLES.get(ranks.launcher, "")
     if variable not in os.environ:
@@ -57,7 +60,7 @@ def watch(ranks: Ranks) -> None:
 def find(variable: str) -> int:
     """Return the process id of the nearest ancestor without `variable` in its environment.
 
-    Between a launcher and its rank there may be shells and profilers, which have it, too.
+    Shells and profilers between a launcher and its rank have the variable too.
     """
     pid = os.getppid()
     with suppress(OSError):
@@ -67,23 +70,27 @@ def find(variable: str) -> int:
 
 
 def _has(pid: int, variable: str) -> bool:
-    """Return True if a process was started with `variable`; False where that cannot be seen."""
+    """Return True if a process was started with `variable`; False if /proc does not show that."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # no /proc; a launcher of another user; a process that has ended
+    except OSError:  # no /proc, a process of another user, or one that has ended
         return False
     return any(entry.startswith(f"{variable}=".encode()) for entry in environment.split(b"\0"))
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third, the state, on; OSError if it has gone."""
+    """Return the fields of /proc/PID/stat from the third (state) on.
+
+    Raises OSError if the process has ended.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def sibling_ended(ranks: Ranks) -> bool:
-    """Return True if torchrun has collected another rank of this node: it then ends the others.
+    """Return True if another rank of this node has ended, so that torchrun will end the others.
 
-    torchrun sends SIGTERM, as a person does who asks for a stop; this tells the two apart.
+    torchrun does this with SIGTERM, which is also how a user requests a stop. The result
+    distinguishes the two.
     """
     if ranks.launcher != "torchrun" or ranks.local_size == 1:
         return False
@@ -99,7 +106,7 @@ def sibling_ended(ranks: Ranks) -> bool:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, `end` calls `recorder` with the error before the process ends."""
+    """Make `end` call `recorder` with the error before the process ends, inside the context."""
     _recorders.append(recorder)
     try:
         yield
@@ -108,7 +115,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def end(error: DttError, *, silent: bool = False) -> None:
-    """End this process at once with the exit code of `error`, from any thread; does not return."""
+    """End this process immediately with the exit code of `error`, from any thread.
+
+    It does not return. `silent` prints no message.
+    """
 
     def tell() -> None:
         if not silent:
@@ -132,7 +142,7 @@ def _watch(pid: int, ranks: Ranks) -> None:
             select.select([os.pidfd_open(pid)], [], [])
         except ProcessLookupError:
             pass
-        except (AttributeError, OSError):  # an older kernel, or a sandbox without the system call
+        except (AttributeError, OSError):  # old kernel, or the system call is blocked
             while os.getppid() == parent and _exists(pid):
                 time.sleep(POLL_SECONDS)
     error = PeerLost(
@@ -145,11 +155,11 @@ def _watch(pid: int, ranks: Ranks) -> None:
 
 
 def _store_refuses() -> bool:
-    """Return True if the store of torchrun's agent is gone, and so the agent.
+    """Return True if the store of torchrun's agent, and so the agent, is gone.
 
-    It listens before the agent starts a rank. Had the agent ended before this process looked for
-    its parent, it would have found whoever inherits orphans, and torch would then call the store
-    for half an hour.
+    The store listens before the agent starts a rank. If the agent ended before this process looked
+    up its parent, the parent is now the process that adopts orphans, and torch would try to connect
+    to the store for half an hour.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -158,7 +168,7 @@ def _store_refuses() -> bool:
         socket.create_connection(address, timeout=60).close()
     except ConnectionRefusedError:
         return True
-    except (KeyError, ValueError, OSError):  # torch itself reports what the network refuses
+    except (KeyError, ValueError, OSError):  # torch itself reports network errors
         pass
     return False
 
@@ -168,6 +178,6 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # of another user
+    except OSError:  # the process belongs to another user
         return True
     return True

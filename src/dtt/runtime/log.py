@@ -1,4 +1,4 @@
-"""Log lines and progress bars: to stderr, from the first rank, plain when not a terminal."""
+"""Log lines and progress bars on stderr, from rank 0; plain text if it is not a terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ ERASE_LINE = "\r\x1b[K"
 
 
 def setup_logging(ranks: Ranks) -> None:
-    """Send dtt's log lines to stderr; ranks after the first only warn, and say who they are.
+    """Send dtt's log lines to stderr.
 
-    With DTT_QUIET=1 (`-q`) all ranks only warn.
+    Ranks other than 0 log only warnings. With several ranks, each line names its rank. With
+    DTT_QUIET=1 (`-q`) all ranks log only warnings.
     """
     who = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
-    erase = ERASE_LINE if sys.stderr.isatty() else ""  # a live line may stand there
+    erase = ERASE_LINE if sys.stderr.isatty() else ""  # a progress line may be there
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s {who}%(message)s", "%H:%M:%S"))
     log.handlers[:] = [handler]
@@ -36,10 +37,10 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "B", *, shown: bool = True) -> Iterator[Advance]:
-    """Show how far `what` has come; yields `advance(amount)`.
+    """Show the progress of `what`; yield the function `advance(amount)`.
 
-    A bar with rate and time left on a terminal; elsewhere a plain line every 10 seconds. `unit`
-    "B" is shown as bytes. `shown=False` (ranks after the first) shows nothing.
+    On a terminal this is a bar with the time left, elsewhere a plain line every 10 seconds. `unit`
+    "B" is shown as bytes. `shown=False` (ranks other than 0) shows nothing.
     """
     if not shown or not log.isEnabledFor(logging.INFO):
         yield lambda amount: None

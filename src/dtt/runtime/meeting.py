@@ -1,12 +1,12 @@
-"""Ranks that share only a file system: what they tell each other, and whether they are alive.
+"""File-based rendezvous: collectives and failure detection of ranks that share a file system.
 
-A rank has two files: `words`, to which it adds a line per exchange, and `beat`, which it rewrites
-every second as a sign of life. Rank 0 collects all words and repeats them in its own; it watches
-every beat, and the others watch that of rank 0. So a rank asks the file server for little, however
-many there are.
+A rank has two files: `words`, to which it appends a line per collective, and `beat`, a heartbeat
+that it rewrites every second. Rank 0 collects the words of all ranks and writes the result into its
+own. It watches every heartbeat; the others watch only that of rank 0. So the load of a rank on the
+file server does not grow with the number of ranks, rank 0 excepted.
 
-An NFS client may remember what a file held, or that it was not there. It asks the server when a
-file is opened, or made: so each look opens the file anew, and makes it if it is not there yet.
+An NFS client may cache a file's content, or its absence. It asks the server when a file is opened
+or created, so every read reopens the file, and creates it if it does not exist.
 """
 
 from __future__ import annotations
@@ -29,35 +29,39 @@ from dtt.runtime.log import log
 T = TypeVar("T")
 
 MEETING = "meeting"
-"""What the folder is called below which launches meet, each in one of its own."""
+"""Name of the folder that holds one folder per launch."""
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 7.0
-"""Seconds without one after which a rank is taken for dead."""
+"""Seconds without a heartbeat after which a rank counts as dead."""
 START = 300.0
-"""Seconds that a rank's first may take: on busy nodes Slurm starts tasks long after each other."""
+"""Seconds to wait for a rank's first heartbeat: on busy nodes Slurm starts the tasks of a step at
+very different times."""
 ABANDONED = 60.0
-"""Seconds without one after which the folder of another launch is nobody's any more."""
+"""Seconds without a heartbeat after which the folder of another launch may be deleted."""
 
 
 def launch_name(env: Mapping[str, str]) -> str:
-    """A name that no other launch has: cluster, job, step and restart, of Slurm's environment."""
+    """Return a unique name of this launch: Slurm's cluster, job id, step id and restart count."""
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return re.sub(r"[^\w.-]", "_", "-".join(env.get(name, "0") for name in names))
 
 
 class Files:
-    """The ranks of one launch, which know rank and size and meet in a folder that all see.
+    """Collectives of the ranks of one launch, through a folder that all of them see.
 
     When another rank is lost or fails, a thread ends this process, whatever it is doing.
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
-        """`folder` is for this launch alone; `close` removes it."""
+        """Create `folder`, which belongs to this launch alone, and start the heartbeat thread.
+
+        `close` removes the folder.
+        """
         self.rank, self.size = rank, size
         self._folder = folder
         self._offsets = dict.fromkeys(range(size), 0)
-        """Up to where the words of each rank were read."""
+        """Byte offset up to which the words of each rank have been read."""
         self._node = socket.gethostname()
         self._beats = 0
         self._stop = threading.Event()
@@ -68,21 +72,24 @@ class Files:
         self._watch.start()
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached the barrier."""
         self.broadcast(None)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         result: T = self._exchange(None if self.rank else value, lambda words: words[0])
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` in rank order, on every rank."""
+        """Return every rank's `value` in rank order, on every rank."""
         result: list[T] = self._exchange(value, lambda words: words)
         return result
 
     def close(self) -> None:
-        """Leave, so that silence is no sign of death; rank 0 waits for all and tidies up."""
+        """Leave the group, so that missing heartbeats are no failure.
+
+        Rank 0 waits for all other ranks and removes the folder.
+        """
         if self.rank > 0:
             self._stop.set()
             self._watch.join()
@@ -94,15 +101,15 @@ class Files:
         self._remove_abandoned()
 
     def fail(self, code: int, reason: str) -> None:
-        """Tell the others that this rank ends with exit code `code`, and why."""
+        """Announce to the other ranks that this rank ends with exit code `code`, and why."""
         self._stop.set()
         self._watch.join()
         self._show(code=code, reason=f"rank {self.rank} on {self._node}: {reason}")
 
-    # ---- words -----------------------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------
 
     def _exchange(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
-        """A word of each rank to rank 0, then the answer of rank 0 to all."""
+        """Send a value from each rank to rank 0, and return rank 0's answer."""
         if self.rank > 0:
             self._say(value)
         else:
@@ -115,26 +122,29 @@ class Files:
             file.write(json.dumps(value).encode() + b"\n")
 
     def _hear(self, rank: int) -> Any:
-        """The next word of a rank; waits for it, the longer the less often it looks."""
+        """Wait for the next value from a rank and return it.
+
+        The time between two checks grows with the time waited, from 1 ms to 1 s.
+        """
         start = time.monotonic()
         while True:
             with _reopened(self._path(rank, "words")) as file:
                 file.seek(self._offsets[rank])
                 line = file.readline()
             if line.endswith(b"\n"):
-                with suppress(ValueError):  # a client may see a file's new length before its bytes
+                with suppress(ValueError):  # NFS may show a file's new length before its bytes
                     word = json.loads(line)
                     self._offsets[rank] += len(line)
                     return word
             time.sleep(min(max((time.monotonic() - start) / 10, 1e-3), 1.0))
 
-    # ---- signs of life ---------------------------------------------------------------------------
+    # ---- heartbeats ------------------------------------------------------------------------------
 
     def _show(self, **state: Any) -> None:
-        """Rewrite our beat in place: a file that took its place might be seen late."""
+        """Rewrite this rank's heartbeat in place: a renamed file might be seen late."""
         self._beats += 1
         content = json.dumps({"beat": self._beats, "node": self._node, **state})
-        with suppress(OSError):  # a server that hangs for long is noticed by the others
+        with suppress(OSError):  # other ranks notice if this lasts
             file = os.open(self._path(self.rank, "beat"), os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 os.ftruncate(file, os.write(file, content.encode()))
@@ -142,7 +152,7 @@ class Files:
                 os.close(file)
 
     def _watch_others(self) -> None:
-        """Beat; look for those of the others, by this node's own clock alone."""
+        """Write heartbeats and check those of the others, using only this node's clock."""
         silent = dict.fromkeys(range(1, self.size) if self.rank == 0 else [0], 0.0)
         beats = dict.fromkeys(silent, b"")
         waiting_told = False
@@ -150,7 +160,8 @@ class Files:
         while not self._stop.wait(BEAT):
             self._show()
             now = time.monotonic()
-            passed, last = min(now - last, 2 * BEAT), now  # more: this process was held itself
+            # limited, as this process may have been suspended
+            passed, last = min(now - last, 2 * BEAT), now
             for rank, before in list(beats.items()):
                 beats[rank] = self._beat(rank, before)
                 silent[rank] = 0.0 if beats[rank] != before else silent[rank] + passed
@@ -179,11 +190,14 @@ class Files:
             return before
 
     def _end(self, code: int, reason: str, *, told: bool = False) -> None:
-        """End this process and, through rank 0, all others; `told`: somebody has said why."""
+        """End this process and, through rank 0, all others.
+
+        `told`: another rank has already printed the reason.
+        """
         self._show(code=code, reason=reason)
         if not told:
             os.write(2, f"dtt: {PeerLost(reason)}\n".encode())
-        os._exit(code)  # the main thread may be anywhere
+        os._exit(code)  # the main thread may be blocked in C++
 
     # ---- the folder ------------------------------------------------------------------------------
 
@@ -191,10 +205,10 @@ class Files:
         return self._folder / f"{rank:05d}.{kind}"
 
     def _remove_abandoned(self) -> None:
-        """Remove the folders of launches that were killed, and the one above if it is empty."""
+        """Remove the folders of killed launches, and their parent folder if it is empty."""
         above = self._folder.parent
         with suppress(OSError):
-            mark = above / f".now-{self._folder.name}"  # the server's clock, not ours
+            mark = above / f".now-{self._folder.name}"  # read the file server's clock
             mark.touch()
             now = mark.stat().st_mtime
             mark.unlink()
@@ -209,7 +223,10 @@ def _reopened(path: Path) -> BinaryIO:
 
 
 def _parsed(beat: bytes) -> dict[str, Any]:
-    """What a beat says; one that was read half written says no more than that its rank lives."""
+    """Return the content of a heartbeat.
+
+    One that is only partly written still proves that its rank lives.
+    """
     try:
         state: dict[str, Any] = json.loads(beat) if beat else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""Memory that has been freed is kept for what comes next."""
+"""glibc malloc settings that keep freed memory in the process for reuse."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
+"""Option numbers from glibc's malloc.h."""
 
 
 def keep() -> None:
-    """Have glibc's malloc give large blocks from the heap, and the heap never back to the system.
+    """Make glibc's malloc use the heap for large blocks, and never return the heap to the system.
 
-    By default each large tensor gets pages of its own, which the system clears when they are first
-    touched and takes back when they are freed, again and again. Other C libraries are left alone.
+    By default each large tensor gets its own mmap, whose pages the kernel clears on first touch and
+    unmaps when the tensor is freed, again and again. Other C libraries are left unchanged.
     """
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices: by its data sheet, and as measured here."""
+"""Peak matrix-multiplication throughput of a device: from its data sheet, and measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 import torch
 
-# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity).
-# The first entry that the device's name contains is taken, so the longer names come first.
+# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity). The
+# first entry that the device's name contains is used, so longer names come first.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -23,33 +23,33 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
     "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+    "MI250X": 191.5e12,  # one of its two dies; torch sees each as a device
 }
 
 SECONDS = {"cuda": 0.1, "cpu": 0.04}
-"""For which products are timed; a GPU takes some of it to raise its clocks."""
+"""Duration of the measurement in seconds; a GPU needs part of it to raise its clocks."""
 SIZE = {"cuda": 8192, "cpu": 1024}
-"""Of the square matrices; larger ones are no faster."""
+"""Size n of the [n, n] matrices; larger ones do not increase the throughput."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """bf16 peak of one device in FLOP/s; None for an unknown one, never a guess."""
+    """Return the bf16 peak of one device in FLOP/s; None if the device is unknown."""
     return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
 
 
 def peak_by_name(name: str) -> float | None:
-    """`peak_flops` of the device that its driver calls `name`."""
+    """Return the bf16 peak in FLOP/s of the device that its driver calls `name`, or None."""
     return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
 
 
 @torch.no_grad()
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several products of large square matrices, on this device now."""
+    """Return the FLOP/s of the fastest of several large square matmuls on this device."""
     size = SIZE[device.type]
-    # Of random numbers: with zeros a GPU draws less power, and clocks higher.
+    # Random numbers, because a GPU draws less power with zeros, and clocks higher.
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
-    torch.mm(a, b, out=out)  # the first one loads a library
+    torch.mm(a, b, out=out)  # the first call loads a library
     fastest, end = float("inf"), time.perf_counter() + SECONDS[device.type]
     while time.perf_counter() < end or fastest == float("inf"):
         _finish(device)
@@ -59,7 +59,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         fastest = min(fastest, time.perf_counter() - start)
     del a, b, out
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the model needs the room
+        torch.cuda.empty_cache()  # the model needs the memory
     return 2.0 * size**3 / fastest
 
 

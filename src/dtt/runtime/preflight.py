@@ -1,8 +1,8 @@
-"""Whether all processes hear each other, right and fast: exchanges whose answer is known before.
+"""Communication check: collectives with known results, for correctness and speed.
 
-Every rank gives numbers that all others know in advance, so a wrong one names the rank it came
-from. All collectives of training are tried, in sizes that show the latency, a packet and the
-bandwidth, and then a swap of every rank with log2(ranks) others, which tells a slow one.
+Every rank contributes values that all others know in advance, so a wrong value names the rank it
+came from. All collectives of training are tried, in sizes that show latency, a single packet and
+bandwidth. Then every rank swaps data with log2(ranks) others, which reveals a slow one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dtt.runtime.environment import without
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**24: 20}}
-"""How often to exchange so many numbers: those of the larger side, rounded up to a multiple of the
-ranks."""
+"""Number of calls for each number of elements, by device. The number is that of the larger of input
+and output, rounded up to a multiple of the number of ranks."""
 WARM_UP = 2
 SWAPPED, SWAPS = 500_000, 7
 LARGEST = 16
-"""Numbers are 1 to 16 and at most 16 ranks add one to a sum, so bf16 holds every sum exactly."""
+"""Values are 1 to 16, and at most 16 ranks contribute to a sum, so bf16 holds every sum exactly."""
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -44,58 +44,60 @@ reduce_scatter_single: Callable[..., Any] = (
 )
 
 Pair = tuple[int, int]
-"""Two ranks; twice the same one where it heard itself wrong."""
+"""Two ranks; the same rank twice if it received wrong values from itself."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A collective at one size and type, as the slowest rank had it: seconds as the host sees them,
-    from the call to the result on the device."""
+    """Latency of a collective at one size and dtype, on the slowest rank.
+
+    Times are in seconds as the host sees them, from the call to the result on the device.
+    """
 
     collective: str
     dtype: str
     bytes: int
-    """Of the larger of what a rank gives and gets."""
+    """Size of the larger of a rank's input and output."""
     p50: float
     p99: float
-    """The slowest, as there are fewer than a hundred calls."""
+    """The maximum, as there are fewer than a hundred calls."""
 
     @property
     def gb_s(self) -> float:
-        """Algorithm bandwidth as nccl-tests defines it, bytes / p50, in 10^9 bytes a second."""
+        """Algorithm bandwidth as nccl-tests defines it, bytes / p50, in GB/s (10^9 bytes)."""
         return self.bytes / self.p50 / 1e9
 
 
 @dataclass
 class Heard:
-    """What one rank has to tell of the others."""
+    """The results of one rank."""
 
     node: str = field(default_factory=socket.gethostname)
     timings: list[Timing] = field(default_factory=list)
     wrong: list[tuple[str, int]] = field(default_factory=list)
-    """What was exchanged, and the rank whose numbers came out wrong here."""
+    """(collective, rank) for each rank whose values arrived wrong here."""
     wrong_sums: list[str] = field(default_factory=list)
     swaps: dict[int, float] = field(default_factory=dict)
-    """Seconds of a swap with each partner."""
+    """Seconds of the fastest swap with each partner."""
 
 
 class Exchange(NamedTuple):
-    """A collective whose result is known."""
+    """A collective with a known result."""
 
     name: str
     before: Tensor
-    """What the result's memory holds before the call."""
+    """Content of the output buffer before the call."""
     call: Callable[[Tensor], object]
-    """Fills it."""
+    """Function that runs the collective on the output buffer."""
     expected: Tensor
-    """[sources, numbers]: a row of the result came from one rank, or is the sum of all."""
+    """Expected output [sources, elements]: a row is from one rank, or is the sum over all."""
     sources: Sequence[int | None]
 
 
 def exchange(world: World) -> tuple[list[Timing], list[EnvironmentUnfit]]:
-    """Try all exchanges with all ranks; timings and problems, the same on every rank.
+    """Run all collectives with all ranks; return timings and problems, the same on every rank.
 
-    EnvironmentUnfit at once where an exchange does not end.
+    Raises EnvironmentUnfit immediately if a collective fails.
     """
     if world.control is None:
         return [], []
@@ -117,7 +119,7 @@ def _exchanges(world: World, dtype: torch.dtype, size: int) -> Iterator[Exchange
     mine = _ramp(world.rank, positions).to(dtype)
     zeros = torch.zeros_like(mine)
 
-    # In a sum not every rank speaks at every position: no more than bf16 can add up.
+    # In a sum not every rank contributes at every position: no more than bf16 can add exactly.
     stride = math.ceil(world.size / LARGEST)
     period = positions[: math.lcm(LARGEST, stride)]
     summand = _ramp(world.rank, positions, stride).to(dtype)
@@ -156,13 +158,13 @@ def _exchanges(world: World, dtype: torch.dtype, size: int) -> Iterator[Exchange
 
 
 def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
-    """What a rank gives at each position: 1 to 16, and so on; 0 but at every `stride`-th."""
+    """Return a rank's value at each position: 1 to 16, repeated; 0 except at every `stride`-th."""
     place = positions + rank
     return (place % LARGEST + 1) * (place % stride == 0)
 
 
 def _try(world: World, one: Exchange, calls: int, heard: Heard) -> None:
-    """Time an exchange, and compare every result of it."""
+    """Time a collective, and check every result."""
     out = torch.empty_like(one.before)
     rows = out.view(len(one.sources), -1)
     wrong = torch.zeros(len(one.sources), dtype=torch.bool, device=world.device)
@@ -190,7 +192,7 @@ def _try(world: World, one: Exchange, calls: int, heard: Heard) -> None:
 
 
 def _swap(world: World, heard: Heard) -> None:
-    """Swap numbers with the ranks at a distance of one bit, all such pairs at the same time."""
+    """Swap values with the ranks whose number differs in one bit, all pairs at the same time."""
     positions = torch.arange(SWAPPED, device=world.device)
     mine = _ramp(world.rank, positions).float()
     theirs = torch.empty_like(mine)
@@ -228,11 +230,11 @@ def _answered(what: str, rank: int, node: str) -> Iterator[None]:
         ) from None
 
 
-# ---- what it means -------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def _slowest(told: Sequence[Heard]) -> list[Timing]:
-    """Each exchange as the rank had it for which it took longest."""
+    """Return each collective's times on the rank where it was slowest."""
     return [
         Timing(
             ours[0].collective,
@@ -266,7 +268,11 @@ def _wrong(told: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
 
 
 def _slow(told: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
-    """Swaps that took long beside others of their kind: the same distance, in a node or between."""
+    """Yield a problem for each rank with slow swaps.
+
+    A swap is compared with others of the same distance, and of the same kind: within a node or
+    between nodes.
+    """
     kinds: dict[tuple[int, bool], dict[Pair, float]] = {}
     for rank, heard in enumerate(told):
         for partner, seconds in heard.swaps.items():
@@ -296,7 +302,10 @@ def _slow(told: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
 
 
 def blamed(pairs: Iterable[Pair]) -> list[int]:
-    """The fewest ranks, about, that explain all these pairs; both of a pair if it may be either."""
+    """Return a small set of ranks that explains all pairs; both of a pair if it may be either.
+
+    The choice is greedy, and so approximately the smallest set.
+    """
     left, named = list(pairs), set[int]()
     while left:
         counts = Counter(rank for pair in left for rank in set(pair))

@@ -1,4 +1,4 @@
-"""The edge of every command: errors become one message and an exit code, for all ranks at once."""
+"""The entry and exit of every command: error messages, exit codes, and the end of all ranks."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ REMEDIES = {
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command's body; leave the process with the exit code its ending deserves.
+    """Run a command's body, and end the process with the exit code of its outcome.
 
-    A user's fault is printed without a traceback (DTT_DEBUG=1 shows it); a bug with one. When
-    this is one rank of several, the other ranks end too.
+    User errors are printed without a traceback (DTT_DEBUG=1 shows it), bugs with one. If this is
+    one of several ranks, the other ranks end too.
     """
     ranks = Ranks.detect()
-    launcher.watch(ranks)  # before the slow imports, in which a launcher may end, too
+    launcher.watch(ranks)  # before the slow imports: a launcher may end during them
     if ranks.launcher == "torchrun" and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-        # A job script lets torchrun ignore SIGTERM, and its ranks inherit that. But with this very
-        # signal torchrun ends the others when one rank has failed.
+        # The job script makes torchrun ignore SIGTERM, and ranks inherit that. But torchrun ends
+        # the other ranks with SIGTERM when one has failed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     setup_logging(ranks)
-    # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, up to
-    # twice as fast where other processes want the same cores. Read when torch is loaded.
+    # OpenMP threads that wait should sleep instead of spin: this is as fast on an idle machine, and
+    # up to twice as fast where other processes use the same cores. torch reads it when it is
+    # loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # For plugins, of which dtt needs none, pydantic looks into every installed package.
+    # pydantic would search every installed package for plugins; dtt needs none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = ExitCode.DONE
     try:
         yield
-        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can be reported
     except DttError as error:
         code = _tell(error)
-    except BrokenPipeError:  # the reader of our stdout has gone, as in `dtt … | head`
+    except BrokenPipeError:  # the reader of stdout has ended, as in `dtt … | head`
         _drop_output()
     except OSError as error:
         try:
@@ -68,15 +69,15 @@ def command() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         code = ExitCode.INTERRUPTED
         abort_peers(code, "interrupted")
-    except Exception as error:  # noqa: BLE001  a bug: say so with everything a report needs, and free the other ranks
+    except Exception as error:  # noqa: BLE001  a bug: print what a report needs, end all ranks
         sys.stderr.write(
             f"{traceback.format_exc()}dtt: this is a bug; please report the lines above\n"
         )
         code = ExitCode.BUG
         abort_peers(code, repr(error))
     if ranks.size > 1 and "torch" in sys.modules:
-        # A thread of Gloo may still be about to let go of the last exchange. Did it ask for
-        # Python's lock while Python ends, C++ would abort the process.
+        # A Gloo thread may still be freeing its last collective. If it acquired the GIL while
+        # Python shuts down, C++ would abort the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -85,11 +86,11 @@ def command() -> Iterator[None]:
 
 
 def leave() -> NoReturn:
-    """End a process that is done, without the tenth of a second that it takes Python to free all
-    the words and vocabularies that it holds.
+    """End the process successfully, without Python's cleanup.
 
-    C's `exit`, not `os._exit`: MPICH tells its launcher in an exit handler that this rank has
-    ended well, and without that `mpirun` now and then kills the other ranks.
+    Python takes a tenth of a second to free the words and vocabularies in memory. This calls C's
+    `exit` instead of `os._exit`: MPICH's exit handler reports to the launcher that this rank has
+    ended well. Without it, `mpirun` sometimes kills the other ranks.
     """
     sys.stderr.flush()
     ctypes.CDLL(None).exit(ExitCode.DONE)
@@ -97,7 +98,10 @@ def leave() -> NoReturn:
 
 
 def _drop_output() -> None:
-    """Let Python's own flush at exit, which would fail and change the exit code, succeed."""
+    """Redirect stdout to /dev/null.
+
+    Otherwise Python's flush at exit would fail and change the exit code.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -110,7 +114,7 @@ def _tell(error: DttError) -> ExitCode:
 
 
 def in_words(error: OSError) -> DttError:
-    """What the operating system refused, as dtt says it."""
+    """Return the DttError that explains an OSError."""
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         path = Path(os.fsdecode(error.filename))
         return StorageError(

@@ -1,4 +1,7 @@
-"""Which process of how many am I? Read from the launcher's environment; nothing is started."""
+"""Rank and world size of this process, read from the launcher's environment variables.
+
+Nothing is started or connected.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Launcher = Literal["torchrun", "openmpi", "pmi", "slurm", "alone"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the processes of one command."""
+    """The rank of this process among the processes of one command."""
 
     rank: int = 0
     size: int = 1
@@ -22,16 +25,16 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all: it prints, and writes what is written once."""
+        """True on rank 0, which prints, and writes the files that are written once."""
         return self.rank == 0
 
     @classmethod
     def detect(cls, env: Mapping[str, str] | None = None) -> Ranks:
         """Read variables of torchrun, Open MPI, PMI (MPICH, Intel, Cray) or Slurm, in that order.
 
-        MPI comes before Slurm because ranks that `mpirun` starts inside a job see Slurm's
-        variables too; a batch script (no step) is one process whatever the size of its job.
-        Under `srun --mpi=pmi2` PMI tells the rank and Slurm the place on the node.
+        MPI comes before Slurm because ranks that `mpirun` starts inside a job see Slurm's variables
+        too. A batch script (no step) is one process, whatever the size of its job. Under `srun
+        --mpi=pmi2`, PMI provides the rank and Slurm the local rank.
         """
         env = os.environ if env is None else env
 
@@ -74,7 +77,7 @@ class Ranks:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
-    """How many of a Slurm step's tasks are on this node; 1 outside a step.
+    """Return the number of a Slurm step's tasks on this node; 1 outside a step.
 
     Slurm writes `4(x2),3` for 4, 4 and 3 tasks on the step's nodes 0, 1 and 2.
     """

@@ -1,7 +1,7 @@
-"""Which part of a tensor this process holds, and which the others do.
+"""Shards of a tensor: the part that each rank holds, as offsets and shapes.
 
-torch's DTensor says over which dimensions of a mesh of processes a tensor is cut (`Shard`), and
-over which it is repeated (`Replicate`). Here that becomes boxes: where a part begins, how large.
+torch's DTensor describes a tensor by its placements on the dimensions of a mesh: sharded (`Shard`)
+or replicated (`Replicate`). This module converts placements to boxes.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from dtt.errors import DamagedError
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """A rectangular part of a tensor: its offset and shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Its index in the whole."""
+        """Index of the part in the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 class Held(NamedTuple):
-    """What this process holds of a tensor."""
+    """The part of a tensor that this rank holds."""
 
     local: Tensor
     box: Box
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the full tensor."""
     peers: tuple[int, ...]
-    """Ranks of the processes that hold the same, this one among them."""
+    """Ranks that hold the same part, including this one."""
     copy: int
-    """Which of these it is."""
+    """Index of this replica among them."""
 
     @property
     def copies(self) -> int:
-        """How many these are."""
+        """Number of ranks that hold the same part."""
         return len(self.peers)
 
 
 class Whole(Protocol):
-    """A tensor that is all there, in memory or in files: an index is read from it."""
+    """A complete tensor, in memory or in files, that can be read by index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all of it."""
+        """Shape of the full tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
+        """Data type of the elements."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """A part of it; with () all."""
+        """Return a part of the tensor; with (), all of it."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of `tensor`, in the same memory; a tensor that is not cut is its own."""
+    """Return this rank's part of `tensor`, sharing its memory; a plain tensor is returned as is."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
 
 
 def held(tensor: Tensor) -> Held:
-    """What this process holds of `tensor`; of a plain one that is all, as all processes do."""
+    """Return the part of `tensor` that this rank holds; every rank holds all of a plain tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -91,14 +91,17 @@ def held(tensor: Tensor) -> Held:
 
 @cache
 def _peers(mesh: DeviceMesh, place: tuple[int | None, ...]) -> tuple[int, ...]:
-    """The ranks at a place of the mesh; None: anywhere in that dimension."""
+    """Return the ranks at coordinates `place` of the mesh; None selects the whole dimension."""
     index = tuple(slice(None) if n is None else n for n in place)
     return tuple(mesh.mesh[index].flatten().tolist())
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, whole: Whole) -> None:
-    """Copy this process's part of `whole` into `tensor`; DamagedError if it is none of its kind."""
+    """Copy this rank's part of `whole` into `tensor`.
+
+    Raises DamagedError if their shapes differ, or if only one of them is floating-point.
+    """
     part = held(tensor)
     alike = whole.dtype.is_floating_point == tensor.dtype.is_floating_point
     if tuple(whole.shape) != part.shape or not alike:
@@ -111,7 +114,7 @@ def fill(tensor: Tensor, whole: Whole) -> None:
 
 
 def boxes(tensor: Tensor) -> dict[int, Box]:
-    """What each process holds of `tensor`, by rank."""
+    """Return the part of `tensor` that each rank holds, by rank."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -124,8 +127,10 @@ def boxes(tensor: Tensor) -> dict[int, Box]:
 
 
 def copies(tensor: Tensor) -> dict[int, tuple[int, ...]]:
-    """Which copy of `tensor` the part of each process belongs to, by rank: those of one copy hold
-    the whole between them."""
+    """Return the replica of `tensor` to which each rank's part belongs, by rank.
+
+    Ranks with the same value together hold one full tensor.
+    """
     if not isinstance(tensor, DTensor):
         return {rank: (rank,) for rank in boxes(tensor)}
     mesh = tensor.device_mesh
@@ -137,10 +142,10 @@ def copies(tensor: Tensor) -> dict[int, tuple[int, ...]]:
 def _box(
     shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]
 ) -> Box:
-    """The part at `place` in a mesh of `sizes`.
+    """Return the part at coordinates `place` of a mesh of shape `sizes`.
 
-    Each cut is that of `torch.chunk`. FSDP2 cuts what tensor parallelism has cut already, though
-    its dimension of the mesh comes first: torch marks these placements as strided.
+    Each dimension is split as `torch.chunk` does. FSDP2 splits what tensor parallelism has already
+    split, although its mesh dimension comes first: torch marks such placements as strided.
     """
     offset, extent = [0] * len(shape), list(shape)
     cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
@@ -154,9 +159,10 @@ def _box(
 
 
 def zeros_beside(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
-    """Zeros of a shape that lies as `parameter` does, where it has its size, and is 1 elsewhere.
+    """Return zeros of `shape`, sharded as `parameter` is in all dimensions that are not 1.
 
-    As the state of optimizers: one number for each weight, or for each row.
+    `shape` has the parameter's size or 1 in each dimension: optimizer states have one number per
+    weight, or one per row.
     """
     assert len(shape) == parameter.ndim
     assert all(n in (1, whole) for n, whole in zip(shape, parameter.shape, strict=True))
@@ -169,15 +175,14 @@ def zeros_beside(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
 
 
 def keeps(placement: Any, shape: Sequence[int]) -> bool:
-    """Whether a tensor of `shape` is still cut by `placement`: in a dimension of 1 there is nothing
-    to cut."""
+    """Return True if `placement` shards a tensor of `shape`: a dimension of 1 is not split."""
     return not placement.is_replicate() and shape[placement.dim] > 1
 
 
 def as_cut(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """The tensor of `shape` of which each process gives its part."""
+    """Return the DTensor of `shape` from each rank's local part."""
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     cut: DTensor = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

@@ -17,7 +17,7 @@ def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
     """Raise BadParameter if an option that takes one value is repeated, or for --verbose."""
     try:
         _, _, order = command.make_parser(ctx).parse_args(args=list(args))
-    except Exception:  # noqa: BLE001  Typer parses again and reports it
+    except Exception:  # noqa: BLE001  Typer parses again and reports the error
         if VERBOSE.intersection(args):
             raise typer.BadParameter(
                 "there is no --verbose: progress is logged without it, and DTT_DEBUG=1 shows the "
@@ -55,7 +55,7 @@ class Commands(typer.Typer):
     """A Typer application whose commands refuse a repeated option."""
 
     def __init__(self, **settings: Any) -> None:
-        """`settings` are Typer's."""
+        """Create the application; `settings` are Typer's."""
         super().__init__(cls=_Group, no_args_is_help=True, rich_markup_mode=None, **settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Body], Body]:

@@ -1,13 +1,13 @@
-"""Watching a run from beside it: a heartbeat for people, and an end for a run that hangs.
+"""The watchdog thread of each rank: it writes heartbeats and ends runs that hang.
 
-A thread of every rank. Ranks talk through files of the attempt: collectives are what hangs.
+Ranks communicate through files of the attempt, because a hang blocks collectives.
 
-    heartbeat.json                        what the run is doing, from the first rank
-    attempts/<n>/ranks/00003.json         where rank 3 runs, written when it starts
+    heartbeat.json                        what the run is doing, from rank 0
+    attempts/<n>/ranks/00003.json         node and pid of rank 3, written when it starts
     attempts/<n>/hang                     some rank has made no progress for too long
-    attempts/<n>/stacks/rank-00003.txt    what each thread of rank 3 was doing then
-    attempts/<n>/stacks/rank-00003.json   the same in short, a `Report`
-    attempts/<n>/judge                    taken by the rank that names the culprit
+    attempts/<n>/stacks/rank-00003.txt    stack of each thread of rank 3 at that time
+    attempts/<n>/stacks/rank-00003.json   summary of it, a `Report`
+    attempts/<n>/judge                    created by the rank that names the culprit
 """
 
 from __future__ import annotations
@@ -37,45 +37,47 @@ from dtt.runtime.ranks import Ranks
 Phase = Literal["start", "step", "evaluate", "sample", "save", "profile", "stop"]
 
 FACTOR = 20
-"""A step may take so many times what the recent ones took, and the floor at least."""
+"""A step may take this many times the mean of recent steps, or `hang_seconds` if that is longer."""
 RECENT = 50
-"""How many steps are recent. Their mean counts: on a GPU only some of them wait for the device."""
+"""Number of recent steps. The limit uses their mean: on a GPU only some steps wait for the device,
+so single steps vary."""
 COMPILING = 2
-"""The first steps of an attempt compile, for as long as they like."""
+"""Number of first steps of an attempt that have no time limit, because they compile."""
 PACKAGE = Path(__file__).parents[1]
-# The backward pass waits, too: DDP exchanges gradients in it.
+# Code that waits for other ranks. It includes autograd, as DDP all-reduces in the backward pass.
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank was doing when the run hung."""
+    """The state of one rank when the run hung."""
 
     rank: int
     node: str
     step: int
     phase: Phase
     seconds: float
-    """Since its last progress."""
+    """Seconds since its last progress."""
     where: str
-    """Innermost line of dtt that its main thread was in."""
+    """Innermost line of dtt in the stack of its main thread."""
     waiting: bool
-    """Whether that line waits for other ranks."""
+    """True if that line waits for other ranks."""
 
 
 REPORT: dict[str, Kind] = {
     "rank": int, "node": str, "step": int, "phase": str, "seconds": float, "where": str,
     "waiting": bool,
 }  # fmt: skip
-"""Fields of a `Report`, in their order."""
+"""Fields of a `Report`, in order."""
 
 
 class Watchdog:
-    """Told of each step by the main thread; ends the whole run when it hangs.
+    """A thread that tracks the main thread's progress and ends the whole run when it hangs.
 
-    A step hangs when it takes longer than `hang_seconds` and longer than `FACTOR` recent steps.
-    Every other phase may take as long as it likes, on one rank or all. `hang_seconds` None or 0:
-    only the heartbeat. `attempt` is the first rank's: a late rank's own look might find another.
+    A step hangs when it takes longer than `hang_seconds` and longer than `FACTOR` times the mean of
+    recent steps. All other phases have no time limit, on any rank. If `hang_seconds` is None or 0,
+    the thread only writes the heartbeat. `attempt` is rank 0's: a rank that starts late might find
+    a newer one on disk.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class Watchdog:
         interval: float = 5.0,
         patience: float = 90.0,
     ) -> None:
-        """`interval` seconds between looks; silent ranks get `patience` seconds to report.
+        """Check every `interval` seconds; wait `patience` seconds for the reports of silent ranks.
 
         NFS may hide a new file for a minute.
         """
         self._job, self._ranks, self._attempt = job, ranks, attempt
         self.steps = steps
-        """Of the whole run, as far as is known."""
+        """Total number of steps of the run, as far as it is known."""
         self.before_end: Callable[[], None] = lambda: None
-        """Called before a run that hangs is ended: what is on its way to the disk may get there."""
+        """Called before the process ends, so that pending checkpoint writes can finish."""
         self._floor, self._interval, self._patience = hang_seconds, interval, patience
         folder = job.attempt_dir(attempt)
         self._hang, self._judge = folder / "hang", folder / "judge"
@@ -115,27 +117,27 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Start the thread."""
         place = {"rank": self._ranks.rank, "node": socket.gethostname(), "pid": os.getpid()}
         try:
             write_atomically(self._place(self._ranks.rank), json.dumps(place) + "\n")
-        except OSError as error:  # it only names the node of a rank that hangs
+        except OSError as error:  # the file only names the node of a hanging rank
             log.warning("the watchdog cannot write: %s", error)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching; the last heartbeat says so."""
+        """Stop the thread; the last heartbeat has the phase `stop`."""
         self._phase = "stop"
         self.beat()
         self._over.set()
-        self._thread.join(timeout=self._interval)  # a file system that hangs must not hold us
+        self._thread.join(timeout=self._interval)  # do not wait for a hanging file system
 
-    # ---- what the main thread says ---------------------------------------------------------------
+    # ---- called by the main thread ---------------------------------------------------------------
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """What the run does inside; afterwards it does again what it did before."""
+        """Set the phase inside the context; restore the previous one afterwards."""
         before, began = self._phase, time.monotonic()
         if phase == "step":
             self._step_began = began
@@ -144,13 +146,13 @@ class Watchdog:
         try:
             yield
         finally:
-            self.beat()  # before the phase changes: what was allowed counts for nothing after it
-            if before == "step":  # its own time is no part of the step
+            self.beat()  # reset the timer while the phase is still exempt
+            if before == "step":  # the phase's time does not count for the step
                 self._step_began += self._progress - began
             self._phase = before
 
     def step(self, step: int) -> None:
-        """`step` optimizer steps of the run are done."""
+        """Record that `step` optimizer steps of the run are done."""
         self.beat()
         if self._steps_done >= COMPILING:
             self._recent.append(self._progress - self._step_began)
@@ -159,11 +161,11 @@ class Watchdog:
         self._steps_done += 1
 
     def beat(self) -> None:
-        """There is progress."""
+        """Record progress."""
         self._marks += 1
         self._progress = time.monotonic()
 
-    # ---- what the thread does --------------------------------------------------------------------
+    # ---- run by the watchdog thread --------------------------------------------------------------
 
     def _watch(self) -> None:
         looked, over, working = time.monotonic(), False, True
@@ -174,7 +176,7 @@ class Watchdog:
                     self._write_heartbeat()
                 self._look(now - looked)
                 working = True
-            except OSError as error:  # a full disk is for the checkpoints to report
+            except OSError as error:  # saving a checkpoint reports a full disk
                 if working:
                     log.warning("the watchdog cannot write: %s", error)
                 working = False
@@ -184,7 +186,7 @@ class Watchdog:
             over = self._over.wait(self._interval)
 
     def _write_heartbeat(self) -> None:
-        """Not flushed to the disk: after a power failure nobody asks what the run was doing."""
+        """Write heartbeat.json, without fsync: it is not needed after a power failure."""
         now = time.time()
         record = {
             "time": now,
@@ -207,7 +209,7 @@ class Watchdog:
         return sum(recent) / len(recent) if recent else None
 
     def _look(self, elapsed: float) -> None:
-        """Raise an alarm, answer one, take one back, or end the run."""
+        """Check progress: raise an alarm, report on one, withdraw one, or end the run."""
         moved = self._count(elapsed)
         if self._alarmed is None:
             if self._overdue():
@@ -218,7 +220,8 @@ class Watchdog:
                 else:
                     self._alarmed = time.monotonic()
                     self._report()
-        elif self._judge.exists():  # also when an exchange now fails because another rank has ended
+        # checked first: a collective may now fail because another rank has ended
+        elif self._judge.exists():
             self._end()
         elif not self._hang.exists():
             self._forget()
@@ -229,11 +232,11 @@ class Watchdog:
             self._end()
 
     def _count(self, elapsed: float) -> bool:
-        """Whether there was progress since the last look; if not, the time without grows."""
+        """Return True on progress since the last check; otherwise add to the idle time."""
         marks = self._marks
         moved = marks != self._seen_marks
         self._seen_marks = marks
-        # While the process was stopped or the machine asleep nobody looked: that does not count.
+        # Limited, so that time when the process was stopped or the machine asleep does not count.
         self._idle = 0.0 if moved else self._idle + min(elapsed, 2 * self._interval)
         return moved
 
@@ -246,18 +249,18 @@ class Watchdog:
         return self._idle > max(self._floor, FACTOR * (self._typical() or 0.0))
 
     def _take_back(self) -> None:
-        """This rank takes its time, and the others wait for it: nobody hangs."""
+        """Withdraw the alarm: this rank makes progress, and the others only wait for it."""
         log.warning("no hang: rank %d goes on, in phase %s", self._ranks.rank, self._phase)
         self._hang.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """The alarm was a false one."""
+        """Reset the state after a false alarm."""
         self._alarmed, self._idle = None, 0.0
         for path in (self._stack(self._ranks.rank, "json"), self._stack(self._ranks.rank, "txt")):
             path.unlink(missing_ok=True)
 
     def _report(self) -> None:
-        """Write what this rank is doing, the short form last."""
+        """Write this rank's stacks, then its `Report`, which marks that both are complete."""
         rank = self._ranks.rank
         self._stacks.mkdir(exist_ok=True)
         with self._stack(rank, "txt").open("w") as file:
@@ -273,7 +276,11 @@ class Watchdog:
         return all(self._stack(rank, "json").exists() for rank in range(self._ranks.size))
 
     def _end(self) -> None:
-        """End this process; the first rank to come here says why, the others let it."""
+        """End this process.
+
+        The rank that creates the `judge` file prints and records the reason; the others wait for
+        that.
+        """
         record = self._job.attempt_dir(self._attempt) / "exit.json"
         if _create(self._judge, self._ranks.rank):
             told = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
@@ -288,7 +295,7 @@ class Watchdog:
         else:
             deadline = time.monotonic() + self._patience
             while not record.exists() and time.monotonic() < deadline:
-                time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one has ended
+                time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
         self.before_end()
         os._exit(ExitCode.BUG)
 
@@ -304,10 +311,10 @@ class Watchdog:
 
 
 def judge(reports: Sequence[Report], size: int, node: Callable[[int], str]) -> tuple[int, str]:
-    """The rank that a hang is due to (the first of them), and a sentence that names them all.
+    """Return the rank that caused a hang (the first of several), and a sentence that names all.
 
-    A rank that wrote no report is frozen or gone. Else it is one that does not wait for others;
-    among equals the one that has come least far.
+    Ranks without a report are frozen or gone, and are the cause. Otherwise the cause is a rank that
+    does not wait for others; among several, those with the fewest steps.
     """
     heard = {report.rank for report in reports}
     silent = [rank for rank in range(size) if rank not in heard]
@@ -334,7 +341,7 @@ def _named(ranks: Sequence[int], node: Callable[[int], str], most: int = 8) -> s
 
 
 def _position(innermost: FrameType) -> tuple[str, bool]:
-    """The innermost line of dtt's own code, and whether it waits for other ranks."""
+    """Return the innermost line of dtt in a stack, and True if it waits for other ranks."""
     frames = [innermost]
     while (caller := frames[-1].f_back) is not None:
         frames.append(caller)
@@ -348,7 +355,7 @@ def _position(innermost: FrameType) -> tuple[str, bool]:
 
 
 def _create(path: Path, rank: int) -> bool:
-    """Whether this rank made `path`, and not another one before."""
+    """Create `path`; return False if another rank already has."""
     try:
         with path.open("x") as file:
             file.write(f"{rank}\n")

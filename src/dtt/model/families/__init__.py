@@ -1,4 +1,4 @@
-"""One file per family: its axes, its Hugging Face names, its config both ways. Facts only.
+"""Model families, one file each: architecture options, weight names, config.json conversion.
 May touch: config. Never torch."""
 
 from __future__ import annotations
@@ -14,5 +14,8 @@ FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA3)
 
 
 def get(name: str) -> Family:
-    """The family of that name (`model.family` in the config); KeyError if there is none."""
+    """Return the family with that name (`model.family` in the config).
+
+    Raises KeyError if there is none.
+    """
     return {family.name: family for family in FAMILIES}[name]

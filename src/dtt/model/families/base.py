@@ -1,4 +1,4 @@
-"""What dtt has to know of a family: facts, and how its names read on the other side."""
+"""The description of a model family: its architecture, its config.json and its weight names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dtt.model.section import section_problems
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One Hugging Face tensor and the parameters of ours that it holds.
+    """The mapping of one Hugging Face tensor (`theirs`) to parameters of dtt (`ours`).
 
-    `{i}` in a name stands for the layer. Several of ours are equal parts of theirs, stacked along
-    the output axis; `transpose` says that theirs is [in, out] where ours is [out, in].
+    `{i}` in a name is the layer index. Several parameters of dtt are equal parts of the Hugging
+    Face tensor, concatenated along the output axis. `transpose` is True if the Hugging Face tensor
+    is [in, out], where dtt's parameter is [out, in].
     """
 
     theirs: str
@@ -25,7 +26,7 @@ class WeightRule:
     transpose: bool = False
 
     def of_layer(self, i: int) -> WeightRule:
-        """The rule with `{i}` filled in."""
+        """Return the rule for layer `i`, with `{i}` filled in."""
         return replace(
             self,
             theirs=self.theirs.format(i=i),
@@ -35,7 +36,7 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class Family:
-    """A published architecture."""
+    """A published model architecture, and its Hugging Face format."""
 
     name: str
     hf_model_type: str
@@ -43,15 +44,16 @@ class Family:
     hf_class: str
     """`architectures` in config.json: the class that transformers builds."""
     architecture: Callable[[ModelConfig, int, int], Architecture]
-    """`(cfg, tokenizer_size, seq_len)`: every null of the config resolved, ConfigError when the
-    tokenizer or the sequences do not fit."""
+    """Function `(cfg, tokenizer_size, seq_len)` that resolves every null of the config. It raises
+    ConfigError if the tokenizer or the sequences do not fit."""
     hf_facts: Callable[[Architecture], dict[str, Any]]
-    """What config.json says of this family, besides what it says of all."""
+    """Entries of config.json that are specific to the family."""
     hf_values: Mapping[str, Values]
-    """Keys of config.json that the family has, beside those of all families, and what each may
-    say; a key that is not among them is refused."""
+    """Keys of config.json that are specific to the family, with their supported values; any other
+    key is rejected."""
     read_hf_config: Callable[[Mapping[str, Any]], Architecture]
-    """From a config.json whose keys were checked; InputError when they contradict each other."""
+    """Function that reads a config.json whose keys were checked. It raises InputError if they
+    contradict each other."""
     weights: tuple[WeightRule, ...]
 
     def from_hf_config(
@@ -59,8 +61,9 @@ class Family:
     ) -> Architecture:
         """Return the architecture that a config.json describes.
 
-        InputError names what `Decoder` does not compute, and keys that dtt does not know unless
-        they have the value in `defaults()` (of transformers' class for the family).
+        Raises InputError for features that `Decoder` does not support, and for keys that dtt does
+        not know, unless they have the value in `defaults()` (those of transformers' class for the
+        family).
         """
         check_values(config, self.hf_values, defaults)
         arch = self.read_hf_config(config)
@@ -70,7 +73,10 @@ class Family:
         return arch
 
     def to_hf_config(self, arch: Architecture, end_of_document: int | None) -> dict[str, Any]:
-        """What goes into config.json, dtype excepted; documents end with the token of that id."""
+        """Return the content of config.json, except the dtype.
+
+        `end_of_document` is the id of the token that ends a document.
+        """
         return {
             "model_type": self.hf_model_type,
             "architectures": [self.hf_class],
@@ -83,7 +89,7 @@ class Family:
         }
 
     def weight_rules(self, arch: Architecture) -> Iterator[WeightRule]:
-        """The rules of this model, one per Hugging Face tensor; a tied head has none."""
+        """Yield the rules of this model, one per Hugging Face tensor; a tied head has none."""
         for rule in self.weights:
             if rule.ours == ("head.weight",) and arch.tie_embeddings:
                 continue
@@ -94,5 +100,5 @@ class Family:
 
 
 def same_name(theirs: str, ours: str, *suffixes: str) -> tuple[WeightRule, ...]:
-    """Rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
+    """Return rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
     return tuple(WeightRule(f"{theirs}.{s}", (f"{ours}.{s}",)) for s in suffixes)

@@ -1,7 +1,8 @@
-"""Gemma 3, its text model (Gemma Team, 2025, arXiv 2503.19786).
+"""Gemma 3, text models only (Gemma Team, 2025, arXiv 2503.19786).
 
-Windows in most layers, with a RoPE base of their own; RMSNorm with 1 + weight before and after
-attention and MLP, and of queries and keys; GeGLU; embeddings times sqrt(dim); tied head.
+Most layers have a sliding window, with their own RoPE base. RMSNorm with 1 + weight is applied
+before and after attention and MLP, and to queries and keys. The MLP is GeGLU, embeddings are
+multiplied by sqrt(dim), and the head is tied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dtt.model.families.hf_config import (
 from dtt.model.families.llama import LAYER
 
 WINDOW = 512
-"""Of the 270M and the 1B model."""
+"""Sliding window of the 270M and 1B models, in tokens."""
 AXES: Mapping[str, Any] = {
     "family": "gemma3",
     "norm": "rmsnorm_plus_one",
@@ -56,7 +57,10 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
 
 
 def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """In the config.json of a Gemma3ForCausalLM; RoPE stands where old and new readers look."""
+    """Return the entries of a Gemma3ForCausalLM's config.json.
+
+    RoPE is written for old and new versions of transformers.
+    """
     config = llama.hf_facts(arch)
     del config["hidden_act"]
     return config | {
@@ -70,7 +74,7 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
         "layer_types": [GLOBAL if window is None else LOCAL for window in arch.windows],
         "query_pre_attn_scalar": max(1, round(arch.attn_scale**-2)),
         "final_logit_softcapping": arch.logit_softcap,
-        "pad_token_id": None,  # the embedding of one that is given would not be trained there
+        "pad_token_id": None,  # transformers would not train the embedding of a padding token
     }
 
 
@@ -87,12 +91,15 @@ HF_VALUES: Mapping[str, Values] = {
     "final_logit_softcapping": optional(NUMBER),
     "attn_logit_softcapping": only(None),
     "use_bidirectional_attention": only(False, None),
-    **without_effect("_sliding_window_pattern"),  # written, but never read
+    **without_effect("_sliding_window_pattern"),  # transformers writes it, but never reads it
 }
 
 
 def read_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a Gemma3ForCausalLM; what it leaves out is as in transformers."""
+    """Return the architecture that a Gemma3ForCausalLM's config.json describes.
+
+    Missing keys have the defaults of transformers.
+    """
     ropes = config.get("rope_parameters") or {}
     if not ropes.keys() <= {LOCAL, GLOBAL} or not all(isinstance(r, dict) for r in ropes.values()):
         raise unsupported(
@@ -124,7 +131,10 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _kinds(config: Mapping[str, Any], n_layers: int) -> list[str]:
-    """Return the kind of each layer; InputError unless each has one that dtt computes."""
+    """Return the attention type of each layer.
+
+    Raises InputError unless every layer has a type that dtt supports.
+    """
     pattern = config.get("sliding_window_pattern", 6)
     kinds = config.get("layer_types")
     if kinds is None:

@@ -50,7 +50,7 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
 
 
 def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """In the config.json of a GPT2LMHeadModel."""
+    """Return the entries of a GPT2LMHeadModel's config.json."""
     return {
         "n_positions": arch.max_seq_len,
         "n_embd": arch.dim,
@@ -86,7 +86,7 @@ HF_VALUES: Mapping[str, Values] = {
 
 
 def read_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a GPT2LMHeadModel."""
+    """Return the architecture that a GPT2LMHeadModel's config.json describes."""
     dim, n_heads = config["n_embd"], config["n_head"]
     return Architecture(
         **AXES,
@@ -112,7 +112,7 @@ _QKV = tuple(f"layers.{{i}}.attn.{part}" for part in "qkv")
 
 
 def _linear(theirs: str, *ours: str) -> tuple[WeightRule, ...]:
-    """GPT-2's Conv1D keeps its weight as [in, out]."""
+    """Return the rules of a linear layer; GPT-2's Conv1D stores its weight as [in, out]."""
     return (
         WeightRule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transpose=True),
         WeightRule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),

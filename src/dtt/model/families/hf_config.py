@@ -1,4 +1,4 @@
-"""Check a config.json of Hugging Face key by key: what is not known is refused by name."""
+"""Validation of a Hugging Face config.json, key by key; unknown keys are rejected by name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dtt.errors import InputError
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a key may have."""
+    """The supported values of a key."""
 
     words: str
     accepts: Callable[[Any], bool]
 
 
 def only(*allowed: object) -> Values:
-    """Return the values that equal one of `allowed`."""
+    """Return a `Values` that accepts the members of `allowed`."""
     return Values(" or ".join(map(repr, allowed)), lambda value: value in allowed)
 
 
 def optional(values: Values) -> Values:
-    """Return `values` and null."""
+    """Return a `Values` that accepts null as well as `values`."""
     return Values(f"{values.words} or None", lambda v: v is None or values.accepts(v))
 
 
@@ -44,7 +44,7 @@ def _is_text(value: object) -> bool:
 
 
 def without_effect(keys: str) -> dict[str, Values]:
-    """Return a table in which the keys, separated by spaces, may have any value."""
+    """Return a table in which the keys, separated by spaces, accept any value."""
     return dict.fromkeys(keys.split(), ANYTHING)
 
 
@@ -53,13 +53,13 @@ COMMON: Mapping[str, Values] = {
     "vocab_size": SIZE,
     "tie_word_embeddings": FLAG,
     "initializer_range": SPREAD,
-    # Of every configuration of transformers; other values would change the logits.
-    "is_causal": only(True),  # null is false to transformers
+    # Keys of every transformers config; other values would change the logits.
+    "is_causal": only(True),  # transformers treats null as False
     "is_encoder_decoder": only(False, None),
     "add_cross_attention": only(False, None),
     "chunk_size_feed_forward": only(0, None),
     "pruned_heads": only({}, None),
-    # Bookkeeping.
+    # Metadata that does not affect the logits.
     **without_effect(
         "architectures transformers_version _name_or_path name_or_path dtype torch_dtype "
         "id2label label2id num_labels problem_type finetuning_task task_specific_params "
@@ -70,7 +70,7 @@ COMMON: Mapping[str, Values] = {
         "attn_implementation _attn_implementation_autoset _attn_implementation_internal "
         "_experts_implementation transformers.js_config unsloth_fixed unsloth_version"
     ),
-    # Of generation, in files from before generation_config.json.
+    # Generation options, in files from before generation_config.json existed.
     **without_effect(
         "max_length min_length do_sample early_stopping num_beams num_beam_groups "
         "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
@@ -88,9 +88,9 @@ def check_values(
     table: Mapping[str, Values],
     defaults: Callable[[], Mapping[str, Any]],
 ) -> None:
-    """Raise InputError unless each key is known and has a value that dtt computes.
+    """Raise InputError unless each key is known and has a value that dtt supports.
 
-    A key that is unknown may be null, or have its value in `defaults()`.
+    An unknown key is accepted if it is null, or has its value in `defaults()`.
     """
     known = {**COMMON, **table}
     unknown = {k: v for k, v in config.items() if k not in known and v is not None}
@@ -117,5 +117,5 @@ def _listed(values: Mapping[str, Any]) -> str:
 def unsupported(
     config: Mapping[str, Any], why: str, *, next: str = "use a model without it"
 ) -> InputError:
-    """Return the error for a config.json that asks for what dtt does not compute."""
+    """Return the error for a config.json that needs a feature dtt does not support."""
     return InputError(f"this {config.get('model_type')} model is not supported", why=why, next=next)

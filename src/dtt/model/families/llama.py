@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.1 (Touvron et al., 2023; Dubey et al., 2024): RoPE, RMSNorm, SwiGLU, GQA.
 
-Families that descend from it take its facts from here and name what differs.
+Derived families reuse these functions and tables and override what differs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
 
 
 def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """In the config.json of a LlamaForCausalLM; RoPE stands where old and new readers look."""
+    """Return the entries of a LlamaForCausalLM's config.json.
+
+    RoPE is written for old and new versions of transformers.
+    """
     scaling = rope.to_hf(arch.rope_scaling)
     return {
         "max_position_embeddings": arch.max_seq_len,
@@ -105,7 +108,10 @@ HF_VALUES: dict[str, Values] = {
 
 
 def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Architecture:
-    """From the config.json of a LlamaForCausalLM; `theta` is the base of RoPE if it has none."""
+    """Return the architecture that a LlamaForCausalLM's config.json describes.
+
+    `theta` is the base of RoPE if the file has none.
+    """
     rope_theta, rope_scaling = rope.from_hf(config, theta)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads

@@ -1,6 +1,6 @@
 """Mistral 7B (Jiang et al., 2023, arXiv 2310.06825): Llama with a sliding window.
 
-The first version has it; 0.2 and 0.3 are Llamas of another name.
+Version 0.1 has the window; 0.2 and 0.3 are Llama models under another name.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from dtt.model.families.hf_config import SIZE, optional
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
-    """Resolve the config; what it leaves out is as in Llama."""
+    """Resolve the config; missing values have the defaults of Llama."""
     arch = llama.architecture(cfg, tokenizer_size, seq_len)
     return replace(arch, family="mistral", windows=(cfg.window,) * arch.n_layers)
 
 
 def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """In the config.json of a MistralForCausalLM."""
+    """Return the entries of a MistralForCausalLM's config.json."""
     return llama.hf_facts(arch) | {"sliding_window": arch.windows[0]}
 
 
 def read_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a MistralForCausalLM; what it leaves out is as in transformers."""
+    """Return the architecture that a MistralForCausalLM's config.json describes.
+
+    Missing keys have the defaults of transformers.
+    """
     arch = llama.read_hf_config({"num_key_value_heads": 8, **config})
     window = config.get("sliding_window", 4096)
     return replace(arch, family="mistral", windows=(window,) * arch.n_layers)
@@ -40,7 +43,7 @@ MISTRAL = Family(
     hf_class="MistralForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    # Not layer_types: with it, transformers makes another architecture of it, Ministral.
+    # layer_types is not supported: with it, transformers builds Ministral, another architecture.
     hf_values=llama.HF_VALUES | {"sliding_window": optional(SIZE)},
     read_hf_config=read_hf_config,
     weights=llama.LLAMA.weights,

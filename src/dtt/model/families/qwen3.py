@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025, arXiv 2505.09388), dense: Llama with normed queries and keys."""
+"""Qwen3 (Yang et al., 2025, arXiv 2505.09388), dense: Llama with QK norm."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from dtt.model.families.hf_config import KINDS, SIZE, only, optional, unsupporte
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
-    """Resolve the config; what it leaves out is as in Llama."""
+    """Resolve the config; missing values have the defaults of Llama."""
     arch = llama.architecture(cfg, tokenizer_size, seq_len)
     return replace(arch, family="qwen3", qk_norm=True)
 
 
 def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """In the config.json of a Qwen3ForCausalLM."""
+    """Return the entries of a Qwen3ForCausalLM's config.json."""
     return llama.hf_facts(arch) | {"use_sliding_window": False}
 
 
 def read_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """From the config.json of a Qwen3ForCausalLM; what it leaves out is as in transformers."""
+    """Return the architecture that a Qwen3ForCausalLM's config.json describes.
+
+    Missing keys have the defaults of transformers.
+    """
     arch = llama.read_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * arch.n_layers:

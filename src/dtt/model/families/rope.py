@@ -1,4 +1,4 @@
-"""The scaling of rotary embeddings in config.json, both ways."""
+"""Conversion of RoPE scaling between dtt and config.json, in both directions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtt.model.families.hf_config import NUMBER, SIZE, Values, only, unsupported
 
 
 def to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    """`rope_scaling` of config.json; an entry of `rope_parameters` when the base is added."""
+    """Return `rope_scaling` of config.json; with `rope_theta` added, it is `rope_parameters`."""
     match scaling:
         case NoRopeScaling():
             return {"rope_type": "default"}
@@ -37,15 +37,15 @@ ENTRIES: Mapping[str, Mapping[str, Values]] = {
         "original_max_position_embeddings": SIZE,
     },
 }
-"""Entries of `rope_parameters` that each kind of scaling needs."""
+"""Required entries of `rope_parameters` for each type of scaling."""
 
 
 def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling]:
-    """Return base and scaling that a config.json describes; without one the base is `theta`.
+    """Return the RoPE base and scaling that a config.json describes; `theta` is the default base.
 
-    It may be in `rope_parameters` (transformers 5), in `rope_scaling` with `rope_theta` beside it
-    (before), or in both. Versions of transformers differ in which they prefer, so InputError if
-    they contradict each other.
+    They may be in `rope_parameters` (transformers 5), in `rope_scaling` with `rope_theta` beside it
+    (older versions), or in both. Versions of transformers differ in which they prefer, so
+    contradicting values raise InputError.
     """
     found = {}
     for place in ("rope_parameters", "rope_scaling"):
@@ -72,8 +72,11 @@ def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
 
 
 def _scaling(config: Mapping[str, Any], place: str, entries: Mapping[str, Any]) -> RopeScaling:
-    """Return the scaling that `entries` describe; InputError for one that dtt does not compute."""
-    # `type` before 2024; transformers 4 writes both.
+    """Return the scaling that `entries` describe.
+
+    Raises InputError for one that dtt does not support.
+    """
+    # The key was `type` before 2024; transformers 4 writes both.
     kinds = [entries[key] for key in ("rope_type", "type") if key in entries] or ["default"]
     needed = ENTRIES.get(str(kinds[0]), {})
     known = {
