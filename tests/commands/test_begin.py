@@ -81,7 +81,7 @@ def test_a_model_of_the_hub_begins_with_the_loss_that_transformers_gives_it(
         hub.add("model", "org/released", files | {"onnx/model.bin": b"not wanted"})
         run = dtt(
             "train",
-            *tiny(**sizes, model__vocab_size=300, train__steps=1, train__precision="fp32"),
+            *tiny(**sizes, model__vocab_size=300, train__steps=2, train__precision="fp32"),
             "init.from=hf:org/released@main",
             HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1",
             HF_HOME=str(dtt.folder / "cache"),

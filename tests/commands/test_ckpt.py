@@ -122,7 +122,7 @@ def test_a_step_that_is_not_there_supersedes_nothing(dtt: Dtt) -> None:
 
 def test_a_new_job_begins_with_the_weights_of_another(dtt: Dtt, tokens: Path) -> None:
     where = (f"data.tokens={tokens}", *SMALL)
-    whole = dtt("train", *where, "name=u", "init.from=jobs/t@8", "train.steps=1")
+    whole = dtt("train", *where, "name=u", "init.from=jobs/t@8", "train.steps=2")
     assert "21 of 21 tensors" in whole.stderr
     first = json.loads((dtt.folder / "jobs/u/metrics.jsonl").open().readline())
     assert (first["kind"], first["step"]) == ("eval", 0)

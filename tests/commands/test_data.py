@@ -117,7 +117,7 @@ def test_weights_that_cannot_be_kept_are_told(dtt: Dtt, tokens: Path, tiny: Sett
     """By `mix`, and by training."""
     both = [{"path": str(tokens), "name": "a", "weight": 1.0}]
     both += [{"path": str(tokens), "name": "rare", "weight": 1e-9}]
-    arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=1)
+    arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=2)
     told = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
     assert facts(dtt, "mix", *arguments)["rounded"] == [told]
     assert told in dtt("data", "mix", *arguments).stdout
@@ -248,7 +248,7 @@ def decoded(tokens: Path, ids: list[int]) -> str:
 
 
 def test_long_texts_are_shortened_unless_asked_for(dtt: Dtt, tiny: Settings, tokens: Path) -> None:
-    dtt("train", *tiny(train__seq_len=64, train__steps=1, checkpoint__every=1))
+    dtt("train", *tiny(train__seq_len=64, train__steps=2, checkpoint__every=2))
     short = dtt("data", "at-step", "jobs/t", 1).stdout
     full = dtt("data", "at-step", "jobs/t", 1, "--full").stdout
     texts = [

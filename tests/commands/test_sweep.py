@@ -313,7 +313,9 @@ def test_what_slurm_refuses_leaves_no_trace(dtt: Dtt, tiny: Settings, slurm: Pat
 def test_one_that_slurm_does_not_tell_of_is_started_only_by_name(
     dtt: Dtt, tiny: Settings, slurm: Path
 ) -> None:
-    write_sweep(dtt, tiny(train__steps=1, train__sample_tokens=0), {"seed": [0, 1]})
+    write_sweep(
+        dtt, tiny(train__steps=1, schedule__warmup=0, train__sample_tokens=0), {"seed": [0, 1]}
+    )
     dtt("sweep", "submit", "s.json", "--array")
     (slurm / "squeue").write_text("#!/bin/bash\nexit 1\n")
     dtt("sweep", "retry", "s", "--local", 1)

@@ -80,7 +80,7 @@ def test_a_kernel_that_does_not_serve_here_is_refused_before_training(
 
 
 def test_the_start_of_a_run_names_the_kernel(dtt: Dtt, tiny: Any) -> None:
-    run = dtt("train", *tiny(train__attention="math", train__steps=1))
+    run = dtt("train", *tiny(train__attention="math", train__steps=1, schedule__warmup=0))
     assert "attention: SDPA (math)" in run.stderr
 
 

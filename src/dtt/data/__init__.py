@@ -1,4 +1,2 @@
 """The data pipeline: documents to token files, and token files or text to training batches.
-
-May import config and runtime. Depends on numpy and pyarrow; only loader.py imports torch.
-"""
+May touch: config, runtime. numpy and pyarrow only; torch in loader.py alone."""
