@@ -60,7 +60,7 @@ class Account:
         if self._clock is None:
             return
         parts: defaultdict[str, float] = defaultdict(float, meter.totals)
-        # The first step compiles: by what it took longer than a usual one belongs to the start.
+        # The first step compiles: its excess over a usual step counts as part of the start.
         parts["start"] = sum(self._start.seconds.values()) + self._compiling
         parts["forward_backward"] -= self._compiling
         kept = {part: round(seconds, 3) for part, seconds in parts.items()}

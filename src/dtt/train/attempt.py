@@ -55,7 +55,7 @@ def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
 
 @dataclass
 class Attempt:
-    """One start of a job."""
+    """An attempt: one start of a job."""
 
     job: JobDir
     requests: Requests
@@ -79,8 +79,8 @@ def attempt(
 ) -> Iterator[Attempt]:
     """Start an attempt, and record in `exit.json` how it ended.
 
-    `timed` says that a time limit ends the run, so that the clock is written more often. `start` is
-    the stopwatch of this process, if one was running already.
+    With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
+    stopwatch of this process, if one was running already.
     """
     this = Attempt(job, requests, 0, start=start or Laps())
 

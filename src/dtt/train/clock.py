@@ -42,7 +42,7 @@ class Clock:
     def __init__(self, job: JobDir, attempt: int, *, timed: bool = False) -> None:
         """Start the clock of an attempt, which counts from the start of this process.
 
-        `timed` says that a time limit ends the run: the clock is then written more often.
+        With `timed`, a time limit ends the run, and the clock is written more often.
         """
         self._path = job.clock(attempt)
         self._interval = TIMED_INTERVAL if timed else INTERVAL

@@ -76,7 +76,7 @@ class Guard:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, norm: Tensor) -> Judgement:
-        """Judge a step by this rank's loss [] and gradient norm []; never synchronises with the host.
+        """Judge a step by this rank's loss [] and gradient norm [], without a host synchronisation.
 
         The verdict is on the means over ranks, which are bitwise equal on all ranks.
         """
@@ -84,7 +84,7 @@ class Guard:
         verdict = 1.0 - seen.isfinite().all().float()
         if self._config.spike != "none":
             log = seen[1].log()
-            # Until the window is full it holds NaN, so mean and std are NaN and nothing exceeds them.
+            # Until the window is full it holds NaN: mean and std are NaN, which nothing exceeds.
             std, mean = torch.std_mean(self._window)
             margin = (self._config.spike_sigmas * std).clamp(min=math.log(LEAST_FACTOR))
             verdict += SPIKE * (log.isfinite() & (log > mean + margin) & (verdict == FINE))
