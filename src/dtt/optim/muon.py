@@ -1,5 +1,8 @@
-"""Muon: momentum with an orthogonalised update (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon), with NorMuon, cautious weight decay and momentum warm-up."""
+"""The Muon optimizer: momentum with an orthogonalised update.
+
+Jordan et al. 2024, kellerjordan.github.io/posts/muon; with NorMuon, cautious weight decay and
+momentum warm-up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ BATCH_ELEMENTS = 2**26
 """Maximum elements updated at once. Bounds the memory of a step: 256 MB per copy in fp32."""
 
 EPS = 1e-10
-"""Keeps divisions by the norm of a zero row finite."""
+"""Constant added to norms, so that divisions by the norm of a zero row stay finite."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -225,6 +228,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_copy_(targets, list(self._unless_skipped(old, new).unbind()))
 
     def _unless_skipped(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return `new`, or `old` if the step is skipped: decided on the device, without a wait."""
         if self.found_inf is None:
             return new
         return torch.where(self.found_inf == 1, old, new, out=new)

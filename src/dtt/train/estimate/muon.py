@@ -1,5 +1,7 @@
-"""Estimated memory and communication of a step of Muon, for the owners that it assigns itself
-(`dtt.optim.owners`)."""
+"""Estimated memory and communication of a step of Muon.
+
+It uses the assignment of matrices to owners that the optimizer itself makes (`dtt.optim.owners`).
+"""
 
 from __future__ import annotations
 
