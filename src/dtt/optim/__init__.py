@@ -1,2 +1,2 @@
-"""Roles to parameter groups, Muon, schedules. Knows parameters and roles, never the model.
+"""Optimizers, parameter groups, schedules. Knows parameters and their roles, never the model.
 May touch: config, runtime."""

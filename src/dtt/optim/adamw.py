@@ -1,4 +1,4 @@
-"""AdamW on bf16 weights that are rounded stochastically."""
+"""AdamW for bf16 weights, which are rounded stochastically."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dtt.runtime.sharding import held, local
 
 
 class RoundedAdamW(AdamW):
-    """torch's own, on one parameter after the other: its step is computed in fp32, weights are
-    rounded up or down, and moments, which are bf16 as the weights are, to nearest.
+    """AdamW that computes each step in fp32 and stores weights and moments in bf16.
 
-    Every step moves a moment by a twentieth of its distance or so, which bf16 shows; of weights it
-    may be a thousandth.
+    It runs torch's fused kernel on one parameter at a time. Weights are rounded stochastically,
+    moments to nearest: a step moves a moment by about a twentieth of its distance to the new value,
+    which bf16 can represent, while it may change a weight by only a thousandth of its size.
     """
 
     def __init__(self, params: Iterable[Any], rounding: StochasticRounding) -> None:
-        """`params` are groups with the `names` of their parameters."""
+        """Make the optimizer; `params` are groups that carry the `names` of their parameters."""
         super().__init__(params, fused=True)
         self._rounding = rounding
 
@@ -36,7 +36,7 @@ class RoundedAdamW(AdamW):
                     self._update(name, p, group)
 
     def _update(self, name: str, p: Tensor, group: dict[str, Any]) -> None:
-        """One parameter, of which this process changes its own part."""
+        """Update this rank's part of one parameter."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: smoother than they are, and often better."""
+"""An exponential moving average of the weights: smoother than the weights, and often better."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from dtt.runtime.sharding import Whole, fill, local
 T = TypeVar("T")
 
 OWNER = "ema"
-"""First part of the paths of its state in a checkpoint."""
+"""First component of the paths of the EMA state in a checkpoint."""
 UPDATES = f"{OWNER}/updates/count"
 
 
 class Ema:
-    """Averages of parameters, in fp32 beside them: average += (1 - d) * (parameter - average).
+    """Exponential moving averages of parameters, kept in fp32 and laid out as the parameters.
 
-    After t updates d is min(decay, (1 + t) / (10 + t)) (TensorFlow's ExponentialMovingAverage), so
-    that it soon forgets where it began. Half of it comes from the last ln 2 / (1 - decay) updates.
+    Each update computes average += (1 - d) * (parameter - average). After t updates d is
+    min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that the average
+    soon forgets the initial weights. The last ln 2 / (1 - decay) updates make up half of it.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        """Begins as a copy of those parameters that are trained."""
+        """Initialise the averages as fp32 copies of the parameters that require gradients."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = list(trained)
         self._parameters: list[Tensor] = list(trained.values())
@@ -38,10 +39,10 @@ class Ema:
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
-        """Follow the parameters one step further; does not wait for the device.
+        """Move the averages one step towards the parameters; does not synchronise with the device.
 
-        Nothing changes where `skip` [], on the device, is 1.0 rather than 0.0: the `found_inf` of
-        optimizers.
+        `skip` [] is a tensor on the device, the `found_inf` of optimizers: 0.0, or 1.0 if the
+        averages must stay as they are.
         """
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
         weights = [(1 - decay) * (1 - skip)] * len(self._averages)
@@ -51,11 +52,12 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Meanwhile the parameters hold the averages, in their own precision.
+        """Let the parameters hold the averages inside the `with` block, in the parameters' dtype.
 
-        Takes the memory that gradients take in a step.
+        Needs memory for a copy of the parameters, as much as gradients take in a step.
         """
-        parameters = _locals(self._parameters)  # their contents: FSDP knows them by their memory
+        # Exchange the contents, not the tensors: FSDP identifies parameters by their storage.
+        parameters = _locals(self._parameters)
         kept = [p.clone() for p in parameters]
         _copy(parameters, _locals(self._averages))
         try:
@@ -64,14 +66,17 @@ class Ema:
             _copy(parameters, kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of its state, by `ema/parameter/value`, and `ema/updates/count`."""
+        """Return the state: `ema/PARAMETER/value` for each parameter, and `ema/updates/count`."""
         named = zip(self._names, self._averages, strict=True)
         return {UPDATES: self._updates} | {f"{OWNER}/{n}/value": average for n, average in named}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Whole]) -> None:
-        """Go on from the `tensors()` in the state of a checkpoint; DamagedError if they are of
-        other parameters. Where there are none it begins with the parameters, and says so."""
+        """Restore the averages from the `tensors()` in the state of a checkpoint.
+
+        Without averages in the checkpoint they start as the current parameters, and a line is
+        logged. Raise DamagedError if they belong to other parameters.
+        """
         found = averages(state)
         if not found:
             log.info("the checkpoint holds no average of the weights: it begins with them now")
@@ -99,7 +104,7 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def averages(state: Mapping[str, T]) -> dict[str, T]:
-    """The averaged weights in the state of a checkpoint, by parameter name; may be none."""
+    """Return the averaged weights in a checkpoint's state, by parameter name; may be empty."""
     return {
         path.split("/")[1]: tensor
         for path, tensor in state.items()

@@ -1,4 +1,4 @@
-"""Pieces of tensors from each process to each other, in one message, while they compute."""
+"""Asynchronous all-to-all of slices of matrices, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 Stacks = list[Tensor]
-"""Matrices, or parts of them: [N, R, C] each."""
+"""Tensors [N, R, C], each a stack of N matrices, or of parts of matrices, of one shape."""
 
 
 class Piece(NamedTuple):
-    """Where in stacks numbers are that are sent, or go that are received."""
+    """A slice of one of the stacks: the source or destination of a part of a message."""
 
     stack: int
+    """Position of the stack in the list."""
     place: tuple[int | slice, ...]
-    """Index in it."""
+    """Index within that stack."""
 
 
 class Waiting:
-    """How long this process has waited for messages."""
+    """A timer of how long this rank has waited for messages."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def wait(self, work: dist.Work, device: torch.device) -> None:
-        """Wait for `work`; on a GPU its stream does, and the host goes on."""
+        """Wait for `work`; on a GPU the stream waits, and the host continues."""
         if device.type != "cuda":
             start = time.perf_counter()
             work.wait()
             self._seconds += time.perf_counter() - start
             return
-        self.seconds()  # so that events do not pile up
+        self.seconds()  # releases finished events, so that they do not accumulate
         before, after = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -50,7 +51,10 @@ class Waiting:
         self._events.append((before, after))
 
     def seconds(self) -> float:
-        """In all, as far as the device has come: the host does not wait for it."""
+        """Return the total so far.
+
+        On a GPU it counts the waits that the device has finished: the host does not synchronise.
+        """
         while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
             before, after = self._events.popleft()
             self._seconds += before.elapsed_time(after) / 1e3
@@ -58,24 +62,24 @@ class Waiting:
 
 
 class Transfer(NamedTuple):
-    """Messages on their way."""
+    """An all-to-all in flight."""
 
     stacks: Stacks
-    """What they fill."""
+    """The stacks that the received data fills."""
     holes: Sequence[Tensor] = ()
-    """Where in it, in the order in which it comes."""
+    """Views of `stacks` that the received data fills, in the order in which it is received."""
     received: Tensor | None = None
     sent: Tensor | None = None
-    """Kept until it has been read."""
+    """The send buffer, referenced until the transfer has finished reading it."""
     work: dist.Work | None = None
 
     @property
     def away(self) -> bool:
-        """Whether there is anything to wait for."""
+        """True if there is a collective to wait for."""
         return self.work is not None
 
     def wait(self, waiting: Waiting) -> Stacks:
-        """The stacks, filled."""
+        """Wait for the collective and return the filled stacks."""
         if self.work is not None:
             assert self.received is not None
             waiting.wait(self.work, self.received.device)
@@ -84,22 +88,25 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Who sends whom what of its stacks, and where that goes: one message for each pair."""
+    """One rank's side of an all-to-all: the slices it sends, and where it puts what it receives."""
 
     send: list[list[Piece]]
-    """To each rank; none at all: there is but one process, which goes on with what it has."""
+    """Slices to send, by destination rank. Empty for a single process, which keeps its stacks."""
     receive: list[list[Piece]]
-    """From each rank, where in the new stacks."""
+    """Destinations in the new stacks, by source rank."""
     shapes: list[tuple[int, int, int]]
-    """Of the new stacks."""
+    """Shapes of the new stacks."""
     dtype: torch.dtype = torch.float32
-    """Of the new stacks, and of what is sent."""
+    """Dtype of the new stacks and of the messages."""
     device: torch.device = torch.device("cpu")
     at_home: bool = False
-    """Whether no process needs anything of another."""
+    """True if no rank needs data of another: slices are copied locally."""
 
     def start(self, stacks: Stacks) -> Transfer:
-        """Send what others need of `stacks`. All processes do so, in the same order."""
+        """Start sending the slices of `stacks` that other ranks need.
+
+        A collective: all ranks call it, in the same order.
+        """
         if not self.send:
             return Transfer(stacks)
         empty = partial(torch.empty, dtype=self.dtype, device=self.device)
@@ -121,8 +128,11 @@ ALONE = Exchange([], [], [])
 
 
 def stagger(tasks: Iterable[Iterator[None]]) -> None:
-    """Run tasks, each to its next `yield` in turn, the latest first: what one sends before it
-    travels while the others compute. Each begins a turn after the one before it."""
+    """Run tasks in turns, each up to its next `yield`, the most recently started first.
+
+    One new task starts in each turn. Messages that a task sends before it yields are in flight
+    while the other tasks compute.
+    """
     running: list[Iterator[None]] = []
     for task in tasks:
         running = _turn([task, *running])
@@ -131,7 +141,7 @@ def stagger(tasks: Iterable[Iterator[None]]) -> None:
 
 
 def _turn(tasks: Iterable[Iterator[None]]) -> list[Iterator[None]]:
-    """Those that have not ended after it."""
+    """Advance each task to its next `yield`; return the tasks that have not finished."""
     return [task for task in tasks if next(task, _ENDED) is not _ENDED]
 
 
@@ -143,7 +153,7 @@ def _views(stacks: Stacks, messages: list[list[Piece]]) -> list[list[Tensor]]:
 
 
 def _cut(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `buffer`, one after the other, of the shapes of `like`."""
+    """Return consecutive views of `buffer` with the shapes of `like`."""
     parts = torch.split(buffer, [view.numel() for view in like])
     return [part.view(view.shape) for part, view in zip(parts, like, strict=True)]
 

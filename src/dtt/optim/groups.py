@@ -1,4 +1,4 @@
-"""Which optimizer takes which parameter, at what rate: by its role, or by its name."""
+"""Parameter groups: optimizer, learning rate and decay of each parameter, by role or by name."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ T = TypeVar("T")
 
 
 class Settings(NamedTuple):
-    """How a parameter is treated; those that agree in all are a group."""
+    """Optimizer settings of a parameter; parameters with equal settings form a group."""
 
     optimizer: str
+    """`muon` or `adamw`."""
     label: str
-    """The role, and the pattern that changed something for it."""
+    """The role, followed by the pattern of the `optim.groups` entry that applies, if any."""
     lr: float
-    """At the peak of the schedule."""
+    """Learning rate at the peak of the schedule."""
     weight_decay: float
     betas: tuple[float, float] | None = None
-    """AdamW's, as `eps`."""
+    """For AdamW only, like `eps`."""
     eps: float | None = None
     split: tuple[int, ...] | None = None
-    """Muon's: rows of each matrix in the parameter."""
+    """For Muon only: rows of each matrix in the parameter."""
 
 
 def build(
@@ -45,14 +46,15 @@ def build(
     multipliers: Mapping[str, Mapping[str, float]] | None = None,
     rounding: StochasticRounding | None = None,
 ) -> dict[str, Optimizer]:
-    """The optimizers by name (`muon`, `adamw`); together they hold each parameter exactly once.
+    """Return the optimizers by name (`muon`, `adamw`); together they hold each parameter once.
 
-    `roles` must name every parameter: matrix | embed | head | vector. Under Muon the matrices are
-    Muon's, the rest AdamW's, unless `config.groups` says otherwise by name. `multipliers` are
-    factors of learning rates, by optimizer and name, 1 if absent; weight decay is divided by them,
-    so that a step decays by as much. `rounding` is for bf16 parameters. Groups carry their
-    parameters' `names`, their `label` and `peak_lr`. ConfigError where an entry of `config.groups`
-    does not fit.
+    `roles` must give every parameter a role: matrix | embed | head | vector. With a Muon config,
+    Muon takes the matrices and AdamW the rest, unless `config.groups` assigns them by name.
+    `multipliers` are factors of learning rates, by optimizer and name, 1 if absent; weight decay is
+    divided by them, so that each step decays weights by the same amount. `rounding` is for bf16
+    parameters. Groups carry their parameters' `names`, their `label` and `peak_lr`. Raise
+    ConfigError if an entry of `config.groups` does not fit the parameters it matches, and
+    ValueError if a parameter has no role.
     """
     unassigned = parameters.keys() - roles.keys()
     if unassigned:
@@ -84,7 +86,10 @@ def build(
 def settings(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
 ) -> dict[str, Settings]:
-    """How `build` would treat each parameter, were there no multipliers; ConfigError as there."""
+    """Return the settings that `build` gives each parameter, before any multipliers.
+
+    Raise ConfigError as `build` does.
+    """
     chosen = _choose(config.groups, list(parameters))
     return {
         name: _settings(config, name, parameter, roles[name], chosen.get(name))
@@ -93,7 +98,10 @@ def settings(
 
 
 def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, GroupConfig]:
-    """The entry that decides for each name, where one does; ConfigError if one never does."""
+    """Return the first matching entry for each name that has one.
+
+    Raise ConfigError for an entry that matches no name, or only names of earlier entries.
+    """
     chosen: dict[str, GroupConfig] = {}
     for entry in entries:
         matching = [name for name in names if fnmatchcase(name, entry.match)]
@@ -119,7 +127,7 @@ def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, G
 def _settings(
     config: OptimConfig, name: str, parameter: nn.Parameter, role: str, entry: GroupConfig | None
 ) -> Settings:
-    """What the configuration comes to for one parameter."""
+    """Return the resolved settings of one parameter."""
     label = role if entry is None else f"{role}: {entry.match}"
     entry = entry or GroupConfig(match=name)
     owner = entry.optimizer or ("muon" if role == "matrix" else "adamw")
@@ -176,12 +184,12 @@ def _misfit(entry: GroupConfig, why: str) -> ConfigError:
 
 
 def _first(*values: T | None) -> T:
-    """The first that is given; the last always is."""
+    """Return the first value that is not None; the last one never is."""
     return next(value for value in values if value is not None)
 
 
 def describe(optimizers: Mapping[str, Optimizer]) -> str:
-    """A table, indented: a row for each group, with the number of its tensors and parameters."""
+    """Return an indented table with a row per group: tensors, parameters and settings."""
     rows = [("group", "optimizer", "tensors", "parameters", "peak lr", "decay", "betas")]
     for name, optimizer in optimizers.items():
         for group in optimizer.param_groups:
@@ -203,7 +211,7 @@ def describe(optimizers: Mapping[str, Optimizer]) -> str:
 
 
 def set_learning_rate(optimizers: Mapping[str, Optimizer], multiplier: float) -> None:
-    """Give every group `multiplier` times its peak rate."""
+    """Set the learning rate of every group to `multiplier` times its peak."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = multiplier * group["peak_lr"]

@@ -1,5 +1,8 @@
-"""Muon: momentum whose update is orthogonalised (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon), with what has been added to it since."""
+"""The Muon optimizer: momentum with an orthogonalised update.
+
+Jordan et al. 2024, kellerjordan.github.io/posts/muon; with NorMuon, cautious weight decay and
+momentum warm-up.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,33 @@ from dtt.optim.routes import Batch, Bucket, plan
 from dtt.runtime.sharding import zeros_beside
 
 BATCH_ELEMENTS = 2**26
-"""Numbers updated at once, which bounds the memory of a step: 256 MB a copy in fp32."""
+"""Maximum elements updated at once. Bounds the memory of a step: 256 MB per copy in fp32."""
 
 EPS = 1e-10
-"""Keeps divisions by the norm of a zero row finite."""
+"""Constant added to norms, so that divisions by the norm of a zero row stay finite."""
 
 
 class Muon(torch.optim.Optimizer):
-    """For hidden weights [out, in], and stacks [E, out, in] of them.
+    """Muon optimizer for hidden weights [out, in], and stacks [E, out, in] of them.
 
-    Each step, for each matrix, those of one shape in one batch:
+    Each step updates every matrix; matrices of one shape are batched:
 
         m = momentum * m + (1 - momentum) * g
         u = orthogonalize(g + momentum * (m - g)), or of m without Nesterov
         w = w - lr * (scale * u + weight_decay * w)
 
     `scale` is 0.2 * sqrt(max(out, in)), which gives the step the root mean square of AdamW's
-    (arXiv 2502.16982, section 2.2), or sqrt(max(1, out / in)), as Jordan et al. have it. Cautious
-    decay (arXiv 2510.12402) spares weights that the step makes larger. NorMuon (arXiv 2510.05491)
-    divides each row of u by the root of its mean square over the steps, and keeps the norm of u.
-    The rows of a group with `split` are cut into matrices of so many each.
+    (arXiv 2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. Cautious
+    decay (arXiv 2510.12402) leaves out weights that the step makes larger. NorMuon (arXiv
+    2510.05491) divides each row of u by the root of its running mean square, and rescales u to the
+    norm it had. In a group with `split`, each parameter is cut along its rows into matrices with
+    these numbers of rows.
     """
 
     found_inf: Tensor | None = None
-    """0-dim; 1.0: the step changes nothing, bit for bit, whatever the gradients are. As with
-    torch's fused optimizers, it is set before `step`, and the host never looks at it."""
+    """0-dim tensor on the device; if 1.0, the step changes nothing, bit for bit, whatever the
+    gradients are. Set it before `step`, as with torch's fused optimizers; the host never reads it.
+    """
 
     def __init__(
         self,
@@ -52,9 +57,11 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """`params` are parameters or groups; `ns_dtype` is what Newton-Schulz computes in.
+        """Make the optimizer; `params` are parameters or groups.
 
-        With `rounding` weights are bf16, and groups hold the `names` of their parameters.
+        `ns_dtype` is the compute dtype of Newton-Schulz. With `rounding`, weights are bf16, and
+        groups hold the `names` of their parameters. Raise ValueError for a parameter that has
+        neither 2 nor 3 dimensions.
         """
         defaults = {
             "lr": config.lr,
@@ -67,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         self._polynomials = quintics(config.ns_coefficients, config.ns_steps)
         self._buckets: list[Bucket] = []
         self._planned: list[int] = []
-        """Ids of the parameters in them."""
+        """Ids of the parameters in the buckets: they are planned again when these change."""
         self._waiting = Waiting()
         self._names: dict[Tensor, str] = {}
         for group in self.param_groups:
@@ -78,12 +85,12 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def waited_seconds(self) -> float:
-        """How long in all this process has waited for others; on a GPU how long its stream has."""
+        """Seconds that this rank (on a GPU, its stream) has waited for other ranks, in total."""
         return self._waiting.seconds()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; all processes do so together."""
+        """Update every parameter that has a gradient. A collective: all ranks call it together."""
         assert closure is None
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         updated = list(chain(*groups))
@@ -101,7 +108,7 @@ class Muon(torch.optim.Optimizer):
             self._write(counts, done, done + 1)
 
     def _make_state(self, p: Tensor) -> None:
-        """What it lacks; it lies as the parameter does."""
+        """Make the state that `p` lacks, sharded as the parameter is."""
         config, state = self._config, self.state[p]
         if "momentum" not in state:
             state["momentum"] = zeros_beside(p, p.shape)
@@ -111,7 +118,10 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=p.device)
 
     def _update(self, bucket: Bucket) -> Iterator[None]:
-        """Step the matrices of a bucket. While it waits for messages, others may step theirs."""
+        """Update the matrices of a bucket; yield while messages are in flight.
+
+        Other buckets compute in the meantime.
+        """
         to_owners, to_holders = bucket.parts
         rows_to_owners, rows_to_holders = bucket.rows
         parts = to_owners.start([self._averaged(batch) for batch in bucket.batches])
@@ -136,7 +146,7 @@ class Muon(torch.optim.Optimizer):
             self._apply(batch, update, row)
 
     def _averaged(self, batch: Batch) -> Tensor:
-        """Advance the momenta; returns what is to be orthogonalised [N, r, c]."""
+        """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
         decay = self._warmed_up(batch)
         gradients = torch.stack(batch.of(_gradient))
         momenta = batch.of(lambda p: self.state[p]["momentum"])
@@ -146,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         return gradients.lerp_(new, _weight(decay, new)) if self._config.nesterov else new
 
     def _warmed_up(self, batch: Batch) -> float | Tensor:
-        """The momentum of this step; [N, 1, 1] if it depends on the steps that each has done."""
+        """Return the momentum of this step; [N, 1, 1] during warm-up, by each parameter's steps."""
         momentum: float = self.param_groups[batch.group]["momentum"]
         start, steps = self._config.momentum_start, self._config.momentum_warmup
         if steps == 0:
@@ -155,14 +165,16 @@ class Muon(torch.optim.Optimizer):
         return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
 
     def _row_moments(self, bucket: Bucket) -> list[Tensor]:
-        """NorMuon's [N, r, 1] of each batch."""
+        """Return NorMuon's second moments of rows [N, r, 1] for each batch; [] without NorMuon."""
         if self._config.normuon_beta2 is None:
             return []
         return [torch.stack(batch.of(self._row_moment)).float() for batch in bucket.batches]
 
     def _evened(self, update: Tensor, old: Tensor) -> Tensor:
-        """NorMuon, for whole matrices: the next moments of their rows, and what the rows are to be
-        multiplied by to be of about one norm, while the matrix keeps its own. [N, R, 2]."""
+        """Return NorMuon's new moments and scale factors for the rows of full matrices, [N, R, 2].
+
+        The factors bring all rows to about the same norm and keep the norm of the matrix.
+        """
         assert self._config.normuon_beta2 is not None
         squares = update.float().square().mean(dim=-1, keepdim=True)
         new = old.lerp(squares, 1 - self._config.normuon_beta2)
@@ -174,7 +186,7 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([new, factor * (norm / (evened + EPS))], dim=-1)
 
     def _apply(self, batch: Batch, update: Tensor, rows: Tensor | None) -> None:
-        """Step the parts [N, r, c] of weights that this process holds."""
+        """Apply the update to the parts [N, r, c] of weights that this rank holds."""
         group = self.param_groups[batch.group]
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
@@ -212,17 +224,18 @@ class Muon(torch.optim.Optimizer):
                 return math.sqrt(max(1.0, rows / columns))
 
     def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Put the slices of `new` into `targets`, or those of `old` if this step is skipped."""
+        """Copy the slices of `new` into `targets`, or those of `old` if this step is skipped."""
         torch._foreach_copy_(targets, list(self._unless_skipped(old, new).unbind()))
 
     def _unless_skipped(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return `new`, or `old` if the step is skipped: decided on the device, without a wait."""
         if self.found_inf is None:
             return new
         return torch.where(self.found_inf == 1, old, new, out=new)
 
 
 def _weight(weight: float | Tensor, ends: Tensor) -> float | Tensor:
-    """As `lerp` takes it: a tensor must have the dtype of what it stands between."""
+    """Return `weight` as `lerp` requires it: a tensor must have the dtype of its end points."""
     return weight.to(ends.dtype) if isinstance(weight, Tensor) else weight
 
 

@@ -1,4 +1,4 @@
-"""The polar factor U V^T of a matrix U S V^T by polynomials of it: matrix products, no SVD."""
+"""Newton-Schulz iterations for the polar factor U V^T of a matrix U S V^T, without an SVD."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 Quintic = tuple[float, float, float]
-"""a, b, c: an iteration takes every singular value s to a s + b s^3 + c s^5."""
+"""Coefficients a, b, c: an iteration maps every singular value s to a s + b s^3 + c s^5."""
 
 CLASSIC: Quintic = (3.4445, -4.7750, 2.0315)
-"""Jordan et al. 2024, kellerjordan.github.io/posts/muon: steep at zero, so singular values land
-near 1 rather than on it."""
+"""Jordan et al. 2024, kellerjordan.github.io/posts/muon: steep at zero, so singular values end
+near 1 rather than at 1."""
 
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -26,20 +26,21 @@ POLAR_EXPRESS: tuple[Quintic, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""Amsel et al. 2025, arXiv 2505.16932, algorithm 1: each is the best of its degree for where the
-ones before it have left singular values of 0.001 to 1. The last is repeated for ever."""
+"""Polynomials of Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1). Each is the best
+of its degree on the interval to which the previous ones map singular values of 0.001 to 1. The last
+one is repeated."""
 
 SAFETY = 1.01
-"""Singular values are divided by this before each polynomial but the last, and once more at the
-start: rounding in bf16 must not take them out of the interval that a polynomial is made for."""
+"""Divisor of singular values before each polynomial but the last, and once more at the start.
+Rounding in bf16 must not take them out of the interval for which a polynomial is optimal."""
 
 HALVED = 384
-"""Rows from which on X X^T is made of halves, on a CPU in fp32: Newton-Schulz is 15 % quicker, and
-more. In bf16 it is slower with 768 rows."""
+"""Number of rows from which X X^T is computed by halves, on a CPU in fp32. Newton-Schulz is then at
+least 15 % faster; in bf16 it would be slower with 768 rows."""
 
 
 def quintics(kind: Literal["classic", "polar-express"], steps: int) -> tuple[Quintic, ...]:
-    """The polynomials of `steps` iterations."""
+    """Return the polynomials of `steps` iterations."""
     match kind:
         case "classic":
             return (CLASSIC,) * steps
@@ -52,16 +53,16 @@ def quintics(kind: Literal["classic", "polar-express"], steps: int) -> tuple[Qui
 
 
 def _after_division(quintic: Quintic, divisor: float) -> Quintic:
-    """The polynomial of s / divisor."""
+    """Return the coefficients of the polynomial of s / divisor, as a polynomial of s."""
     a, b, c = quintic
     return a / divisor, b / divisor**3, c / divisor**5
 
 
 def orthogonalize(matrices: Tensor, polynomials: Sequence[Quintic], dtype: torch.dtype) -> Tensor:
-    """About the nearest semi-orthogonal matrix of each of `matrices` [N, R, C], in `dtype`.
+    """Return approximately the nearest semi-orthogonal matrix to each of `matrices` [N, R, C].
 
-    Five polynomials take singular values of at least a hundredth of the matrix's norm to
-    [0.68, 1.21] (classic) or [0.86, 1.13] (Polar Express).
+    Computes and returns `dtype`. Five polynomials map singular values of at least a hundredth of
+    the matrix's norm to [0.68, 1.21] (classic) or [0.86, 1.13] (Polar Express).
     """
     tall = matrices.size(-2) > matrices.size(-1)
     x = (matrices.mT if tall else matrices).to(dtype)
@@ -79,7 +80,10 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[Quintic], dtype: torch
 
 
 def _gram(x: Tensor) -> Tensor:
-    """X X^T [N, R, R]: of the two halves that are each other's transpose, one is multiplied."""
+    """Return X X^T [N, R, R]. Of the two off-diagonal blocks only one is multiplied.
+
+    The other one is its transpose; the diagonal blocks are computed recursively.
+    """
     rows = x.size(-2)
     if rows < HALVED:
         return x @ x.mT

@@ -1,4 +1,4 @@
-"""Which process orthogonalises which matrix, so that all have about as much to do."""
+"""Assignment of matrices to ranks for orthogonalisation, balanced by FLOPs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch import Tensor
 from dtt.runtime.sharding import Box
 
 BUCKETS = 4
-"""At least so many where processes exchange matrices: there is to be work while messages are on
-their way."""
+"""Target number of buckets where ranks exchange matrices: with several, one computes while the
+messages of another are in flight. The size limit may make more."""
 
 
 class Spread(NamedTuple):
-    """Which process holds what of a parameter, by rank."""
+    """Distribution of a parameter over the ranks."""
 
     boxes: Mapping[int, Box]
+    """The part that each rank holds, by rank."""
     copies: Mapping[int, Any]
-    """Which copy of the parameter that is a part of."""
+    """Replica to which each rank's part belongs, by rank: ranks with equal values hold one complete
+    parameter together."""
     share: float
-    """What is held by the process that holds most, where all is 1."""
+    """Fraction of the parameter held by the rank that holds most, 0 to 1."""
 
 
 class Matrix(NamedTuple):
@@ -32,9 +34,9 @@ class Matrix(NamedTuple):
 
     parameter: Tensor
     group: int
-    """Number of the parameter's group in the optimizer."""
+    """Index of the parameter's group in the optimizer."""
     box: Box
-    """Where it is in the parameter."""
+    """Position of the matrix in the parameter."""
     spread: Spread
     owner: int = 0
     """Rank that orthogonalises it."""
@@ -46,20 +48,23 @@ class Matrix(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of an iteration of Newton-Schulz: X X^T, its square, and the product of these with X."""
+        """FLOPs of a Newton-Schulz iteration: X X^T, its square, and their product with X."""
         short, long = sorted(self.shape)
         return 2 * short * short * (2 * long + short)
 
     @property
     def held(self) -> float:
-        """Numbers of it that a process holds, at most; of a stack on average."""
+        """Maximum number of elements that one rank holds; for a stack, the average over it."""
         return prod(self.shape) * self.spread.share
 
 
 def matrices(
     parameter: Tensor, group: int, split: Sequence[int] | None, spread: Spread
 ) -> Iterator[Matrix]:
-    """Those of a parameter [R, C] or [E, R, C], with R cut into parts as `split` says."""
+    """Yield the matrices of a parameter [R, C] or [E, R, C].
+
+    `split` cuts R into matrices with these numbers of rows; None makes one matrix of all R.
+    """
     *stack, rows, columns = parameter.shape
     for i in range(prod(stack)):
         row = 0
@@ -71,12 +76,12 @@ def matrices(
 
 
 def share_out(matrices: Iterable[Matrix], ranks: int) -> list[Matrix]:
-    """Give each an owner, the costliest first: always the rank with the least to do, or the lowest
-    of these.
+    """Assign an owner to each matrix: greedily, the most expensive matrix first.
 
-    So all ranks come to the same, and none does more than 4/3 of what is the least possible for the
-    busiest (longest processing time first, Graham 1969). In the order in which they were given out;
-    those of one shape and group come together.
+    Each goes to the rank with the least work so far, on a tie to the lowest rank. The result is
+    deterministic, so every rank computes the same one, and the busiest rank has at most 4/3 of the
+    optimum (longest processing time first, Graham 1969). Matrices are returned in the order of
+    assignment, in which those of one shape and group are adjacent.
     """
     owned = []
     loads = [(0, rank) for rank in range(ranks)]
@@ -88,10 +93,10 @@ def share_out(matrices: Iterable[Matrix], ranks: int) -> list[Matrix]:
 
 
 def buckets(owned: Sequence[Matrix], ranks: int, limit: int) -> Iterator[list[Matrix]]:
-    """Cut what `share_out` gives into those that are updated at once.
+    """Cut the output of `share_out` into buckets, each of which is updated at once.
 
-    No rank holds or owns more than `limit` numbers of a bucket, unless they are of one matrix.
-    Where there are several ranks, a bucket has about a quarter of the work, and a matrix for each.
+    No rank holds or owns more than `limit` elements of a bucket, unless a single matrix has more.
+    With several ranks, a bucket has about a quarter of the work, and at least a matrix per rank.
     """
     enough = sum(matrix.flops for matrix in owned) / BUCKETS
     bucket: list[Matrix] = []

@@ -1,4 +1,4 @@
-"""Rounding fp32 to bf16 so that what is too small to show is not lost on average."""
+"""Stochastic rounding of fp32 to bf16, which preserves small updates on average."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ import torch
 from torch import Tensor
 
 LOW_BITS = 16
-"""Of an fp32 number, that bf16 has no room for."""
+"""Number of low bits of an fp32 number that bf16 drops."""
 
 
 @dataclass
 class StochasticRounding:
-    """Up or down at random, with odds that make the mean the number itself.
+    """Rounding up or down at random, with probabilities that make the expected value exact.
 
-    bf16 has 8 bits for a weight: rounded to nearest, a change of less than its 512th part leaves it
-    as it was, in every step alike (Zamirai et al., arXiv 2010.06192). What is drawn is a function
-    of the seed, the step and the weight's name and place: all that hold a copy of it round alike,
-    and a run that goes on draws what it would have drawn.
+    bf16 has 8 significant bits: rounded to nearest, a change of a weight by less than 1/512 of it
+    is lost, in every step again (Zamirai et al., arXiv 2010.06192). The random bits are a function
+    of the seed, the step and the weight's name and offset, so that all replicas of it round alike,
+    and a resumed run draws the same bits as an uninterrupted one.
     """
 
     seed: int
     step: int = 0
-    """Of the run; set before each step of the optimizers."""
+    """Step of the run; set before each step of the optimizers."""
 
     def write(self, target: Tensor, value: Tensor, key: str) -> None:
-        """Put `value` (fp32) into `target` (bf16, of the same shape); `key` names what it is.
+        """Round `value` (fp32) into `target` (bf16, of the same shape).
 
-        Numbers that bf16 holds, infinity and NaN stay what they are.
+        `key` names the tensor and selects its random bits. Numbers that bf16 represents exactly,
+        infinity and NaN are copied unchanged.
         """
         bits = value.contiguous().view(torch.int32)
         generator = self._generator(bits.device, key)
         noise = torch.empty_like(bits).random_(0, 1 << LOW_BITS, generator=generator)
-        # Both signs move away from zero where the sum carries: an fp32 is sign and magnitude.
+        # Where the sum carries into the high bits, the number moves away from zero whatever its
+        # sign, because fp32 stores sign and magnitude.
         rounded = noise.add_(bits).bitwise_and_(-1 << LOW_BITS).view(torch.float32)
         target.copy_(torch.where(value.isfinite(), rounded, value))
 

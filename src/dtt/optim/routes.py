@@ -1,4 +1,4 @@
-"""What a process holds of the matrices that Muon updates at once, and what it sends whom."""
+"""Redistribution plan of Muon: which parts of matrices each rank holds, and what it sends where."""
 
 from __future__ import annotations
 
@@ -19,58 +19,62 @@ Shape = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """Of a part of a matrix."""
+    """Location of a part of a matrix that this rank holds."""
 
     parameter: Tensor
     rows: Index
-    """Which it is of those that this process holds of the parameter."""
+    """Index of its rows in this rank's local part of the parameter."""
     offset: tuple[int, ...]
-    """Of its first number, in the whole parameter."""
+    """Offset of its first element in the full parameter."""
 
 
 class Batch(NamedTuple):
-    """Parts of one shape that this process holds of matrices of one shape and group."""
+    """Parts of one shape that this rank holds, of matrices of one shape and group."""
 
     group: int
-    """Its number in the optimizer."""
+    """Index of the group in the optimizer."""
     shape: Shape
-    """Rows and columns of the whole matrices."""
+    """Rows and columns of the full matrices."""
     places: list[Place]
-    """Of each part."""
+    """Location of each part."""
 
     def of(self, tensor: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Views [r, c] of the parts, in a tensor of each parameter: itself, its gradient, or a
-        state with a number for each weight or row."""
+        """Return views [r, c] of the parts in `tensor(parameter)`.
+
+        That tensor is the parameter itself, its gradient, or a state with one number per weight or
+        per row.
+        """
         return [local(tensor(place.parameter))[place.rows].flatten(0, -2) for place in self.places]
 
 
 class Routes(NamedTuple):
-    """Parts of matrices to those who own these, and results to all who hold the parts."""
+    """The two all-to-alls of an update: parts to the owners of matrices, and results back."""
 
     to_owners: Exchange = ALONE
-    """From [N, r, c] for each batch to [N, R, C] for each shape and group."""
+    """Gathers parts [N, r, c] of each batch into matrices [N, R, C] of each shape and group."""
     to_holders: Exchange = ALONE
-    """And back."""
+    """Scatters results [N, R, C] to the ranks that hold the parts [N, r, c]."""
 
 
 class Bucket(NamedTuple):
-    """Matrices that are updated at once, as one process sees them."""
+    """One rank's side of a set of matrices that are updated at once."""
 
     batches: list[Batch]
     parts: Routes = Routes()
+    """Routes of the parts."""
     rows: Routes = Routes()
-    """For one number of each row to the owners, and two back."""
+    """Routes of per-row values (NorMuon): one number per row to the owners, two back."""
 
 
 Group = tuple[Sequence[Tensor], Sequence[int] | None]
-"""Parameters [R, C] or [E, R, C], and rows of the matrices in them; None: all R."""
+"""Parameters [R, C] or [E, R, C], and the numbers of rows of the matrices in each; None: all R."""
 
 
 def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) -> list[Bucket]:
-    """Share the matrices out over all processes, of which each comes to its side of the same
-    buckets; `limit` is that of `owners.buckets`.
+    """Assign the matrices to ranks and return this rank's side of each bucket.
 
-    Parts travel as `dtype`, and with `rows` numbers that belong to rows as fp32.
+    Every rank computes the same buckets, without communication. `limit` is that of
+    `owners.buckets`. Parts are sent in `dtype`; with `rows`, per-row values are sent in fp32.
     """
     joined = dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
@@ -92,7 +96,7 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
 def _bucket(
     bucket: Sequence[Matrix], rank: int, ranks: int, dtype: torch.dtype, rows: bool
 ) -> Bucket:
-    """The side of process `rank`."""
+    """Return the side of `rank`."""
     held, owned = _Stacks(), _Stacks()
     batches: dict[int, Batch] = {}
     for i, matrix in enumerate(bucket):
@@ -114,7 +118,10 @@ def _bucket(
 
 
 def _overlap(part: Box, whole: Box) -> Index:
-    """Index in `whole` of what `part` has of it; () if that is not even a row."""
+    """Return the index, relative to `whole`, of its overlap with `part`; () if they share no row.
+
+    The range of columns may be empty.
+    """
     index = []
     for begin, size, first, length in zip(
         part.offset, part.shape, whole.offset, whole.shape, strict=True
@@ -126,15 +133,15 @@ def _overlap(part: Box, whole: Box) -> Index:
 
 
 class _Stacks:
-    """The stacks into which a process puts matrices, or what it has of them."""
+    """Layout of the stacks in which a rank collects matrices, or its parts of them."""
 
     def __init__(self) -> None:
         self.places: dict[int, Piece] = {}
-        """By number in the bucket."""
+        """Position of each matrix in the stacks, by its index in the bucket."""
         self._sizes: dict[tuple[int, Shape, Shape], int] = {}
 
     def add(self, i: int, matrix: Matrix, extent: Shape) -> int:
-        """Put [r, c] of matrix `i` on others of its kind; returns the number of that stack."""
+        """Add the part [r, c] of matrix `i` to the stack of its kind; return that stack's index."""
         kind = matrix.group, matrix.shape, extent
         size = self._sizes.setdefault(kind, 0)
         self._sizes[kind] += 1
@@ -143,7 +150,7 @@ class _Stacks:
         return number
 
     def shapes(self, columns: int | None) -> list[tuple[int, int, int]]:
-        """[N, r, c] of each, with another c if it is given."""
+        """Return the shape [N, r, c] of each stack, with `columns` for c if given."""
         return [(n, r, columns or c) for (_, _, (r, c)), n in self._sizes.items()]
 
 
@@ -157,10 +164,10 @@ def _routes(
     *,
     of_rows: bool,
 ) -> Routes:
-    """What `rank` sends and receives of parts; or, `of_rows`, of numbers that belong to whole rows.
+    """Return the messages that `rank` sends and receives: parts or, with `of_rows`, row values.
 
-    An owner gets the parts of one copy of the parameter: its own. Rows come from who has their
-    first column.
+    An owner receives the parts of its own replica of the parameter only. The values of a row are
+    sent by the rank that holds the row's first column.
     """
     part_to, part_of, result_to, result_of = (
         [list[Piece]() for _ in range(ranks)] for _ in range(4)

@@ -20,53 +20,58 @@ from dtt.config.schedule import (
 )
 
 TokensBefore = Callable[[int], int]
-"""Tokens of all steps before this one; never falls."""
+"""A function that returns the number of tokens of all steps before a step; non-decreasing."""
 Curve = Callable[[float], float]
-"""From 1 at progress 0 down to 0 at progress 1."""
+"""A function that falls from 1 at progress 0 to 0 at progress 1."""
 CONSTANT = "constant"
 DECAY = {"begin": int, "end": int, "since": int, "done": float}
-"""Fields of a `Decay` as a checkpoint keeps it."""
+"""Fields of a `Decay` in a checkpoint, and their types."""
 
 
 @dataclass(frozen=True)
 class Decay:
-    """The steps over which the rate falls."""
+    """The range of steps over which the learning rate decays."""
 
     begin: int
-    """The first, which still has the peak."""
+    """First step of the decay, which still has the peak rate."""
     end: int
-    """The first after it: its progress would be 1."""
+    """Step after the last one of the decay; its progress would be 1."""
     since: int
-    """The step at which `end` was last planned anew, else `begin`."""
+    """Step at which `end` was last changed; `begin` if it never was."""
     done: float = 0.0
-    """Progress at `since`."""
+    """Progress at step `since`."""
 
     def progress(self, step: int) -> float:
-        """Progress of a step since `since`: never falls, below 1 up to the last step."""
+        """Return the progress of the decay at a step from `since` on.
+
+        Non-decreasing, and below 1 for every step before `end`.
+        """
         share = (step - self.since) / (self.end - self.since)
         return self.done + (1.0 - self.done) * min(max(share, 0.0), 1.0)
 
     def ending(self, step: int, end: int) -> Decay:
-        """The same until `step`; from there on at the pace that ends before step `end`."""
+        """Return the same decay up to `step`, and from there one that reaches 1 at step `end`."""
         return Decay(self.begin, end, step, self.progress(step))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule set against a run: what it does in which step. Steps count from 0."""
+    """A learning-rate schedule resolved for a run. Steps count from 0."""
 
     warmup: int
-    """The first of w steps gets 1/w of the peak, the last all of it."""
+    """Number w of warm-up steps: the first has 1/w of the peak rate, the last all of it."""
     decay: Decay | None
-    """None: the peak rate to the end, or until the clock begins the decay."""
+    """None: the rate stays at the peak to the end, or until the clock starts the decay."""
     curve: Curve = field(repr=False)
+    """Shape of the decay."""
     floor: float
-    """Share of the peak. The last step gets its neighbour: no update is wasted on a rate of 0."""
+    """Fraction of the peak that the decay would reach at step `decay.end`. The last step is the one
+    before it: no update is wasted on a rate of 0."""
     name: str
-    """Of the curve."""
+    """Name of the curve."""
 
     def multiplier(self, step: int) -> float:
-        """Share of the peak rate for a step."""
+        """Return the learning rate of a step as a fraction of the peak."""
         rise = (step + 1) / self.warmup if step < self.warmup else 1.0
         if self.decay is None:
             return rise
@@ -74,17 +79,20 @@ class Schedule:
         return min(rise, self.floor + (1.0 - self.floor) * fall)
 
     def ending(self, step: int, end: int) -> Schedule:
-        """The same before `step`; the decay, which begins there if it has not, ends at `end`."""
+        """Return the same schedule before `step`, with a decay that ends at step `end`.
+
+        A decay that has not started yet starts at `step`.
+        """
         decay = self.decay or Decay(step, end, step)
         return replace(self, decay=decay.ending(step, end))
 
     @property
     def waits(self) -> bool:
-        """Whether its decay is still for the clock to begin."""
+        """True if the clock has yet to start the decay."""
         return self.decay is None and self.name != CONSTANT
 
     def describe(self) -> str:
-        """In a line, counting steps from 1 as logs do."""
+        """Return a one-line summary; it counts steps from 1, as logs do."""
         start = f"warm-up until step {self.warmup}, " if self.warmup else ""
         if self.decay is None:
             return start + (f"decay ({self.name}) in time" if self.waits else self.name)
@@ -94,7 +102,7 @@ class Schedule:
 
 
 def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> Schedule:
-    """Set a schedule against a run of `steps`."""
+    """Resolve a schedule for a run of `steps` steps."""
     warmup = first_steps(config.warmup, steps, tokens_before)
     curve: Curve
     match config:
@@ -105,7 +113,7 @@ def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> 
         case CosineConfig():
             begin, curve, floor, name = warmup, _cosine, config.floor, "cosine"
         case InverseSqrtConfig():
-            # Update number u gets sqrt(w / u); the first after the peak is number w + 1.
+            # Update u, counted from 1, has sqrt(w / u) of the peak; w + 1 is the first below it.
             peak = max(1, warmup)
             curve = partial(_inverse_sqrt, (steps - peak + 1) / peak)
             begin, floor, name = peak - 1, 0.0, "1/sqrt(step)"
@@ -120,7 +128,10 @@ def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> 
 
 
 def first_steps(length: Length, steps: int, tokens_before: TokensBefore) -> int:
-    """How many steps a length at the start of a run takes: of tokens, so many or more."""
+    """Return the number of steps of a length at the start of a run.
+
+    For a length in tokens, the fewest steps with at least that number of tokens.
+    """
     unit, value = measure(length)
     if unit == "tokens":
         return bisect_left(range(steps), math.ceil(value), key=tokens_before)
@@ -128,7 +139,10 @@ def first_steps(length: Length, steps: int, tokens_before: TokensBefore) -> int:
 
 
 def before_last(length: Length, steps: int, tokens_before: TokensBefore) -> int:
-    """The step at which a length at the end of a run begins: of tokens, so many or more."""
+    """Return the step at which a length at the end of a run starts.
+
+    For a length in tokens, the last step from which at least that number of tokens remains.
+    """
     unit, value = measure(length)
     if unit == "tokens":
         left = tokens_before(steps) - math.ceil(value)
@@ -137,7 +151,7 @@ def before_last(length: Length, steps: int, tokens_before: TokensBefore) -> int:
 
 
 def shape(config: WsdConfig) -> Curve:
-    """The curve of a decay."""
+    """Return the decay curve of a WSD schedule."""
     match config.shape:
         case "1-sqrt":
             return _one_minus_sqrt
@@ -170,10 +184,10 @@ def _power(exponent: float, progress: float) -> float:
 
 
 def _exponential(floor: float, progress: float) -> float:
-    """The share above the floor of a rate that is floor^progress."""
+    """Return the curve for which the multiplier, floor included, is floor^progress."""
     return (floor**progress - floor) / (1.0 - floor) if floor < 1.0 else 0.0
 
 
 def _inverse_sqrt(length: float, progress: float) -> float:
-    """`length` in units of the warm-up."""
+    """Return 1 / sqrt(1 + length * progress); `length` of the decay is in units of the warm-up."""
     return 1.0 / math.sqrt(1.0 + length * progress)

@@ -1,2 +1,2 @@
-"""The loop, and what it needs to stop, resume and measure.
+"""The training loop, and what it needs to stop, resume, evaluate and measure.
 May touch: data, model, optim, parallel, checkpoint, track."""

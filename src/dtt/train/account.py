@@ -1,4 +1,4 @@
-"""What the time of an attempt went into, from the command on."""
+"""Time breakdown of an attempt, from the start of the process on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from dtt.train.meter import Meter
 
 
 class Account:
-    """Adds up the start and the parts of steps; kept by the clock, where `goodput` finds it."""
+    """Sums of the time spent in the start and in each part of the steps.
+
+    The clock writes them to `clock.json`, from which `goodput` reads them.
+    """
 
     def __init__(self, start: Laps, clock: Clock | None) -> None:
-        """`clock` is the first rank's."""
+        """Make the breakdown; `clock` is that of rank 0, and None on other ranks."""
         self._start, self._clock = start, clock
         self._first: int | None = None
         self._told = False
         self._compiling = 0.0
 
     def begin(self, step: int, meter: Meter) -> None:
-        """Steps begin, after step number `step`; but for the first time it is a rewind."""
+        """Note that training starts after step `step`; every call but the first is a rewind."""
         meter.restart()
         if self._first is None:
             self._first = step
-            meter.totals.clear()  # the phases of the start have it all
+            meter.totals.clear()  # the stopwatch of the start has counted this time
 
     def started(self, meter: Meter) -> Record | None:
-        """The record of the start, once; call before the first reading."""
+        """Return the `start` record on the first call, None after that; log its phases.
+
+        Call it before the first `Meter.read`.
+        """
         if self._told:
             return None
         self._told = True
@@ -45,15 +51,16 @@ class Account:
         }
 
     def end(self, step: int, meter: Meter) -> None:
-        """No more steps: what came after the last reading counts, too."""
+        """Write the final breakdown, including the time since the last reading of `meter`."""
         meter.restart()
         self.keep(step, meter)
 
     def keep(self, step: int, meter: Meter) -> None:
-        """The attempt has come to `step`, and its time was read."""
+        """Write the breakdown of the attempt up to `step`, from the totals of `meter`."""
         if self._clock is None:
             return
         parts: defaultdict[str, float] = defaultdict(float, meter.totals)
+        # The first step compiles: its excess over a usual step counts as part of the start.
         parts["start"] = sum(self._start.seconds.values()) + self._compiling
         parts["forward_backward"] -= self._compiling
         kept = {part: round(seconds, 3) for part, seconds in parts.items()}

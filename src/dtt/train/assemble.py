@@ -1,4 +1,4 @@
-"""The model of a run, laid out over its processes, with its first weights."""
+"""Construction of the model of a run: sharded over the ranks, with initial weights."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ class Assembled:
     layout: Layout
     model: Decoder
     module: nn.Module
-    """What is called in training: `model`, or `model` wrapped."""
+    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
     parameters: dict[str, nn.Parameter]
-    """By their plain names; each rank's part, where they are sharded."""
+    """Parameters by their unwrapped names; DTensors where they are sharded."""
 
 
 def make_optimizers(
     cfg: RunConfig, plan: Plan, made: Assembled, rounding: StochasticRounding | None
 ) -> dict[str, Optimizer]:
-    """By name; says which takes what. `rounding` is of new weights, in bf16."""
+    """Return the optimizers by name, and log which parameters each one takes.
+
+    `rounding` applies to bf16 weights.
+    """
     by_role = roles(made.model)
     rates = plan.scaling.learning_rates(cfg.optim, by_role)
     products = plan.precision.products
@@ -50,7 +53,10 @@ def make_optimizers(
 
 
 def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
-    """All ranks together. Where it is sharded, no rank ever holds the whole model."""
+    """Make the model and wrap it for the run's parallelism; all ranks call it together.
+
+    A sharded model is made on the meta device, so that no rank ever holds all of it.
+    """
     layout = make_layout(plan.sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(plan.arch).to(plan.precision.weights)

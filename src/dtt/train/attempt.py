@@ -1,4 +1,4 @@
-"""One start of a job: nobody else trains it meanwhile, and `exit.json` says how it ended."""
+"""One attempt at a job: it locks the job folder, and records in `exit.json` how it ended."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from dtt.train.goodput import goodput
 from dtt.train.stop import Requests
 
 SECONDS_FOR_THE_FIRST = 60
-"""Another rank's own error is told after so long, if the first had none."""
+"""Seconds after which another rank reports its own error, if rank 0 has not ended with it."""
 
 
 def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
-    """Nobody else trains this job meanwhile; a predecessor that is just stopping is waited for."""
+    """Return a context manager that locks the job folder on rank 0, so that nobody else trains it.
+
+    It waits up to 10 s for a previous process that is about to end.
+    """
     return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
 
 
 @contextmanager
 def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
-    """What fails inside fails alike on all ranks: the first says and records it.
+    """Let rank 0 report an error that all ranks raise alike.
 
-    A launcher ends all ranks as soon as one has ended, and the first may still be importing.
+    A launcher ends all ranks as soon as one has ended, and rank 0 may still be importing. The other
+    ranks therefore wait up to `SECONDS_FOR_THE_FIRST` before they raise.
     """
     try:
         yield
-    except PeerLost:  # that is seen by whoever sees it first
+    except PeerLost:  # not raised by all ranks alike: report it wherever it is seen first
         raise
     except DttError as error:
         requests.refusal = error
         until = time.monotonic() + SECONDS_FOR_THE_FIRST
         while not ranks.first and time.monotonic() < until:
-            if requests.reason:  # the launcher's SIGTERM: the first has said it
+            if requests.reason:  # SIGTERM from the launcher: rank 0 has reported the error
                 raise SystemExit(error.exit_code) from None
             time.sleep(0.05)
         raise
@@ -51,17 +55,17 @@ def after_the_first(ranks: Ranks, requests: Requests) -> Iterator[None]:
 
 @dataclass
 class Attempt:
-    """One start of a job."""
+    """An attempt: one start of a job."""
 
     job: JobDir
     requests: Requests
     number: int
-    """0 on other ranks than the first until they are told: a look of their own may find an old
-    one."""
+    """Number of the attempt, from 1. Ranks other than 0 have 0 until rank 0 sends it to them: if
+    they read it from the job folder, they could find the previous attempt."""
     clock: Clock | None = None
-    """On the first rank."""
+    """The clock of the attempt, on rank 0 only."""
     start: Laps = field(default_factory=Laps)
-    """What the time until the first step went into."""
+    """Stopwatch of the phases before the first step."""
 
 
 @contextmanager
@@ -73,9 +77,10 @@ def attempt(
     timed: bool = False,
     start: Laps | None = None,
 ) -> Iterator[Attempt]:
-    """Begin an attempt; however it ends, `exit.json` says how. `timed`: the clock ends the run.
+    """Start an attempt, and record in `exit.json` how it ended.
 
-    `start` is the stopwatch of this start, if it ran before the attempt began.
+    With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
+    stopwatch of this process, if one was running already.
     """
     this = Attempt(job, requests, 0, start=start or Laps())
 
@@ -94,7 +99,7 @@ def attempt(
 
 @contextmanager
 def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
-    """Write `exit.json` when the body has ended, however it did."""
+    """Write `exit.json` when the body ends, with or without an error."""
     job = this.job
     code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
     try:
@@ -107,14 +112,16 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
         raise
-    except SystemExit as end:  # the first rank has said why
+    except SystemExit as end:  # rank 0 has reported why
         code = ExitCode(int(end.code or 0))
         raise
     except Exception as error:
         reason = redacted(f"{type(error).__name__}: {error}")
         raise
     finally:
-        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)  # then the first rank is the last
+        # These endings are the same on all ranks, and rank 0 records them for all; any other
+        # ending is recorded by the rank that has it.
+        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)
         if this.number and (ranks.first or not together):
             try:
                 job.end_attempt(
@@ -134,7 +141,7 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
 
 
 def _culprit(error: DttError | None, ranks: Ranks) -> tuple[int, str | None]:
-    """Return the rank that an ending is due to and its node, None if it is this one's."""
+    """Return the rank that caused an ending, and its node; the node is None for this rank's."""
     if isinstance(error, PeerLost) and error.node is not None:
         return ranks.rank if error.rank is None else error.rank, error.node
     return ranks.rank, None

@@ -1,4 +1,4 @@
-"""Weights from elsewhere, put into a new model: what fits, and a report of it."""
+"""Warm start: initialisation of a model from the weights of a checkpoint, with a report."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from dtt.runtime.sharding import Whole, fill, held
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")
-"""Their rows are tokens or positions, of which another model may have more or fewer."""
+"""Parameters whose rows are tokens or positions, of which another model may have more or fewer."""
 
 
 @torch.no_grad()
 def take_weights(model: nn.Module, tensors: Mapping[str, Whole], source: str) -> str:
-    """Copy what fits in name and shape into `model`; returns a report of what did and what not.
+    """Copy the tensors that match in name and shape into `model`; return a report of all tensors.
 
-    A head that is tied in one of the two alone begins as the embedding, or is left out. Of more or
-    fewer tokens or positions those that both have are taken. Tokens that are new begin as the mean
-    of all, which leaves the probabilities of the others nearly as they were (Hewitt, 2021,
-    nlp.stanford.edu/~johnhew/vocab-expansion.html); with random ones the model would prefer them.
-    ConfigError when nothing fits.
+    If the head is tied in `tensors` only, it is initialised from the embedding; if it is tied in
+    `model` only, the head in `tensors` is left out. Where the numbers of tokens or positions
+    differ, the rows that both have are copied. New tokens are initialised with the mean of all rows
+    in `tensors`, which leaves the probabilities of the others almost unchanged (Hewitt, 2021,
+    nlp.stanford.edu/~johnhew/vocab-expansion.html); with random rows the model would prefer new
+    tokens. Raise ConfigError if no tensor matches.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     tensors, report = dict(tensors), []
@@ -59,7 +60,7 @@ def take_weights(model: nn.Module, tensors: Mapping[str, Whole], source: str) ->
 
 
 def _take_rows(ours: Tensor, theirs: Whole) -> None:
-    """Copy the rows that both have, as far as this process holds them."""
+    """Copy the rows that both have into this rank's part of `ours`."""
     part = held(ours)
     rows, *others = part.box.slices
     taken = theirs[(slice(rows.start, min(rows.stop, theirs.shape[0])), *others)]
@@ -67,7 +68,7 @@ def _take_rows(ours: Tensor, theirs: Whole) -> None:
 
 
 def _fill_with_mean(ours: Tensor, theirs: Whole) -> None:
-    """Set the rows that only we have, as far as this process holds them."""
+    """Set this rank's part of the rows that only `ours` has to the mean row of `theirs`."""
     part = held(ours)
     rows, *others = part.box.slices
     new = part.local[max(0, theirs.shape[0] - rows.start) :]

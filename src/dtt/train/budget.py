@@ -1,4 +1,4 @@
-"""Ending in time: when the decay begins, and where it ends, by the clock and the measured speed."""
+"""Time budget of a run: when to start the decay so that the run ends before its time limit."""
 
 from __future__ import annotations
 
@@ -16,39 +16,44 @@ from dtt.optim.schedule import Decay, TokensBefore, before_last
 from dtt.train.clock import Clock
 
 SHORTEST = 5
-"""Steps that a decay keeps, however late it is: a rate that drops at once anneals nothing."""
+"""Minimum steps of a decay, however late it is: a sudden drop of the rate anneals nothing."""
 SPARE_SECONDS = 5.0
-"""For the end of the process, after the last save."""
+"""Seconds reserved for the end of the process, after the last save."""
 SPARE_SHARE = 0.25
-"""What the last evaluation, sample and save may take longer than they last did."""
+"""Fraction by which the last evaluation, sample and save may take longer than the previous ones."""
 MEMORY = 0.5
-"""Share of the time left in which what was measured loses weight by a factor of e: the nearer the
-end, the more counts what steps take now."""
+"""Fraction of the time left that is the time constant of the running mean of the speed: the closer
+the end, the more the current speed counts."""
 TOLERANCE = 0.05
-"""Share of what remains by which a decay may end early before it is stretched again."""
+"""Fraction of the remaining steps by which a decay may end early before it is extended again."""
 RECURRING = ("evaluate", "sample", "save")
-"""Pauses that come again."""
+"""Kinds of pauses that recur until the end of the run."""
 COMPILING = 2
-"""Steps of an attempt that say nothing of its speed."""
+"""Number of first steps of an attempt that are not measured, because they compile."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What things take, as last measured; a checkpoint keeps it for the next attempt. Seconds."""
+    """Measured durations in seconds; checkpoints keep them for the next attempt."""
 
     working: float = 0.0
-    """In steps; old ones weigh less …"""
+    """Time spent in steps, as an exponentially weighted sum."""
     tokens: float = 0.0
-    """… as do the tokens of those steps."""
+    """Tokens of these steps, with the same weights."""
     evaluate: float = 0.0
+    """Duration of the last evaluation."""
     sample: float = 0.0
+    """Duration of the last sample."""
     save: float = 0.0
-    """For which a save holds up training."""
+    """Time for which the last save blocked training."""
     whole_save: float = 0.0
-    """Until one is on the disk and verified."""
+    """Time until a save is on the disk and verified: the longest of the last ones."""
 
     def after(self, seconds: float, tokens: int, memory: float) -> Speed:
-        """With steps of so many tokens; `memory` is the time in which old ones lose weight."""
+        """Return the speed with another `seconds` of steps of `tokens` tokens added.
+
+        `memory` is the time constant in seconds of the weights of earlier steps.
+        """
         weight = math.exp(-seconds / memory)
         return replace(
             self, working=weight * self.working + seconds, tokens=weight * self.tokens + tokens
@@ -57,26 +62,27 @@ class Speed:
 
 @dataclass
 class Budget:
-    """Decides, on the first rank, when the decay begins and where the run ends."""
+    """Time budget of a run; decides on rank 0 when the decay starts and at which step it ends."""
 
     train: TrainConfig
     schedule: WsdConfig
     save_every: int
     tokens_before: TokensBefore
     limit: int
-    """The last step there may be."""
+    """Maximum number of steps of the run."""
     clock: Clock
     speed: Speed = field(default_factory=Speed)
     _mark: tuple[float, int] | None = None
-    """Time worked, and step, when it was last looked at."""
+    """Time worked, and step, at the last measurement."""
     _steps: int = 0
+    """Steps of this attempt."""
 
     def left(self) -> float:
-        """Seconds until the run must have ended; ConfigError as `Clock.left`."""
+        """Return the seconds until the run must have ended; raise ConfigError as `Clock.left`."""
         return self.clock.left(self.train)
 
     def describe(self) -> str:
-        """When it ends, by the clock on the wall."""
+        """Return the time at which the run ends, as wall-clock time, in words."""
         left = self.left()
         local = datetime.fromtimestamp(time.time() + left, UTC).astimezone()
         ends = f"{local:%Y-%m-%d %H:%M:%S}, at the latest with step {self.limit}"
@@ -85,36 +91,37 @@ class Budget:
         return f"should have ended before {ends}: all that is left is a short decay"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the measured speed as kept in a checkpoint."""
         return asdict(self.speed)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the speed of an earlier attempt."""
+        """Restore the speed measured by an earlier attempt."""
         self.speed = Speed(**{part: state[part] for part in asdict(Speed()) if part in state})
 
     def took(self, **seconds: float) -> None:
-        """Something else than a step took so long."""
+        """Set measured durations other than that of steps, by the names of `Speed`."""
         self.speed = replace(self.speed, **seconds)
 
     def measure(self, step: int, left: float, worked: float, pauses: Mapping[str, float]) -> None:
-        """`step` steps are done, `left` as given by `left`; `worked`: a clock that runs in steps.
+        """Update the speed after step `step`, with `left` seconds left until the run must end.
 
-        `pauses`: what each kind last took; for a save, holding up training.
+        `worked` is a clock in seconds that stands still in pauses. `pauses` is the last duration of
+        each kind of pause; for a save, the time for which it blocked training.
         """
         self._steps += 1
         self.took(**{part: took for part, took in pauses.items() if part in RECURRING})
         before, since = self._mark or (worked, step)
-        if self._steps > COMPILING and step > since:  # else the run went back to an earlier one
+        if self._steps > COMPILING and step > since:  # after a rewind, `step` is an earlier one
             tokens = self.tokens_before(step) - self.tokens_before(since)
             memory = max(1.0, MEMORY * left)
             self.speed = self.speed.after(worked - before, tokens, memory)
         self._mark = worked, step
 
     def end(self, step: int, left: float, decay: Decay | None) -> int:
-        """The step the run should now end with; 0: nothing changes.
+        """Return the step that the run should end with; 0 if its end does not change.
 
-        Without a `decay` an answer begins one. It is made shorter at once when time gets scarce,
-        longer only when much is left.
+        Without a `decay`, a result other than 0 starts one after `step`. A decay is shortened as
+        soon as time is short, and extended only by more than `TOLERANCE` of its remaining steps.
         """
         latest = self.latest(step, left)
         if decay is None:
@@ -130,14 +137,17 @@ class Budget:
         return max(latest, min(step + SHORTEST, most))
 
     def latest(self, step: int, left: float) -> int:
-        """The last step with which the run, now after `step`, still ends in time."""
+        """Return the last step with which the run, now after `step`, still ends in time."""
         if self.speed.tokens == 0.0:
             return self.limit if left > 0.0 else step
         steps = range(step, self.limit + 1)
         return step + bisect_right(steps, left, key=lambda end: self.seconds(step, end)) - 1
 
     def seconds(self, step: int, end: int) -> float:
-        """What it takes from `step` to the end of a run that ends with step `end`."""
+        """Return the estimated seconds from `step` to the end of a run that ends with step `end`.
+
+        Includes evaluations, samples, saves and the end of the process.
+        """
         speed, train = self.speed, self.train
         tokens = self.tokens_before(end) - self.tokens_before(step)
         last = speed.evaluate + speed.sample + speed.whole_save
@@ -152,5 +162,5 @@ class Budget:
 
 
 def _between(step: int, end: int, every: int) -> int:
-    """How often something that is due every so many steps is, after `step` and before `end`."""
+    """Return the number of multiples of `every` after `step` and before `end`; 0 if it is 0."""
     return max(0, (end - 1) // every - step // every) if every else 0

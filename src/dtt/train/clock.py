@@ -1,4 +1,4 @@
-"""How long a job has run, over all its attempts, and how long it still may."""
+"""Clock of a job: the time used by all its attempts, and the time left until its limit."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.laps import process_age
 
 INTERVAL = 5.0
-"""Seconds that an attempt which is killed may have run longer than it is counted for …"""
+"""Seconds between writes of `clock.json`: the time lost from the count if an attempt is killed."""
 TIMED_INTERVAL = 0.5
-"""… where the clock ends the run."""
+"""Seconds between writes where a time limit ends the run."""
 
 
 KEPT: dict[str, Kind] = {"began": float, "seconds": float}
-"""Fields that every clock.json has."""
+"""Fields that every clock.json has, and their types."""
 
 
 MOST = 1e12
-"""Seconds that are shown: what is longer was never measured."""
+"""Maximum number of seconds that `in_words` shows; a longer time comes from a damaged file."""
 
 
 class Clock:
-    """How long the attempts of a job have run, as kept beside each of them by its first rank.
+    """Clock of the attempts of a job; rank 0 of each attempt writes its time to `clock.json`.
 
-    A thread keeps it, so that an attempt that is killed is counted, too, whatever it was doing.
+    A thread writes it periodically, so that an attempt that is killed is counted, too, whatever it
+    was doing.
     """
 
     def __init__(self, job: JobDir, attempt: int, *, timed: bool = False) -> None:
-        """It began with this process; `timed`: keep the time often."""
+        """Start the clock of an attempt, which counts from the start of this process.
+
+        With `timed`, a time limit ends the run, and the clock is written more often.
+        """
         self._path = job.clock(attempt)
         self._interval = TIMED_INTERVAL if timed else INTERVAL
         self._facts: dict[str, Any] = {}
         self._began = psutil.Process().create_time()
-        # What was measured must not change when somebody sets the clock on the wall.
+        # Elapsed time must not change when somebody sets the wall clock.
         self._start = time.monotonic() - process_age()
         earlier = list(records(job, range(1, attempt)))
         self._before: float = sum(record["seconds"] for record in earlier)
@@ -54,13 +58,14 @@ class Clock:
         self._thread.start()
 
     def ran(self) -> float:
-        """Seconds since this attempt began."""
+        """Return the seconds since this attempt started."""
         return time.monotonic() - self._start
 
     def left(self, train: TrainConfig) -> float:
-        """Seconds until this attempt must have ended, below 0 after that; of two limits the first.
+        """Return the seconds until this attempt must have ended, negative after that.
 
-        ConfigError if that time was over before the job was first started.
+        With both `train.budget` and `train.finish_by`, the earlier limit counts. Raise ConfigError
+        if `train.finish_by` was over before the job was first started.
         """
         limits = []
         if train.budget is not None:
@@ -76,13 +81,13 @@ class Clock:
         return min(limits)
 
     def tell(self, **facts: Any) -> None:
-        """Keep these beside the time from now on: what it was spent on, as `goodput` reads it."""
+        """Set the fields written along with the time: the breakdown that `goodput` reads."""
         self._facts = facts
 
     def close(self) -> None:
-        """Keep the time for the last time."""
+        """Write the time once more, and stop."""
         self._over.set()
-        self._thread.join(timeout=1.0)  # a file system that hangs must not hold us
+        self._thread.join(timeout=1.0)  # a file system that hangs must not block the exit
 
     def _run(self) -> None:
         over = False
@@ -94,7 +99,7 @@ class Clock:
             over = self._over.wait(self._interval)
 
     def _keep(self) -> None:
-        """Not flushed to the disk, as with the heartbeat."""
+        """Write `clock.json`, without fsync, like the heartbeat."""
         record = {"began": self._began, "seconds": round(self.ran(), 3), **self._facts}
         aside = self._path.with_name(".clock.json.tmp")
         aside.write_text(json.dumps(record) + "\n")
@@ -102,7 +107,7 @@ class Clock:
 
 
 def in_words(seconds: float) -> str:
-    """As `1 h 20 min` or `3 min 5 s`."""
+    """Return a duration in words, as `1 h 20 min` or `3 min 5 s`."""
     hours, rest = divmod(
         round(min(max(0.0, seconds), MOST)), 3600
     )  # below 0: the clock was set back
@@ -110,8 +115,8 @@ def in_words(seconds: float) -> str:
 
 
 def records(job: JobDir, attempts: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """What was kept of these attempts, as far as there is anything."""
+    """Yield the `clock.json` of each of these attempts that has a valid one."""
     for path in map(job.clock, attempts):
-        record = read_record(path, KEPT)  # None, and no time, if a power failure cut it off
+        record = read_record(path, KEPT)  # None if a power failure cut it off: no time is counted
         if record is not None:
             yield record | {"seconds": max(0.0, record["seconds"])}

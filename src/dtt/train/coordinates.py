@@ -1,7 +1,7 @@
-"""How large activations are at different widths: the coordinate check of muP.
+"""The coordinate check of muP: the size of activations at different widths.
 
-Yang et al., arXiv 2203.03466, appendix D.1. What a layer gives should neither grow nor vanish with
-the width, before the first update or after some.
+Yang et al., arXiv 2203.03466, appendix D.1. The output of a layer should neither grow nor vanish
+with the width, before the first update or after several.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dtt.runtime.dist import World
 from dtt.train.probe import Probe, at_width
 
 KINDS = ("embed", "attn", "mlp", "residual", "logits")
-"""Token embeddings; what attention and MLP add, the mean over the layers; the residual stream after
-the last layer; logits."""
+"""Kinds of activations: token embeddings; outputs of attention and of the MLP, averaged over the
+layers; the residual stream after the last layer; logits."""
 INPUTS = ("embed", "residual")
-"""Kinds that are seen where they enter a module, not where they leave one."""
+"""Kinds that are recorded as the input of a module, not as its output."""
 
 Sizes = Mapping[str, float]
 """Mean absolute activation by kind."""
 
 
 def measure(cfg: RunConfig, width: int, world: World) -> list[Sizes]:
-    """The sizes before the first step and after each, on one and the same micro-batch.
+    """Return the sizes before the first step and after each step, on the same micro-batch.
 
-    Rates are at their peak from the start: `cfg.train.steps` are few.
+    Learning rates are at their peak from the start, because `cfg.train.steps` is small.
     """
     probe = Probe(at_width(cfg, width), world)
     tokens_BT = probe.first_batch.micro_batches[0].tokens
@@ -44,7 +44,7 @@ def measure(cfg: RunConfig, width: int, world: World) -> list[Sizes]:
 
 @torch.no_grad()
 def activations(model: Decoder, tokens_BT: Tensor) -> Sizes:
-    """The sizes in a forward pass in fp32."""
+    """Return the sizes in a forward pass in fp32."""
     watched = {"layers.0": "embed", "norm": "residual", "": "logits"}
     for i in range(model.arch.n_layers):
         watched |= {f"layers.{i}.attn_post_norm": "attn", f"layers.{i}.mlp_post_norm": "mlp"}
@@ -65,7 +65,10 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Sizes:
 
 
 def slopes(measured: Mapping[int, Sequence[Sizes]]) -> list[Sizes]:
-    """By step, the slope of log(size) over log(width) of each kind; `measured` is by width."""
+    """Return, for each step, the slope of log(size) over log(width) by kind.
+
+    `measured` holds the output of `measure` by width.
+    """
     widths = [math.log(width) for width in measured]
     return [
         {kind: _slope(widths, [sizes[kind] for sizes in at_step]) for kind in KINDS}
@@ -74,17 +77,18 @@ def slopes(measured: Mapping[int, Sequence[Sizes]]) -> list[Sizes]:
 
 
 def _slope(widths: Sequence[float], sizes: Sequence[float]) -> float:
-    """NaN unless all sizes are finite and above zero."""
+    """Return the slope of log(size) over `widths`; NaN unless all sizes are finite and positive."""
     if not all(0.0 < size < math.inf for size in sizes):
         return math.nan
     return linear_regression(widths, [math.log(size) for size in sizes]).slope
 
 
 def faults(slopes: Sequence[Sizes], tolerance: float) -> list[str]:
-    """What grows with the width at any step, or has vanished with it after the last, in words.
+    """Return a line per kind that grows with the width at any step, or vanishes after the last.
 
-    Not before: logits start as sums of random terms, which muP's multiplier makes as small as
-    1 / sqrt(width), until the head has learnt.
+    Only the last step counts for vanishing: logits start as sums of random terms, which muP's
+    multiplier makes as small as 1 / sqrt(width), until the head has learnt. `tolerance` is the
+    largest slope that passes.
     """
     found = []
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Validation loss and samples: looks at the model, changes nothing."""
+"""Validation loss and samples. Evaluation leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class HeldOut:
 
     source: Source
     count: int
-    """Samples to look at, from its beginning."""
+    """Number of samples to evaluate, from the start of the source."""
     share: float
-    """What the source counts for in the overall loss; all shares together are 1."""
+    """Weight of the source in the overall loss; the shares of all sources sum to 1."""
 
 
 def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
-    """Shares out `count` samples equally over the sources that have held-out text.
+    """Divide `count` samples equally among the sources that have held-out text.
 
-    A source counts for as much as it has of the samples of the whole run: the overall loss of one
-    step can be compared with that of another, though weights change in between.
+    The share of a source is its share of the samples of the whole run, at every step: overall
+    losses of different steps can be compared although mixture weights change in between.
     """
     shares = dataset.shares()
     found = [s for s in dataset.validation if s is not None and shares[s.name] > 0]
@@ -58,34 +58,34 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over the targets of a source that were evaluated."""
+    """Means over the evaluated targets of a source."""
 
     loss: float
-    """In nats."""
+    """Loss in nats per token."""
     bytes_per_token: float | None
-    """UTF-8 bytes of their text; None: not known."""
+    """UTF-8 bytes of text per target; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Validation loss over the held-out text of every source, shared out over the ranks."""
+    """Validation loss over the held-out text of every source, distributed over the ranks."""
 
     parts: Sequence[HeldOut]
     share: Share
     precision: str
     world: World
     contexts: int = 1
-    """Ranks that share a sequence."""
+    """Number of ranks that share a sequence (context parallelism)."""
     token_bytes: npt.NDArray[np.int64] | None = None
-    """[vocab_size]: bytes of text that each id stands for; None: not known."""
+    """[vocab_size]: bytes of text of each token id; None if unknown."""
 
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
     ) -> Record | None:
-        """The `eval` record: mean loss in nats per token, and in bits per byte of their text.
+        """Evaluate and return the `eval` record: mean loss in nats per token and in bits per byte.
 
-        With several sources, `losses` has that of each; with an average of the weights, `ema_loss`
-        is the loss with that. None as soon as `stop()`, which is asked on every rank between
+        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
+        the averaged weights. Return None as soon as `stop()`, which every rank calls between
         batches, is true.
         """
         losses = self._losses(model, stop)
@@ -105,14 +105,14 @@ class Evaluator:
 
     @cached_property
     def _token_bytes(self) -> Tensor | None:
-        """`token_bytes` on the device."""
+        """`token_bytes` as a tensor on the device."""
         if self.token_bytes is None:
             return None
         return torch.from_numpy(self.token_bytes).to(self.world.device)
 
     @torch.no_grad()
     def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[Measured] | None:
-        """Measure each source; None once `stop()`."""
+        """Measure each source; return None as soon as `stop()` is true."""
         totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
         with _evaluating(model):
             for total, part in zip(totals, self.parts, strict=True):
@@ -122,7 +122,7 @@ class Evaluator:
                     for micro_batch in self._mine(part.source, samples):
                         total += self._loss(model, micro_batch)
         return [
-            # Without a table of bytes per token: those of the source's text as a whole.
+            # Without a table of bytes per token, use the mean over the source's text.
             Measured(
                 loss / tokens,
                 part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens,
@@ -133,14 +133,17 @@ class Evaluator:
         ]
 
     def _chunks(self, count: int) -> Iterator[Samples]:
-        """The first `count` samples, a micro-batch for each rank at a time."""
+        """Yield the first `count` samples in chunks of one micro-batch per rank."""
         rows = self.share.micro_batch * self.share.size
         for first in range(0, count, rows):
             yield np.arange(first, min(first + rows, count), dtype=np.uint64)
 
     def _mine(self, source: Source, samples: Samples) -> list[MicroBatch]:
-        """This rank's part; where there is none, a sample without targets: the others need this
-        rank to gather weights."""
+        """Return this rank's micro-batches of a chunk.
+
+        A rank that has none gets a sample without targets: it must run the forward pass, too, since
+        sharded ranks gather weights together.
+        """
         mine = self.share.to_device(source, samples)
         if mine or self.share.size == 1:
             return mine
@@ -148,9 +151,9 @@ class Evaluator:
         return [replace(other, targets=torch.full_like(other.targets, IGNORED))]
 
     def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Sum of the loss, number of targets and of the bytes of their text.
+        """Return [3]: the summed loss, the number of targets, and the bytes of their text.
 
-        Ranks that share a sequence share these.
+        Ranks that share a sequence each return their fraction of the two counts.
         """
         targets = micro_batch.targets
         with autocast(self.world.device, self.precision):
@@ -158,7 +161,7 @@ class Evaluator:
         counted = targets != IGNORED
         text_bytes = targets.new_zeros(())
         if self._token_bytes is not None:
-            # Not `targets[counted]`: on a GPU the host would wait for how many there are.
+            # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
             text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
         counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
         return torch.cat([loss.double()[None], counts.double()])
@@ -176,7 +179,10 @@ class Evaluator:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; afterwards its weights may change, as an average takes their place."""
+    """Evaluate inside without dropout; afterwards, free the weights that FSDP has gathered.
+
+    The next forward pass must gather again, because EMA may have replaced the weights.
+    """
     model.eval()
     try:
         yield
@@ -186,10 +192,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Sampler:
-    """Continues the configured prompt; the text depends on the weights, the seed and the step."""
+    """Generator of continuations of the configured prompt.
+
+    The text depends on the weights, the seed and the step only.
+    """
 
     def __init__(self, config: TrainConfig, tokenizer: Path, end: int, seed: int) -> None:
-        """`tokenizer` is a tokenizer.json; `end` its end-of-document id."""
+        """Load the tokenizer; `tokenizer` is a tokenizer.json, `end` its end-of-document id."""
         self._tokenizer = open_tokenizer(tokenizer)
         self._config, self._end, self._seed = config, end, seed
         encoded = self._tokenizer.encode(config.sample_prompt, add_special_tokens=False).ids
@@ -201,10 +210,11 @@ class Sampler:
         step: int,
         together: tuple[nn.Module, int, Callable[[int], int]] | None = None,
     ) -> Record:
-        """The `sample` record; the prompt alone if the model has diverged.
+        """Generate and return the `sample` record; the prompt alone if the model has diverged.
 
-        `together`: the module that ranks with a part of the model each must call at once, what the
-        lengths of its sequences must be a multiple of, and what makes one rank's token that of all.
+        For a sharded model, `together` holds the module that all ranks must call together, the
+        number that its sequence lengths must be a multiple of, and a function that broadcasts
+        rank 0's token to all ranks.
         """
         device = next(model.parameters()).device
         how: dict[str, Any] = {
@@ -219,10 +229,11 @@ class Sampler:
         else:
             context = model.arch.max_seq_len
             tokens = generate_uncached(*together, context, self._prompt, **how)
-        with torch.compiler.set_stance("force_eager"):  # each token has another shape
+        # Every token has another shape, and each would be compiled.
+        with torch.compiler.set_stance("force_eager"):
             try:
                 ids = list(tokens)
-            except Diverged as error:  # what is done about it is for the guard to say, on all ranks
+            except Diverged as error:  # the guard decides what to do about it, on all ranks
                 log.warning("no sample: %s", error)
                 ids = []
         text = self._config.sample_prompt + self._tokenizer.decode(ids)
@@ -230,11 +241,11 @@ class Sampler:
 
 
 def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
-    """Whether a run of `steps` should have a validation loss at this position, and has none."""
+    """Return True if a run of `steps` steps should be evaluated at this position and was not."""
     wanted = every(train.eval_every, position.step) or position.step in (0, steps)
     return wanted and position.evaluated != position.step
 
 
 def every(interval: int, step: int) -> bool:
-    """Whether something that happens each `interval` steps (0: never) happens after `step`."""
+    """Return True if an event with a period of `interval` steps (0: never) is due after `step`."""
     return interval > 0 and step % interval == 0

@@ -1,7 +1,7 @@
-"""Python's garbage collector, out of the way of training.
+"""Scheduling of Python's garbage collector, so that it does not delay training.
 
-By itself it runs whenever enough objects were made: for a sixth of the time that imports take, and
-then at another moment on each rank, while all ranks wait for the one that it holds up.
+By default it runs whenever enough objects were made. That takes a sixth of the time of imports, and
+in training it stops each rank at a different moment, while all other ranks wait for that one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EVERY = 100
-"""Steps between collections, on all ranks after the same step."""
+"""Steps between collections, which happen on all ranks after the same step."""
 
 
 @contextmanager
 def scheduled() -> Iterator[None]:
-    """Inside, garbage is collected by `collect` alone."""
+    """Disable automatic garbage collection inside; only `collect` collects."""
     gc.disable()
     try:
         yield
@@ -26,11 +26,11 @@ def scheduled() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """What exists by now is there to stay: it is never looked at again."""
+    """Exclude all objects that exist now from later collections."""
     gc.freeze()
 
 
 def collect(step: int) -> None:
-    """Collect what was made since `freeze`, if that is due after `step`."""
+    """Collect objects made since `freeze`, if a collection is due after `step`."""
     if step % EVERY == 0:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What share of a job's time, over all its attempts, went into steps that its weights keep."""
+"""Goodput: the share of a job's time, over all attempts, spent in steps that were not lost."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from dtt.train.clock import in_words, records
 
 USEFUL = ("forward_backward", "optimizer")
 TOLD = 0.005
-"""Shares below this are not worth a word."""
+"""Minimum share of a loss that `describe` mentions."""
 LOGGED: dict[str, Kind] = {"steps": int, "step": int, "first": int, "parts": dict}
-"""Fields of the clock.json of an attempt that came to a log line."""
+"""Fields in the clock.json of an attempt that reached a log line, and their types."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of all processes' time on the clock, which is that of the first one."""
+    """Useful and lost time of a job, in seconds, as measured by rank 0."""
 
     attempts: int
     seconds: float
-    """Of all attempts; between them the job waited, which does not count here."""
+    """Time of all attempts; the waiting time between them does not count."""
     useful: float
-    """Forward, backward and optimizer of steps that were not done again later."""
+    """Forward and backward passes and optimizer, in steps that no later attempt repeated."""
     lost: Mapping[str, float]
-    """What else: start, redone (steps that were), data (waiting for it), save, …; unlogged, after
-    the last log line of an attempt that goes on or was killed."""
+    """The rest by cause: start, redone (steps that were repeated), data (waiting for it), save, …;
+    unlogged is the time after the last log line of an attempt that still runs or was killed."""
 
     @property
     def share(self) -> float:
-        """Useful seconds of all."""
+        """Useful time as a fraction of the total, 0 to 1."""
         return min(1.0, self.useful / self.seconds)
 
     def describe(self) -> str:
-        """A line."""
+        """Return a one-line summary."""
         lost = sorted(self.lost.items(), key=lambda item: -item[1])
         shares = [(name, seconds / self.seconds) for name, seconds in lost]
         told = ", ".join(f"{name} {share:.1%}" for name, share in shares if share > TOLD)
@@ -46,19 +46,19 @@ class Goodput:
         return f"{self.share:.1%} of {whole}" + (f"; lost: {told}" if told else "")
 
     def record(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the JSON object: `share`, `seconds` and `lost`."""
         lost = {name: round(seconds, 3) for name, seconds in self.lost.items()}
         return {"share": round(self.share, 4), "seconds": round(self.seconds, 3), "lost": lost}
 
 
 def goodput(job: JobDir) -> Goodput | None:
-    """Of all attempts so far, from what is kept beside each; None if nothing is."""
+    """Return the goodput of all attempts so far, from their clock.json; None if there is none."""
     attempts = list(records(job, range(1, job.attempt() + 1)))
     seconds = sum(attempt["seconds"] for attempt in attempts)
     if not seconds:
         return None
     useful, lost = 0.0, defaultdict[str, float](float)
-    going_on = float("inf")  # the step from which a later attempt went on
+    going_on = float("inf")  # the step from which a later attempt resumed: steps after it are lost
     for attempt in reversed(attempts):
         steps = attempt.get("steps")
         if not steps or not fits(attempt, LOGGED):  # it ended before its first log line

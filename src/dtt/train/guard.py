@@ -1,4 +1,4 @@
-"""Steps whose numbers are no use: found on the device, dealt with where the host reads them."""
+"""Anomaly guard: detect non-finite and spiking steps on the device, and skip, rewind or stop."""
 
 from __future__ import annotations
 
@@ -20,69 +20,72 @@ from dtt.track.base import Record
 from dtt.train.state import BadStep, Position
 
 FINE, NON_FINITE, SPIKE, PASSED_OVER = 0.0, 1.0, 2.0, 3.0
-"""Verdicts on a step; the last is for one around a bad step, the run having gone back."""
+"""Verdicts on a step. The last one is for a step that is left out after a rewind, because it is
+close to an anomalous one."""
 WHY = {NON_FINITE: "non_finite", SPIKE: "spike"}
 LEAST_FACTOR = 4.0
-"""A norm below this many times the usual one is no spike, however even those before were: among
-small batches of good text some have norms two to three times the usual."""
+"""Minimum factor of a spike over the mean norm, however small the variance of the norms before:
+some small batches of good text have norms two to three times the usual one."""
 RECENT = 100
-"""Steps among which skipped ones are counted."""
+"""Number of last steps among which skipped steps are counted."""
 WINDOW = "guard/grad_norm/window"
-"""Where a checkpoint keeps the norms that the next ones are compared with."""
+"""Path in a checkpoint of the window of gradient norms."""
 
 
 class Rewind(Exception):
-    """Training is to go back to a checkpoint, because of a bad step."""
+    """Request to go back to a checkpoint because of an anomalous step."""
 
     def __init__(self, bad: BadStep) -> None:
-        """`bad` is the step that is the reason."""
+        """Make the request; `bad` is the step that caused it."""
         super().__init__(str(bad))
         self.bad = bad
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """On one step, still on the device."""
+    """The guard's judgement of one step, on the device."""
 
     bad: Tensor
-    """[], 1.0 if the step must change nothing, else 0.0: what optimizers take as `found_inf`."""
+    """[]: 1.0 if the step must be skipped, else 0.0; the `found_inf` of optimizers."""
     seen: Tensor
     """[3]: loss, gradient norm, verdict."""
 
 
 class Guard:
-    """Judges every step on the device, alike on all ranks, and carries out what the config says.
+    """Anomaly guard: it judges every step on the device, and acts on it as configured.
 
     A gradient norm is a spike when its logarithm lies more than `spike_sigmas` standard deviations
-    above its mean over the last `spike_window` good steps. That is the rule of OLMo's
-    SkipStepOptimizer (arXiv 2501.00656: 6 deviations, 128 steps), but of the logarithm, since norms
-    change by factors, and without the norms of bad steps, which would hide those that follow.
+    above its mean over the last `spike_window` normal steps. That is the rule of OLMo's
+    SkipStepOptimizer (arXiv 2501.00656: 6 deviations, 128 steps), with two differences: it uses the
+    logarithm, because norms change by factors, and it leaves out the norms of anomalous steps,
+    which would hide those that follow. All ranks reach the same verdict.
     """
 
     def __init__(self, config: GuardConfig, world: World, job: Path) -> None:
-        """`job` is the folder that messages name."""
+        """Make the guard; `job` is the job folder that error messages name."""
         self._config, self._world, self._job = config, world, job
         self._window = self._empty()
         self._rewinds: Counter[int] = Counter()
 
     @property
     def rewinds(self) -> bool:
-        """Whether a run may go back, and so needs a checkpoint from its very start."""
+        """True if the run may rewind, and so needs a checkpoint before its first step."""
         return "rewind" in (self._config.non_finite, self._config.spike)
 
     # ---- on the device ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def judge(self, loss: Tensor, norm: Tensor) -> Judgement:
-        """Judge a step by its loss and gradient norm, each [], of this rank; never waits.
+        """Judge a step by this rank's loss [] and gradient norm [], without a host synchronisation.
 
-        The ranks' means count, so that all judge the same numbers, to the last bit.
+        The verdict is on the means over ranks, which are bitwise equal on all ranks.
         """
         seen = self._world.sum_(torch.stack([loss, norm])) / self._world.size
         verdict = 1.0 - seen.isfinite().all().float()
         if self._config.spike != "none":
             log = seen[1].log()
-            std, mean = torch.std_mean(self._window)  # NaN, which nothing exceeds, until it is full
+            # Until the window is full it holds NaN: mean and std are NaN, which nothing exceeds.
+            std, mean = torch.std_mean(self._window)
             margin = (self._config.spike_sigmas * std).clamp(min=math.log(LEAST_FACTOR))
             verdict += SPIKE * (log.isfinite() & (log > mean + margin) & (verdict == FINE))
             moved = torch.cat([self._window[1:], log.view(1)])
@@ -91,15 +94,15 @@ class Guard:
         return Judgement((verdict != FINE).float(), torch.cat([seen, verdict.view(1)]))
 
     def pass_over(self) -> Tensor:
-        """What `Judgement.seen` is for a step that is not made."""
+        """Return the `Judgement.seen` of a step that is left out, [3]."""
         return torch.full((3,), PASSED_OVER, device=self._world.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold for a resume to judge alike."""
+        """Return the state for a checkpoint: a resumed run then judges alike."""
         return {} if self._config.spike == "none" else {WINDOW: self._window}
 
     def load(self, tensors: Mapping[str, Whole]) -> None:
-        """Go on where `tensors` was taken; after a change of the window, begin anew."""
+        """Restore the state from a checkpoint; if the window size has changed, start with none."""
         self._window = self._empty()
         if WINDOW in tensors and tensors[WINDOW].shape == self._window.shape:
             fill(self._window, tensors[WINDOW])
@@ -110,9 +113,10 @@ class Guard:
     # ---- on the host -----------------------------------------------------------------------------
 
     def review(self, record: Record, seen: Sequence[float], position: Position) -> Iterator[Record]:
-        """The records of a step: `record` completed; of a bad one also why, and what was done.
+        """Yield the records of a step: `record` completed and, if anomalous, a `guard` record.
 
-        After these, or instead, Diverged or Rewind where the step asks for it.
+        `seen` is `Judgement.seen` on the host. For an anomalous step, raise Rewind or Diverged as
+        configured; before Diverged, the records are yielded.
         """
         loss, norm, verdict = seen
         step = record["step"]
@@ -137,7 +141,7 @@ class Guard:
             self._count(bad, position)
 
     def _count(self, bad: BadStep, position: Position) -> None:
-        """Keep in mind that a step was skipped; Diverged when too many were."""
+        """Count a skipped step; raise Diverged if too many of the last `RECENT` were skipped."""
         recent = [step for step in position.skipped if step > bad.step - RECENT]
         position.skipped = [*recent, bad.step]
         if len(position.skipped) >= self._config.max_skips:
@@ -146,10 +150,11 @@ class Guard:
             raise self._diverged(bad, why, "allow more: guard.max_skips")
 
     def avoid(self, bad: BadStep, checkpoint: int, position: Position) -> dict[int, BadStep]:
-        """What `Position.avoided` is to be once the run is back at step `checkpoint`.
+        """Return the `Position.avoided` of the run after a rewind to step `checkpoint`.
 
-        Diverged when it has gone back there too often. Nothing is changed by steps that are passed
-        over: checkpoints with only such steps between them are one and the same.
+        Raise Diverged if the run has gone back to the same weights too often. Steps that are left
+        out change nothing, so checkpoints with only such steps between them have the same weights
+        and are counted as one.
         """
         origin = checkpoint
         while origin in position.avoided:
@@ -163,9 +168,9 @@ class Guard:
         return position.avoided | dict.fromkeys(range(first, bad.step + around + 1), bad)
 
     def check_trained(self, position: Position) -> None:
-        """Raise Diverged if a run that has come to its end has not changed its weights once.
+        """Raise Diverged if a finished run has never changed its weights.
 
-        A short run may skip or pass over every step before the limits of the guard are reached.
+        In a short run every step may be skipped or left out before a limit of the guard is reached.
         """
         if position.trained == 0:
             raise Diverged(
@@ -191,7 +196,7 @@ class Guard:
 def _left_out(
     record: Record, loss: float | None, norm: float | None, bad: BadStep, action: str
 ) -> Iterator[Record]:
-    """The records of a step that changed nothing; null stands for what JSON has no number for."""
+    """Yield the records of a skipped step; NaN and infinity, which JSON lacks, become null."""
     yield record | {"loss": _number(loss), "grad_norm": _number(norm), "skipped": True}
     told = {"why": bad.why, "bad_step": bad.step, "action": action, "ledger": record["ledger"]}
     yield {"kind": "guard", "step": record["step"], **told}

@@ -1,4 +1,4 @@
-"""The rank that a run has lost: which one, where it ran, and how it ended."""
+"""Diagnosis of a lost rank: its number, its node, and how its process ended."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dtt.runtime.jobdir import JobDir
 from dtt.train.attempt import Attempt
 
 PATIENCE = 3.0
-"""Seconds to find out who has ended. A connection breaks before its process is gone, and a file
-server may show a new exit.json late."""
+"""Seconds to wait for evidence of the rank that has ended. A connection breaks before its process
+is gone, and a file server may show a new exit.json late."""
 ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:\d+")
-"""Address and port in a message of Gloo, as `Connection closed by peer [10.0.0.7]:29500`."""
+"""Address and port in an error of Gloo, as `Connection closed by peer [10.0.0.7]:29500`."""
 EXIT_CODE = 49
-"""Position of the exit status, as `wait` gives it, in `launcher.stat_fields`."""
+"""Index in `launcher.stat_fields` of the exit status, in the format of `wait`."""
 
 
 @contextmanager
 def peers_named(this: Attempt) -> Iterator[None]:
-    """Name the rank whose end broke a collective, in the error and so in `exit.json`."""
+    """Name the rank that broke a collective by ending, in the error and so in `exit.json`."""
     from dtt.runtime import dist  # imports torch
 
     try:
@@ -39,10 +39,11 @@ def peers_named(this: Attempt) -> Iterator[None]:
 
 
 def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
-    """Return `error` with the rank that was lost, its node, and its signal or its own last words.
+    """Return `error` with the lost rank, its node, and its signal or its own error message.
 
-    What it said in `exit.json` comes first, and its exit code becomes this rank's. A rank that was
-    killed said nothing: on this node its process tells, on another one the address that Gloo names.
+    The `exit.json` that the lost rank wrote comes first, and its exit code becomes this rank's. A
+    rank that was killed wrote none: its exit status is then read from /proc if it ran on this node;
+    if it ran on another one, the address in the error of Gloo identifies it.
     """
     places = _places(job, attempt)
     until = time.monotonic() + PATIENCE
@@ -85,7 +86,7 @@ def _told(record: dict[str, Any], job: JobDir, attempt: int) -> PeerLost:
 
 
 def _dead_here(places: list[dict[str, Any]]) -> tuple[int, str, str] | None:
-    """Return rank, node and manner of the first rank of this node whose process has ended."""
+    """Return the lowest rank of this node whose process has ended: rank, node, how it ended."""
     here = socket.gethostname()
     for place in places:
         if place["node"] == here and (how := _end_of(place["pid"])) is not None:
@@ -96,8 +97,8 @@ def _dead_here(places: list[dict[str, Any]]) -> tuple[int, str, str] | None:
 def _end_of(pid: int) -> str | None:
     """Return in words how a process ended; None while it runs.
 
-    The kernel keeps the signal until the parent collects the process, which torchrun does within a
-    tenth of a second.
+    The kernel keeps the exit status until the parent reaps the process, which torchrun does within
+    a tenth of a second.
     """
     if not Path("/proc/self").exists():
         return None
@@ -114,7 +115,7 @@ def _end_of(pid: int) -> str | None:
 
 
 def _killed(rank: int, node: str, how: str) -> PeerLost:
-    """Return the error for a rank that ended without a word."""
+    """Return the error for a rank of this node that ended without writing `exit.json`."""
     lost = PeerLost(
         f"rank {rank} on {node} {how}",
         why="the system ran out of memory, a person or the scheduler killed it, or it crashed",
@@ -125,7 +126,7 @@ def _killed(rank: int, node: str, how: str) -> PeerLost:
 
 
 def _elsewhere(error: PeerLost, places: list[dict[str, Any]]) -> PeerLost:
-    """Return the error for a rank of which only the address is known, or nothing."""
+    """Return the error for a rank of another node, known by its address; else `error` itself."""
     why = str(error).partition("why:")[2].strip().partition("\n")[0]
     found = ADDRESS.search(why)
     if found is None:

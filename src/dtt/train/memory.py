@@ -1,4 +1,4 @@
-"""What a process holds in memory, and what to change when that is too much."""
+"""Measurement of a process's memory, and advice when it runs out."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""What `getrusage` counts resident memory in."""
+"""Bytes in the unit of `ru_maxrss` of `getrusage`."""
 
 
 class Memory:
-    """Peak and steady memory of this process's device, in bytes.
+    """Peak and steady memory of this process's device.
 
-    On a GPU what torch has allocated and reserved, on a CPU the resident memory of the process.
+    On a GPU the memory that torch has allocated and reserved, on a CPU the resident memory of the
+    process.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """What was held and let go before does not count."""
+        """Start the measurement: on a GPU, reset the peak."""
         self._device = device
         self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> dict[str, float | None]:
-        """In GB: the peak; the peak since the last reading (now, on a CPU); what is reserved.
+        """Return the peak, the steady memory and the reserved memory, in GB.
 
-        The first steps compile, and make the optimizer's state: the steady peak is that of later
-        readings.
+        The steady memory is the peak since the last reading; on a CPU, the memory held now. The
+        first steps compile and make the optimizer state, so that later readings show less.
         """
         held, reserved = most_held(self._device), None
         if self._device.type == "cuda":
@@ -46,7 +47,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             steady = int(psutil.Process().memory_info().rss)
-        self._peak = max(self._peak, held, steady)  # a system may count the most in large steps
+        self._peak = max(self._peak, held, steady)  # some systems update ru_maxrss in coarse steps
         return {
             "memory_gb": _gb(self._peak),
             "memory_steady_gb": _gb(steady),
@@ -55,7 +56,7 @@ class Memory:
 
 
 def most_held(device: torch.device) -> int:
-    """Bytes at the peak: since the last reading on a GPU, of the whole process on a CPU."""
+    """Return the peak bytes: on a GPU since the last reading, on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
@@ -67,9 +68,9 @@ def _gb(size: int) -> float:
 
 @contextmanager
 def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]:
-    """Turn memory that ran out inside into EnvironmentUnfit, which says what to change.
+    """Turn an out-of-memory error inside into EnvironmentUnfit, which lists what to change.
 
-    On a GPU what it held then is kept for https://pytorch.org/memory_viz.
+    On a GPU, a snapshot of its memory is written for https://pytorch.org/memory_viz.
     """
     try:
         yield
@@ -82,7 +83,7 @@ def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]
             try:
                 where.parent.mkdir(exist_ok=True)
                 dump_snapshot(str(where))
-            except (OSError, RuntimeError) as failure:  # there may be no memory for this, either
+            except (OSError, RuntimeError) as failure:  # there may be no memory for the snapshot
                 log.warning("no memory snapshot: %s", failure)
                 where = None
         peak = most_held(world.device)
@@ -97,19 +98,19 @@ def exhaustion_told(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]
 
 
 def dump_snapshot(path: str) -> None:
-    """Write what is held on the GPU, for https://pytorch.org/memory_viz."""
+    """Write a snapshot of the GPU's memory, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # noqa: SLF001  its documented name
 
 
 def is_exhaustion(error: Exception) -> bool:
-    """Whether an error says that memory ran out, of a device or of the machine."""
+    """Return True if an error means that a device or the machine ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return "DefaultCPUAllocator" in str(error)  # which raises a plain RuntimeError
 
 
 def remedies(cfg: RunConfig, processes: int) -> Iterator[str]:
-    """What takes less memory, the cheapest first."""
+    """Yield changes that reduce memory, the cheapest first."""
     rows = cfg.train.micro_batch
     if rows > 1:
         yield f"train.micro_batch={rows // 2}"

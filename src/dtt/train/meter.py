@@ -1,4 +1,4 @@
-"""Where the time of training goes, how fast that is, and what share of the hardware."""
+"""Measurement of training: time by part, tokens per second, MFU, communication, memory."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ Part = Literal[
     "data", "forward_backward", "optimizer", "evaluate", "sample", "save", "profile", "other"
 ]
 STEP: tuple[Part, ...] = ("data", "forward_backward", "optimizer", "other")
-"""Parts that are the steps' own: by their time speed is told."""
+"""Parts of the steps themselves, whose time counts for the reported speed."""
 RECENT = 256
-"""Steps that are remembered one by one."""
+"""Number of last steps whose start and end are kept."""
 SLOW = {"cuda": 0.1, "cpu": 0.5}
-"""A device that multiplies slower than the median by more than this is named at the start; what a
-CPU's cores give depends on who else wants them just then."""
+"""Fraction by which a device's matrix products may be slower than the median before a warning at
+the start. The speed of a CPU depends on what else runs on its cores at that moment."""
 Mark = float | torch.cuda.Event
 Span = tuple[float, Mark, Mark]
-"""A step: when the host began it, and its start and end on the device."""
+"""A step: the time at which the host started it, and its start and end on the device."""
 
 
 @runtime_checkable
 class Waiter(Protocol):
-    """An optimizer whose processes wait for each other."""
+    """An optimizer whose ranks wait for each other's messages."""
 
     @property
     def waited_seconds(self) -> float:
-        """How long in all; on a GPU, as far as the device has come."""
+        """Total waiting time; on a GPU, of the waits that the device has finished."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process, as all are told of it at the start."""
+    """A rank's node and measured speed, gathered on all ranks at the start."""
 
     node: str
     matmul: float
-    """FLOP/s of its device, as measured."""
+    """Measured FLOP/s of its device in matrix products."""
 
 
 class Meter:
-    """Says of every moment what it was for: `lap` ends a stretch that began with the last lap.
+    """Phase timer of training: `lap` assigns the time since the previous lap to a part.
 
-    On a GPU the moments are those of the device, which lags behind the host; nothing waits for it
-    until a reading, which is for when the host has waited anyhow. So `data` is how long the device
-    had nothing to do because a batch was late.
+    On a GPU it records CUDA events, because the device lags behind the host. Nothing synchronises
+    until `read`, which is called when the host has waited for the device anyhow. `data` is
+    therefore the time for which the device was idle because a batch was late.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class Meter:
         world: World,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        """Measures the peak of matrix products in `products`. All ranks together.
+        """Make the meter, and measure the speed of matrix products; all ranks call it together.
 
-        Of optimizers that tell how long they have waited for others that is kept, too.
+        `products` is the compute dtype. The waiting time of `optimizers` that are `Waiter`s counts
+        as communication.
         """
         self._arch, self._world, self._device = arch, world, world.device
         self._peak = peak_flops(self._device) if products is torch.bfloat16 else None
@@ -89,24 +90,25 @@ class Meter:
         self._gradients: Mark | None = None
         self._gradients_known = world.size == 1
         self.pauses: dict[str, float] = {}
-        """What each kind of pause last took, in seconds."""
+        """Duration of the last pause of each kind, in seconds."""
         self.totals: defaultdict[str, float] = defaultdict(float)
         """Seconds of each part over all readings."""
         self.steps = 0
-        """Done by this process, also if a rewind made them void."""
+        """Number of steps done by this process, including those that a rewind discarded."""
         self._begin_interval()
         self._last = self._mark()
 
     @property
     def matmul(self) -> float:
-        """FLOP/s that the devices of a run multiply with, measured at the start: their mean."""
+        """Mean FLOP/s of the devices of the run in matrix products, measured at the start."""
         return statistics.fmean(rank.matmul for rank in self._ranks)
 
     def watch_gradients(self, first: nn.Parameter) -> None:
-        """`first` gets its gradient last: what a backward pass takes from there on is exchange.
+        """Measure the exposed all-reduce of gradients under DDP.
 
-        For DDP, whose backward pass ends when gradients are summed. FSDP2 and tensor parallelism
-        exchange all along; there only a profile can tell.
+        `first` is the parameter that gets its gradient last. The backward pass ends when gradients
+        are summed over ranks, so its remaining time from there on is communication. FSDP2 and
+        tensor parallelism communicate throughout the pass: there only a profile shows it.
         """
 
         def ready(_: object) -> None:
@@ -117,7 +119,7 @@ class Meter:
 
     @contextmanager
     def step(self, tokens: int, seq_len: int) -> Iterator[None]:
-        """One step of so many tokens, over all devices, happens inside."""
+        """Measure a step inside; `tokens` is its number of tokens over all devices."""
         began = time.perf_counter()
         self.lap("other")
         start = self._last
@@ -132,7 +134,7 @@ class Meter:
         self._causal += tokens * count.flops_per_token(self._arch, seq_len, causal=True)
 
     def lap(self, part: Part) -> None:
-        """What was done since the last lap was `part`."""
+        """Assign the time since the last lap to `part`."""
         mark = self._mark()
         self._laps.append((part, self._last, mark))
         if part == "forward_backward" and self._gradients is not None:
@@ -142,7 +144,7 @@ class Meter:
 
     @contextmanager
     def paused(self, part: Part) -> Iterator[None]:
-        """What happens inside is `part`, and no part of the steps."""
+        """Assign the time inside to `part`, a pause that does not count as time of steps."""
         start = time.perf_counter()
         self.lap("other")
         yield
@@ -151,13 +153,13 @@ class Meter:
         self._paused += self.pauses[part]
 
     def worked(self) -> float:
-        """Seconds on a clock that stands still in pauses."""
+        """Return the seconds on a clock that stands still in pauses; only differences count."""
         return time.perf_counter() - self._paused
 
     def first_step(self) -> tuple[float, float]:
-        """Seconds of the first step, and by how many it took longer than the usual one.
+        """Return the seconds of the first step, and by how many it exceeds the median step.
 
-        To be called before the first reading, when the device has finished the steps.
+        Call it before the first reading, when the device has finished the steps.
         """
         if self._first is None:
             return 0.0, 0.0
@@ -166,9 +168,10 @@ class Meter:
         return first, max(0.0, first - usual)
 
     def read(self) -> dict[str, Any]:
-        """Speed since the last reading; call on all ranks, when the device has finished the steps.
+        """Return the speed since the last reading.
 
-        The one exchange between ranks is small, and on the host.
+        All ranks call it together, when the device has finished the steps. Its only collective is a
+        small gather on the host.
         """
         self.lap("other")
         seconds = self._sum_laps()
@@ -189,17 +192,17 @@ class Meter:
         return reading
 
     def restart(self) -> None:
-        """Forget the speed since the last reading; its time was spent all the same."""
+        """Discard the speed since the last reading; its time still counts in `totals`."""
         self.lap("other")
         self._sum_laps()
         self._begin_interval()
 
     def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
-        """By what share steps took longer than the median one before `begin`.
+        """Return the slowdown of steps between `begin` and `end`, relative to the median before.
 
-        First the next step after `begin`, then the mean of those begun until `end`; None when there
-        are too few to tell. Times are those of `time.perf_counter`. Call when the device has
-        finished these steps.
+        First that of the next step after `begin`, then the mean of those started until `end`; both
+        are fractions, and None without steps before and after `begin`. Times are those of
+        `time.perf_counter`. Call it when the device has finished these steps.
         """
         before = [self._seconds(start, end) for host, start, end in self._spans if host < begin]
         after = [span for span in self._spans if span[0] >= begin]
@@ -217,7 +220,7 @@ class Meter:
 
     def _sum_laps(self) -> dict[Part, float]:
         if not isinstance(self._last, float):
-            self._last.synchronize()  # all but this mark has long been passed
+            self._last.synchronize()  # short: the device has finished all steps before this mark
         seconds: defaultdict[Part, float] = defaultdict(float)
         for part, start, end in self._laps:
             seconds[part] += self._seconds(start, end)
@@ -226,7 +229,7 @@ class Meter:
         return dict(seconds)
 
     def _communication(self) -> dict[str, float]:
-        """Seconds in which this rank did nothing but exchange, as far as they can be told."""
+        """Return the seconds of exposed communication of this rank, as far as they are known."""
         waited = sum((optimizer.waited_seconds for optimizer in self._waiters), 0.0)
         seconds = {"optimizer": waited - self._waited}
         self._waited = waited
@@ -236,13 +239,13 @@ class Meter:
         return seconds
 
     def _share(self, flops: float, peak: float | None) -> float | None:
-        """Of the peak of all devices together."""
+        """Return `flops` per second as a fraction of `peak` times the number of devices."""
         return None if peak is None else round(flops / (peak * self._world.size), 4)
 
     def _slowest(self, working: float, communication: Mapping[str, float]) -> dict[str, Any]:
-        """Which rank took longest for its own work, and how much longer than the median one.
+        """Return the rank with the longest time for its own work, and its excess over the median.
 
-        Not known where ranks wait for each other within layers, so that all take equally long.
+        All None where ranks wait for each other within layers, so that all take equally long.
         """
         own = working - sum(communication.values()) if self._gradients_known else None
         busy = self._world.gather(own)
@@ -259,7 +262,7 @@ class Meter:
         }
 
     def _mark(self) -> Mark:
-        """This moment: on a GPU, that of the device."""
+        """Return the current time; on a GPU, an event recorded on the stream."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -274,7 +277,10 @@ class Meter:
 
 
 def slow_devices(ranks: Sequence[Rank], tolerated: float) -> Iterator[str]:
-    """A line for each rank whose device multiplies slower than the median one by more than that."""
+    """Yield a line for each rank whose device is slower than the median by more than `tolerated`.
+
+    `tolerated` is a fraction of the median speed.
+    """
     usual = statistics.median_high(rank.matmul for rank in ranks)
     for number, rank in enumerate(ranks):
         behind = 1 - rank.matmul / usual

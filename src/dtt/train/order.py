@@ -1,4 +1,4 @@
-"""Whether the data is still what the run has been trained on, on every rank."""
+"""Checks that the data, and its order, is the same as before a resume and on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dtt.train.state import Position
 
 
 def check_order(position: Position, dataset: Dataset) -> None:
-    """DamagedError unless the order of the data still gives what the last step trained on."""
+    """Raise DamagedError unless the data still yields the samples that the last step trained on.
+
+    It compares the sample hash chain over these samples with the one in `position`.
+    """
     if position.step == 0:
         return
     first = dataset.first_sample(position.step - 1)
@@ -26,7 +29,7 @@ def check_order(position: Position, dataset: Dataset) -> None:
 
 
 def check_ranks(position: Position, world: World) -> None:
-    """DamagedError, on every rank, unless all of them have trained on the same samples."""
+    """Raise DamagedError, on every rank, unless all ranks have trained on the same samples."""
     mine = (position.ledger, position.tokens)
     if world.agree(mine != world.from_first(mine)):
         raise DamagedError(

@@ -1,4 +1,4 @@
-"""What a run comes to, worked out from config, data and ranks before it starts."""
+"""The resolved plan of a run: all that follows from config, data and ranks, before it starts."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from dtt.train.precision import Precision, choose
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers every part of training needs."""
+    """The resolved numbers that every part of training needs."""
 
     sizes: Sizes
-    """Of the mesh of devices."""
+    """Sizes of the device mesh."""
     scaling: Scaling
-    """The architecture, and what rates and initial weights come to at its shape."""
+    """The architecture, and its factors of learning rates and of initial weights."""
     parameters: int
+    """Number of parameters."""
     precision: Precision
     compile: bool
     attention: str
-    """Which kernel it is left to, in words."""
+    """The attention backend, in words."""
     tokens: int
-    """Of the run, places for them; a few hold padding where documents are packed."""
+    """Token positions of the run; a few hold padding where documents are packed."""
     step_size: str
-    """In words: of the first step, and of the last where that differs."""
+    """Batch size of the first step, and of the last one if it differs, in words."""
     steps: int
-    """Until the end of the run, or until the data is exhausted."""
+    """Number of steps to the end of the run, or until the data is exhausted."""
     schedule: Schedule
     """Learning rate of each step."""
     data: str
@@ -47,22 +48,25 @@ class Plan:
 
     @property
     def arch(self) -> Architecture:
-        """The model."""
+        """The architecture of the model."""
         return self.scaling.arch
 
     def ending(self, step: int, end: int) -> Plan:
-        """The same run, if after `step` its decay is to end with step `end`."""
+        """Return the plan of the same run with a decay that, after `step`, ends with step `end`."""
         return replace(self, steps=end, schedule=self.schedule.ending(step, end))
 
     def going_on(self, decay: Mapping[str, Any] | None) -> Plan:
-        """The plan of an earlier attempt that had begun this decay, as its checkpoint keeps it."""
+        """Return the plan with the decay that an earlier attempt started.
+
+        `decay` is in the form that a checkpoint keeps; None leaves the plan as it is.
+        """
         if decay is None:
             return self
         known = Decay(**decay)
         return replace(self, steps=known.end, schedule=replace(self.schedule, decay=known))
 
     def describe(self, world: World) -> str:
-        """A few lines for the start of the log."""
+        """Return a summary of a few lines for the start of the log."""
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
             f"{world.size} x {world.device.type}{self._mesh()}"
@@ -77,7 +81,7 @@ class Plan:
 
 
 def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
-    """Resolve what depends on data and devices; ConfigError when they do not fit the config."""
+    """Resolve a run for its data and devices; raise ConfigError if they do not fit the config."""
     train, stages = cfg.train, dataset.stages
     sizes = resolve(cfg.parallel, world.size)
     fit.check_batches(train, sizes.data)
@@ -121,6 +125,9 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> Plan:
 
 
 def _schedule(cfg: RunConfig, dataset: Dataset) -> Schedule:
-    """Against the steps of the run; where the clock ends it, the decay is for a `Budget` to set."""
+    """Return the schedule for the steps of the run.
+
+    If a time limit ends the run, it has no decay yet: `Budget` starts it.
+    """
     resolved = schedule.resolve(cfg.schedule, dataset.steps, dataset.stages.tokens_before)
     return replace(resolved, decay=None) if cfg.train.timed else resolved

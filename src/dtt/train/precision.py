@@ -1,4 +1,4 @@
-"""What a run computes in, and what that costs."""
+"""Precision of a run: dtypes of weights and computation, and a warning about pure bf16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtt.runtime.dist import native_bf16
 
 
 class Precision(StrEnum):
-    """As `train.precision`, with `auto` decided."""
+    """Values of `train.precision`, with `auto` resolved."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -20,26 +20,26 @@ class Precision(StrEnum):
 
     @property
     def weights(self) -> torch.dtype:
-        """Of parameters, their gradients, and the state of optimizers."""
+        """Dtype of parameters, of their gradients and of optimizer state."""
         return torch.bfloat16 if self is Precision.PURE_BF16 else torch.float32
 
     @property
     def products(self) -> torch.dtype:
-        """Of matrix products, those in fp8 excepted."""
+        """Compute dtype: that of matrix products, except those in fp8."""
         return torch.float32 if self is Precision.FP32 else torch.bfloat16
 
 
 def choose(
     asked: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"], device: torch.device
 ) -> Precision:
-    """`auto`: bf16 where `device` multiplies it natively, else fp32."""
+    """Resolve `asked`; `auto` is bf16 where `device` supports it natively, else fp32."""
     if asked == "auto":
         return Precision.BF16 if native_bf16(device) else Precision.FP32
     return Precision(asked)
 
 
 def warning(precision: Precision, stochastic_rounding: bool) -> str | None:
-    """What is to be said aloud at the start, where something is given up."""
+    """Return the warning to log at the start about pure bf16; None for any other precision."""
     if precision is not Precision.PURE_BF16:
         return None
     saves = (

@@ -1,4 +1,4 @@
-"""A model trained in this process on a run's own data and thrown away: no job, no checkpoints."""
+"""Short training of a model in this process on a run's data, without a job or checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from dtt.train.plan import make_plan
 
 
 class Probe:
-    """A model in its first state, and what trains it."""
+    """A newly initialised model, with its data and optimizers."""
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
-        """`world` is a single process. Errors as those of `open_dataset` and `make_plan`."""
+        """Make the model; `world` is a single process.
+
+        Raise the errors of `open_dataset` and `make_plan`.
+        """
         dataset = open_dataset(cfg)
         self.plan = make_plan(cfg, dataset, world)
         self._world, self._train, self._stages = world, cfg.train, dataset.stages
@@ -49,9 +52,10 @@ class Probe:
         self._batches = chain([self.first_batch], batches)
 
     def losses(self, multiplier: Callable[[int], float]) -> Iterator[Tensor]:
-        """Train to the end of the run; after each step, its loss in nats per token, on the device.
+        """Train to the end of the run; after each step, yield its loss [] in nats per token.
 
-        `multiplier` says what share of their peaks the rates have in a step, counted from 0.
+        The losses stay on the device. `multiplier` maps a step, counted from 0, to its learning
+        rate as a fraction of the peak.
         """
         for step, batch in enumerate(self._batches):
             groups.set_learning_rate(self._optimizers, multiplier(step))
@@ -60,11 +64,11 @@ class Probe:
             yield self._step(batch)
 
     def scheduled(self, step: int) -> float:
-        """What the run itself would multiply its rates by."""
+        """Return the multiplier of learning rates that the run itself has at a step."""
         return self._stages.at(step).lr_factor * self.plan.schedule.multiplier(step)
 
     def _step(self, batch: Batch) -> Tensor:
-        """As `Trainer.step` does on one device, without a guard."""
+        """Do one step as `Trainer.step` on one device, without anomaly guard; return its loss."""
         scale = 1 / max(1, batch.targets)
         loss = torch.zeros((), device=self._world.device)
         for micro_batch in batch.micro_batches:
@@ -86,9 +90,10 @@ class Probe:
 
 
 def at_width(cfg: RunConfig, width: int) -> RunConfig:
-    """The run with another `model.dim`: as many more heads of the same size, the MLP in proportion.
+    """Return the run with another `model.dim`: heads of the same size, the rest in proportion.
 
-    ConfigError if the heads do not come out even.
+    The number of heads and the size of the MLP scale with the width. Raise ConfigError if the
+    number of heads would not be an integer.
     """
     model = cfg.model
     kv_heads = model.n_kv_heads or model.n_heads

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps on chosen ranks, asked for in the configuration or while a job runs."""
+"""Profiles of chosen steps on chosen ranks, requested in the config or while a job runs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from dtt.train.meter import Meter
 
 STEPS_ON_REQUEST = 3
 ROWS = 25
-"""Of the table of what took longest."""
+"""Number of rows of the table of the longest operations."""
 ALLOCATIONS = 1_000_000
-"""That a memory profile remembers at most."""
+"""Maximum number of allocations that a memory profile records."""
 Interval = tuple[float, float]
 
 
 class Profiler:
-    """Told of each step; records those that were asked for."""
+    """Profiler of the requested steps; `step` wraps each step of the training loop."""
 
     def __init__(
         self, config: ProfileConfig, world: World, folder: Path, meter: Meter, watchdog: Watchdog
     ) -> None:
-        """Files go into `folder`; `meter` and `watchdog` are told when they are written.
+        """Make a profiler that writes into `folder`.
 
-        ConfigError for a profile that this device does not have.
+        `meter` and `watchdog` are in their phase `profile` while it writes. Raise ConfigError for a
+        kind of profile that this device does not support.
         """
         if config.kind not in available(world.device):
             raise ConfigError(
@@ -49,20 +50,24 @@ class Profiler:
         self._kind = self._usual = config.kind
         self._first, self._last = config.steps or (0, 0)
         self._began = 0
-        """The step that a profile on its way began with."""
+        """First step of the profile being recorded; 0 without one."""
         self._trace: torch.profiler.profile | None = None
 
     def ask(self, step: int, kind: str) -> None:
-        """Record the next few steps, after `step`; as configured without a `kind` that we have."""
+        """Record the `STEPS_ON_REQUEST` steps after `step`.
+
+        Without a `kind` that this device supports, the configured kind is used. Ignored while a
+        profile is being recorded.
+        """
         if self._began:
-            return  # one at a time
+            return
         self._first, self._last = step + 1, step + STEPS_ON_REQUEST
         known = available(self._device)
         self._kind = next((one for one in known if one == kind), self._usual)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Step number `step`, counted from 1, happens inside."""
+        """Run step number `step`, counted from 1, inside; record it if that was requested."""
         if not self._mine or not self._first <= step <= self._last:
             yield
             return
@@ -79,7 +84,7 @@ class Profiler:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """End a profile that is on its way with `step`, and write it."""
+        """End the profile being recorded, if any, with `step` as its last step, and write it."""
         if self._began:
             with self._watchdog.phase("profile"), self._meter.paused("profile"):
                 self._write(step)
@@ -125,12 +130,15 @@ class Profiler:
 
 
 def available(device: torch.device) -> tuple[Kind, ...]:
-    """Kinds of profiles that there are of a device."""
+    """Return the kinds of profiles that a device supports."""
     return ("torch", "memory", "nsys") if device.type == "cuda" else ("torch",)
 
 
 def exposed_share(events: Iterable[Any]) -> float | None:
-    """Share of a trace in which a GPU ran kernels of NCCL and no others; None without a GPU."""
+    """Return the fraction of a trace in which a GPU ran NCCL kernels only (exposed communication).
+
+    None if the trace has no GPU kernels.
+    """
     exchange: list[Interval] = []
     compute: list[Interval] = []
     for event in events:
@@ -145,7 +153,7 @@ def exposed_share(events: Iterable[Any]) -> float | None:
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """Length of what intervals, which may overlap, cover together."""
+    """Return the length of the union of intervals, which may overlap."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

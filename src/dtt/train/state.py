@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how it gets in and out of the running objects."""
+"""State of a run in a checkpoint: how it is collected from the running objects and restored."""
 
 from __future__ import annotations
 
@@ -20,60 +20,62 @@ from dtt.reading import Kind, fits, is_kind
 from dtt.runtime.sharding import Whole, fill, zeros_beside
 
 RNG, GUARD = "rng", "guard"
-"""What the state holds besides that of optimizers."""
+"""First components of the paths of state that belongs to no optimizer."""
 NONE = type(None)
 FIELDS: dict[str, Kind] = {
     "step": int, "samples": int, "tokens": int, "ledger": str, "previous_ledger": str,
     "evaluated": (int, NONE), "run_id": str, "sources": dict,
 }  # fmt: skip
-"""Fields that position.json must have for a run to resume."""
+"""Fields that position.json must have for a run to resume, and their types."""
 OPTIONAL: dict[str, Kind] = {
     "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
     "speed": (dict, NONE),
 }  # fmt: skip
+"""Fields that position.json may have, and their types."""
 BAD_STEP = {"step": int, "why": str, "what": str, "ledger": str}
+"""Fields of a `BadStep`, and their types."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose loss or gradient was no use."""
+    """A step with a non-finite or anomalous loss or gradient."""
 
     step: int
     why: str
     """non_finite | spike"""
     what: str
-    """As `loss is nan`."""
+    """Description for messages, as `loss is nan`."""
     ledger: str
-    """Of the data up to this step, in hex: names its batch."""
+    """Sample hash chain up to this step, in hex: identifies its batch."""
 
 
 @dataclass
 class Position:
-    """Where in the run we are: with the seed, this is all the data loader needs."""
+    """Progress of a run. Together with the seed, it is all that the data loader needs."""
 
     step: int = 0
     """Optimizer steps done."""
     samples: int = 0
-    """Samples trained on: those at the positions before this one."""
+    """Samples trained on, which is also the index of the next one in the run's order."""
     tokens: int = 0
     """Target tokens trained on."""
     ledger: bytes = EMPTY_LEDGER
-    """Rolling hash of the samples trained on."""
+    """Sample hash chain: rolling hash of the samples trained on."""
     previous_ledger: bytes = EMPTY_LEDGER
-    """The same, one step earlier: lets a resume check that the order still is what it was."""
+    """The hash chain one step earlier, with which a resume checks that the order is the same."""
     evaluated: int | None = None
-    """Step of the last evaluation that came to its end."""
+    """Step of the last finished evaluation."""
     eval_loss: float | None = None
-    """What it found."""
+    """Loss of that evaluation."""
     trained: int = 0
-    """Steps that changed the weights: neither skipped nor passed over."""
+    """Number of steps that changed the weights: neither skipped nor left out."""
     skipped: list[int] = field(default_factory=list)
-    """Bad steps that were skipped lately."""
+    """Anomalous steps among the last ones that were skipped."""
     avoided: dict[int, BadStep] = field(default_factory=dict)
-    """Steps that are passed over, since the run went back: each with the bad step it is near."""
+    """Steps that are left out after a rewind, each with the anomalous step that it is close to."""
 
     def to_json(self) -> dict[str, Any]:
-        """As kept in a checkpoint."""
+        """Return the JSON object that a checkpoint keeps."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -89,7 +91,7 @@ class Position:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Position:
-        """Back from a checkpoint."""
+        """Return the position in the JSON object of a checkpoint."""
         return cls(
             step=record["step"],
             samples=record["samples"],
@@ -98,7 +100,7 @@ class Position:
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
             evaluated=record["evaluated"],
             eval_loss=record["eval_loss"],
-            trained=record.get("trained", record["step"]),  # older ones do not count them
+            trained=record.get("trained", record["step"]),  # absent from older checkpoints
             skipped=record.get("skipped", []),
             avoided={int(s): BadStep(**bad) for s, bad in record.get("avoided", {}).items()},
         )
@@ -127,12 +129,12 @@ def check_position(checkpoint: Checkpoint) -> None:
 
 
 def is_hex(text: str) -> bool:
-    """Return True for the hexadecimal digits of a ledger."""
+    """Return True if `text` is a sample hash chain in hexadecimal."""
     return re.fullmatch(rf"[0-9a-f]{{{2 * len(EMPTY_LEDGER)}}}", text) is not None
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
-    """All optimizer state, by `optimizer/parameter/key`."""
+    """Return all optimizer state, by `optimizer/parameter/key`."""
     return {
         f"{optimizer_name}/{name}/{key}": value
         for optimizer_name, optimizer in optimizers.items()
@@ -142,7 +144,7 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 
 def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Whole]) -> None:
-    """Put the weights back, each process its part; ConfigError when they are another model's."""
+    """Load each rank's part of the weights; raise ConfigError if they are of another model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
     for name in sorted(shapes.keys() | theirs.keys()):
@@ -157,10 +159,11 @@ def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Whole]
 
 
 def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Whole]) -> None:
-    """Put the state back; ConfigError when it is that of other optimizers or parameters.
+    """Load the optimizer state; raise ConfigError if it is of other optimizers or parameters.
 
-    Each process takes its part: state lies as its parameter does. Tensors that belong to no
-    optimizer (`rng/…`, `guard/…`, `ema/…`) are left alone.
+    Each rank loads its part: state is sharded as its parameter is. Tensors that belong to no
+    optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise DamagedError for any other tensor
+    that an optimizer cannot have written.
     """
     by_parameter: dict[tuple[str, str], dict[str, Whole]] = {}
     for path, whole in saved.items():
@@ -170,7 +173,7 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
                 raise _odd(f"{path!r} is no state of an optimizer")
             name, key = rest
             by_parameter.setdefault((owner, name), {})[key] = whole
-    if not by_parameter:  # saved before the first step: optimizers make their state in it
+    if not by_parameter:  # saved before the first step, in which optimizers make their state
         for optimizer in optimizers.values():
             optimizer.state.clear()
         return
@@ -194,8 +197,10 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
 
 
 def _beside(parameter: nn.Parameter, saved: Whole) -> Tensor:
-    """A state of that parameter, which lies as it does, in its precision; counts of steps lie on
-    every process."""
+    """Return a state of `parameter`, sharded as it is and in its dtype.
+
+    Step counts, which are scalars, are replicated in the dtype in which they were saved.
+    """
     shape = tuple(saved.shape)
     if shape and not (
         len(shape) == parameter.ndim
@@ -227,7 +232,7 @@ def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The state of this rank's random number generators, by `rng/rank/device`."""
+    """Return the state of this rank's random number generators, by `rng/rank/device`."""
     tensors = {f"{RNG}/{rank:05d}/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors[f"{RNG}/{rank:05d}/cuda"] = torch.cuda.get_rng_state(device)
@@ -235,7 +240,7 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(saved: Mapping[str, Whole], rank: int, seed: int, device: torch.device) -> None:
-    """Go on with the generators this rank had; a rank that is new seeds its own with `seed`."""
+    """Restore this rank's random number generators; a rank without saved state uses `seed`."""
     mine = f"{RNG}/{rank:05d}/"
     if f"{mine}cpu" not in saved:
         seed_rank(seed, rank)
@@ -249,5 +254,5 @@ def restore_rng(saved: Mapping[str, Whole], rank: int, seed: int, device: torch.
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Seed the generators (they only serve dropout) differently on every rank."""
+    """Seed the random number generators, used for dropout only, differently on every rank."""
     torch.manual_seed(seed * 1_000_003 + rank)

@@ -1,4 +1,4 @@
-"""Asking a job to save, to save and stop, or for a profile: by a signal, or by touching a file."""
+"""Requests to a running job to save, to save and stop, or to profile: signals and trigger files."""
 
 from __future__ import annotations
 
@@ -20,46 +20,51 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
 
-if TYPE_CHECKING:  # torch is slow to import, and signals are to be heard before
+if TYPE_CHECKING:  # torch is slow to import, and signals must be handled before
     from dtt.runtime.dist import World
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 SECONDS_BETWEEN_LOOKS = 0.2
-"""At the trigger files: each look may be a question to a file server."""
+"""Seconds between checks of the trigger files: each check may be a request to a file server."""
 
 
 class Request(IntEnum):
-    """What to do after the current step; the largest wish of any rank counts."""
+    """The action to take after the current step; the largest request of any rank wins."""
 
     NONE = 0
     PROFILE = 1
     SAVE = 2
     STOP = 3
     FAILED = 4
-    """A save in the background went wrong on some rank."""
+    """A save in the background has failed on some rank."""
 
 
 class Requests:
-    """Collects wishes on this rank; `agreed` makes them every rank's at the same step.
+    """Requests received by this rank; `agreed` makes all ranks act on them after the same step.
 
-    From construction on, the stop signals only set a flag: steps, evaluation and saving finish in
-    peace. A SIGINT after any other request ends the process at once. Before the first step there is
-    nothing to save: between `act_at_once` and `defer` each of them ends the process.
+    From construction on, stop signals only set a flag: steps, evaluation and saving finish first.
+    A SIGINT after any other request ends the process at once. Before the first step there is
+    nothing to save: between `act_at_once` and `defer`, any stop signal ends the process.
     """
 
     def __init__(self) -> None:
-        """Signals are heard from here on."""
+        """Install the signal handlers."""
         self.reason = ""
+        """Signal, or author, of the stop request; empty without one."""
         self.end = 0
+        """Step with which the time limit ends the run, as last agreed; 0: no change."""
         self.uncompiled = False
+        """True if compilation has failed on any rank."""
         self.profile_kind = ""
-        """As the last one who asked for a profile wished; empty: as configured."""
+        """Kind of profile that the last request named; empty: as configured."""
         self._job: JobDir | None = None
         self._looked = 0.0
+        """Time of the last check of the trigger files."""
         self.refusal: DttError | None = None
-        """Why this rank cannot start; the first one says so for all, and the launcher ends us."""
+        """Error for which this rank cannot start. Rank 0 reports it for all ranks, and the launcher
+        ends the others."""
         self._wakeup: int | None = None
-        """Write end of a pipe that gets the number of every signal, in start-up."""
+        """Write end of a pipe that receives the number of every signal, during start-up."""
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
@@ -73,8 +78,8 @@ class Requests:
     def act_at_once(self, ranks: Ranks) -> None:
         """Let stop signals end the process, until `defer`.
 
-        A thread acts on them. Python's own handlers run in the main thread, between two bytecodes;
-        in a rendezvous or while a library is loaded that may be minutes away.
+        A thread acts on them, because Python's signal handlers run in the main thread between two
+        bytecodes: in a rendezvous, or while a library is loaded, that may take minutes.
         """
         reader, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
@@ -83,7 +88,7 @@ class Requests:
         thread.start()
 
     def defer(self) -> None:
-        """Let stop signals set the flag alone: from now on the loop looks at it."""
+        """Let stop signals only set the flag, which the training loop checks from now on."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             writer, self._wakeup = self._wakeup, None
@@ -99,7 +104,7 @@ class Requests:
                     launcher.end(error, silent=not ranks.first)
 
     def watch(self, job: JobDir) -> None:
-        """Look at the trigger files of `job`, too: `control/stop`, `save` and `profile`."""
+        """Also check the trigger files of `job`: `control/stop`, `save` and `profile`."""
         self._job = job
 
     def agreed(
@@ -110,17 +115,18 @@ class Requests:
         end: int = 0,
         uncompiled: bool = False,
     ) -> Request:
-        """What all ranks do now, after `step`; `failed`: this rank's last save went wrong.
+        """Return the action that all ranks take after `step`; all ranks call it together.
 
-        `end`, the step that the first rank now wants to end the run with (0: no change; other ranks
-        say 0), becomes every rank's `end` in the same exchange; so does `uncompiled`, if any rank
-        has failed to compile.
+        `failed` is True if this rank's last save has failed. The same all-reduce shares two more
+        values: `end`, the step with which rank 0 wants to end the run (0: no change; other ranks
+        pass 0), and `uncompiled`, True if this rank has failed to compile. The attribute `end` of
+        every rank becomes that step, and `uncompiled` becomes True if it is True on any rank.
         """
         wish = Request.FAILED if failed else self._wish(world)
         most, self.end, any_uncompiled = world.agree_all(wish, end, uncompiled)
         self.uncompiled = bool(any_uncompiled)
         agreed = Request(most)
-        if agreed is Request.STOP:  # whoever knows why tells all
+        if agreed is Request.STOP:  # the highest rank with a reason broadcasts it
             self.reason = world.from_rank(
                 self.reason, world.agree(world.rank if self.reason else 0)
             )
@@ -131,11 +137,14 @@ class Requests:
         return agreed
 
     def stop_wanted(self, world: World) -> bool:
-        """Whether to break off what takes long: the same on every rank that asks now."""
+        """Return True if any rank has a request to stop; all ranks call it together.
+
+        For long operations, such as an evaluation, that should end early.
+        """
         return world.agree(self._wish(world)) >= Request.STOP
 
     def stop_asked_here(self) -> bool:
-        """Whether this rank alone knows of a wish to stop; asks no other."""
+        """Return True if this rank has a request to stop, without asking the others."""
         return bool(self.reason) or (self._job is not None and self._job.stop.exists())
 
     def _wish(self, world: World) -> Request:
@@ -153,7 +162,7 @@ class Requests:
         return Request.PROFILE if self._job.profile.exists() else Request.NONE
 
     def _acknowledge(self, request: Request, step: int) -> None:
-        """Tell whoever asked that it was heard."""
+        """Log the request and acknowledge it in a file; remove the trigger of a save or profile."""
         if self._job is None:
             return
         name = request.name.lower()
@@ -170,10 +179,10 @@ class Requests:
             _take_back(self._job.profile)
 
     def forget(self, world: World) -> None:
-        """Remove the trigger files, now that all is saved: they were not meant for the next run.
+        """Remove the trigger files, once all is saved: they are not meant for the next attempt.
 
-        Whoever has written into `control/stop` meanwhile asks now: a person takes over the request
-        of a job script, which would have let the job continue.
+        If `control/stop` was written in the meantime, its author becomes the author of the stop: a
+        person who does so overrides a job script, after whose request the job would continue.
         """
         if world.first and self._job is not None:
             if self.reason and self._job.stop.exists():
@@ -191,11 +200,11 @@ def _take_back(trigger: Path) -> None:
 
 
 def _ended_early(name: str, ranks: Ranks) -> DttError:
-    """Return why a rank ends that got the signal `name` before its first step.
+    """Return the error for a rank that received the signal `name` before its first step.
 
-    torchrun passes on what it got itself; only SIGTERM may be its own, after a rank has failed. If
-    a rank died of a person's SIGTERM before this one looks, a stop passes for a failure: the job
-    then continues by itself where it need not, which does less harm than the reverse.
+    torchrun forwards the signals that it receives; only SIGTERM may be its own, after a rank has
+    failed. If a person's SIGTERM has ended another rank before this one checks, the stop is taken
+    for a failure: the job then resumes although it need not, which does less harm than the reverse.
     """
     if name == "SIGTERM" and launcher.sibling_ended(ranks):
         return PeerLost(
@@ -211,7 +220,10 @@ def _ended_early(name: str, ranks: Ranks) -> DttError:
 
 
 def _lines(job: JobDir | None, name: str) -> list[str]:
-    """What the trigger file says: who touched it, and why; then what else there is to know."""
+    """Return the lines of a trigger file: who asked and why, then details such as a profile kind.
+
+    An empty or missing file counts as one with its own name, `control/NAME`, in its first line.
+    """
     if job is None:
         return [f"control/{name}"]
     try:

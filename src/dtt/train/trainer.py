@@ -1,4 +1,4 @@
-"""The training loop, read top to bottom."""
+"""The training loop; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from dtt.train.stop import Request, Requests
 
 @dataclass
 class Trainer:
-    """Everything the loop touches, made by `commands/train.py`."""
+    """The training loop and everything it uses; `commands/train.py` makes it."""
 
     cfg: RunConfig
     plan: Plan
@@ -66,14 +66,14 @@ class Trainer:
     layout: Layout
     job: JobDir
     model: Decoder
-    """Holds the parameters; where these are sharded, all ranks must call it together."""
+    """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     parameters: Mapping[str, nn.Parameter]
-    """By their plain names; each rank's part, where they are sharded."""
+    """Parameters by their unwrapped names; DTensors where they are sharded."""
     module: nn.Module
-    """What is called in training: `model`, or `model` wrapped."""
+    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
     optimizers: Mapping[str, Optimizer]
     rounding: StochasticRounding | None
-    """Of new weights, in bf16."""
+    """Stochastic rounding of bf16 weights, if configured."""
     ema: Ema | None
     guard: Guard
     dataset: Dataset
@@ -81,7 +81,7 @@ class Trainer:
     evaluator: Evaluator | None
     sampler: Sampler | None
     trackers: Sequence[Tracker]
-    """On the first rank; the others have none."""
+    """Trackers of rank 0; the other ranks have none."""
     requests: Requests
     watchdog: Watchdog
     saver: Saver
@@ -90,18 +90,21 @@ class Trainer:
     account: Account
     start: Laps
     run_id: str
-    """What trackers know the run by; kept in its checkpoints."""
+    """Id of the run in trackers; kept in its checkpoints."""
     budget: Budget | None = None
-    """On the first rank of a run that the clock ends."""
+    """Time budget, on rank 0 of a run that a time limit ends."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
+    """Step of the last checkpoint that was started."""
     _unread: list[tuple[Record, Tensor]] = field(default_factory=list)
-    """Steps of which what the guard has seen is still on the device."""
+    """Records of steps with the guard's `Judgement.seen`, which is still on the device."""
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    """Seconds per step in the last log lines."""
     _save_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    """Seconds of the last saves, until each was verified."""
 
     def run(self, resume: Checkpoint | None) -> bool:
-        """Train to the end (True) or until asked to stop (False); either way all is saved."""
+        """Train to the end (return True) or until a stop request (False); save in either case."""
         self.restore(resume)
         self.requests.defer()
         self.start.lap("resume")
@@ -123,7 +126,7 @@ class Trainer:
         return self.position.step == self.plan.steps and not self.evaluation_due()
 
     def train(self) -> bool:
-        """Go through the steps and save; False if the run went back instead, and is to go on."""
+        """Run the steps and save; return False if the run was rewound and must be continued."""
         try:
             with closing(self.batches_from(self.position.step)) as batches:
                 self.go_through(batches)
@@ -135,7 +138,7 @@ class Trainer:
         return True
 
     def go_through(self, batches: Iterator[Batch]) -> None:
-        """The loop: step, then whatever is due after it."""
+        """Run the loop: a step, then whatever is due after it."""
         cfg = self.cfg
         self.account.begin(self.position.step, self.meter)
         while self.position.step < self.plan.steps:
@@ -172,7 +175,7 @@ class Trainer:
                 self.save()
 
     def end_wanted(self) -> int:
-        """The step that the run should now end with by the clock; 0: as planned."""
+        """Return the step with which the time budget would end the run; 0: no change."""
         if self.budget is None:
             return 0
         step, left = self.position.step, self.budget.left()
@@ -180,22 +183,22 @@ class Trainer:
         return self.budget.end(step, left, self.plan.schedule.decay)
 
     def decay_until(self, end: int) -> None:
-        """Begin the decay here, or move the end of the one that has begun."""
+        """Start the decay at the current step, or move the end of a decay that has started."""
         step, begun = self.position.step, self.plan.schedule.decay is not None
         self.plan = self.plan.ending(step, end)
         if not begun:
             log.info("the decay begins after step %d, to end with step %d", step, end)
             if self.saved_step != step:
-                self.save()  # where other decays can branch off; tells what a save takes, too
+                self.save()  # other decays can branch off here; it also measures a save
 
     def expected_steps(self) -> int:
-        """The step that the run will end with, as far as is known."""
+        """Return the step with which the run is expected to end; an estimate before the decay."""
         if self.budget is None or self.plan.schedule.decay is not None:
             return self.plan.steps
         return self.budget.latest(self.position.step, self.budget.left())
 
     def restore(self, resume: Checkpoint | None) -> None:
-        """Take up the state of a checkpoint, or the seeds of a fresh start."""
+        """Load the state of a checkpoint; without one, seed the generators of a new run."""
         if resume is None:
             seed_rank(self.cfg.seed, self.world.rank)
             return
@@ -213,7 +216,7 @@ class Trainer:
         log.info("resumed from %s", resume.path)
 
     def rewind(self, bad: BadStep) -> None:
-        """Take up the newest checkpoint again, and keep away from a bad step from there on."""
+        """Go back to the newest checkpoint; from there on leave out the steps around `bad`."""
         self._unread.clear()
         with self.watchdog.phase("save"):
             self.saver.wait()
@@ -230,12 +233,15 @@ class Trainer:
         log.warning("%s at step %d: back to step %d", bad.what, bad.step, found.step)
 
     def step(self, batch: Batch, multiplier: float) -> None:
-        """One optimizer step, unless it is to be avoided. Nothing here waits for the device."""
+        """Do one optimizer step, or leave it out if it is to be avoided after a rewind.
+
+        Nothing here synchronises with the device.
+        """
         if self.position.step + 1 in self.position.avoided:
             self.advance(batch, multiplier, self.guard.pass_over())
             return
-        # Gradients are averaged over ranks; the loss is a mean over the whole global batch.
-        # A packed sequence may hold a single token, and so no target.
+        # Gradients are averaged over ranks, but the loss is a mean over the whole global batch:
+        # hence the factor. A packed sequence may hold a single token, and so no target.
         scale = self.layout.copies / max(1, batch.targets)
         loss = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(batch.micro_batches):
@@ -266,7 +272,7 @@ class Trainer:
         self.advance(batch, multiplier, judgement.seen)
 
     def advance(self, batch: Batch, multiplier: float, seen: Tensor) -> None:
-        """Move the position past `batch`; `seen` [3] is what the guard told of it."""
+        """Move the position past `batch`; `seen` [3] is the guard's `Judgement.seen`."""
         position = self.position
         position.step += 1
         position.samples += len(batch.samples)
@@ -284,9 +290,10 @@ class Trainer:
         self._unread.append((record, seen))
 
     def read_losses(self) -> None:
-        """Fetch the losses since the last call (the one wait for the device) and hand them on.
+        """Fetch the losses since the last call, review them, and emit their records.
 
-        Diverged, or Rewind, on every rank, if a bad step among them asks for it.
+        This is where the host waits for the device. Raise Diverged or Rewind, on every rank, if the
+        guard decides so for an anomalous step among them.
         """
         if not self._unread:
             return
@@ -297,7 +304,7 @@ class Trainer:
                 self.emit(told)
 
     def log_progress(self) -> None:
-        """The console line, with the speed since the last one."""
+        """Emit the records of a log line: losses, speed, epochs and finished saves."""
         self.read_losses()
         if (started := self.account.started(self.meter)) is not None:
             self.emit(started)
@@ -312,9 +319,9 @@ class Trainer:
         self.log_saves()
 
     def look(self) -> None:
-        """Validation loss and a sample, if they are due after this step.
+        """Evaluate and sample, if due after this step.
 
-        An evaluation that a stop request broke off is due again when the run goes on.
+        An evaluation that a stop request has cut short is due again when the run resumes.
         """
         step, ends = self.position.step, (0, self.plan.steps)
         if self.evaluation_due():
@@ -325,29 +332,30 @@ class Trainer:
             self.sample()
 
     def evaluation_due(self) -> bool:
-        """Whether there should be a validation loss of this step, and is none yet."""
+        """Return True if an evaluation is due after this step and was not done yet."""
         return self.evaluator is not None and evaluation_due(
             self.cfg.train, self.plan.steps, self.position
         )
 
     def evaluate(self) -> None:
-        """Validation loss, on all ranks together."""
+        """Compute the validation loss; all ranks call it together."""
         assert self.evaluator is not None
         self.read_losses()
         with self.watchdog.phase("evaluate"), self.meter.paused("evaluate"):
-            module = self.module if self.layout.sharded else self.model  # DDP would sum nothing
+            # Not through DDP, which has no gradients to sum here. FSDP2 must gather the weights.
+            module = self.module if self.layout.sharded else self.model
             record = self.evaluator.record(module, self.position.step, self.stop_wanted, self.ema)
         if record is not None:
             self.position.evaluated, self.position.eval_loss = record["step"], record["loss"]
             self.emit(record)
 
     def stop_wanted(self) -> bool:
-        """Whether to break off what takes long; also tells the watchdog that it goes on."""
+        """Return True if a stop was requested. Also resets the watchdog: call it in long loops."""
         self.watchdog.beat()
         return self.requests.stop_wanted(self.world)
 
     def sample(self) -> None:
-        """A sample, on the first rank; where it holds but a part of the model, on all together."""
+        """Generate a sample on rank 0; if the model is sharded, on all ranks together."""
         if self.sampler is not None:
             self.read_losses()
             if self.world.first or self.layout.sharded:
@@ -357,12 +365,12 @@ class Trainer:
                     self.emit(self.sampler.record(self.model, self.position.step, together))
 
     def emit(self, record: Record) -> None:
-        """Give a record to every tracker."""
+        """Log a record to every tracker."""
         for tracker in self.trackers:
             tracker.log(record)
 
     def save(self) -> None:
-        """Begin a checkpoint, all ranks together; it is written while training goes on."""
+        """Start a checkpoint, which is written in the background; all ranks call it together."""
         self.read_losses()
         step = self.position.step
         if step == self.plan.steps:
@@ -376,7 +384,8 @@ class Trainer:
                 | ({} if self.ema is None else self.ema.tensors()),
             }
             own = rng_tensors(self.world.rank, self.world.device)
-            # As of one step earlier, so that a resume can see the last step's samples again.
+            # One step earlier, so that a resume can read the last step's samples again and check
+            # their hash.
             sources = self.dataset.state(self.dataset.first_sample(max(0, step - 1)))
             schedule = self.plan.schedule
             position = self.position.to_json() | {
@@ -390,12 +399,15 @@ class Trainer:
         self.saved_step = step
 
     def flush(self) -> None:
-        """What a run that goes on from a checkpoint must find is on the disk before it."""
+        """Flush the trackers to disk; called before a checkpoint is complete.
+
+        A run that resumes from the checkpoint then finds all records up to it.
+        """
         for tracker in self.trackers:
             tracker.flush()
 
     def log_saves(self) -> None:
-        """What the saves took that have been finished since the last call."""
+        """Emit the `save` records of the saves that have finished since the last call."""
         saves = self.saver.finished()
         for save in saves:
             following, during = self.meter.slowdown(save.began, save.ended)
@@ -410,9 +422,10 @@ class Trainer:
             self.write_lead()
 
     def write_lead(self) -> None:
-        """Keep how long a step and a save take; on a full disk again after the next save.
+        """Write the lead: the time before a limit at which the run must save and stop.
 
-        Nothing waits for it: it is for the checkpoints to wait for space, or to end the run.
+        On a full disk it warns at once, and the next save writes the lead again: waiting for space,
+        or ending the run, is up to the checkpoints.
         """
         try:
             with waiting_for_space(None):

@@ -1,6 +1,6 @@
-"""Whether the best learning rate is the same at all widths: what muP is for.
+"""Learning-rate transfer: comparison of the best learning rates at different widths.
 
-Yang et al., arXiv 2203.03466, figure 1.
+With muP they should be equal (Yang et al., arXiv 2203.03466, figure 1).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dtt.runtime.dist import World
 from dtt.train.probe import Probe, at_width
 
 LAST = 0.1
-"""Share of the steps whose mean loss is the final one."""
+"""Fraction of the steps, at the end of the run, whose mean loss is the final loss."""
 
 
 def final_loss(cfg: RunConfig, width: int, lr: float, world: World) -> float:
-    """Train the run at a width and with the peak rate `lr`; infinite if it diverges.
+    """Train the run at a width with the peak rate `lr`; return its final loss in nats per token.
 
-    All other rates of `cfg.optim` keep their proportion to `optim.lr`. In nats per token.
+    All other rates of `cfg.optim` keep their proportion to `optim.lr`. The loss is infinite if the
+    run diverges.
     """
     probe = Probe(at_width(cfg, width), world)
     factor = lr / cfg.optim.lr
@@ -40,14 +41,14 @@ class Optimum:
     lr: float
     loss: float
     bracketed: bool
-    """Whether higher and lower rates were tried, too; if not, the best may lie further out."""
+    """True if higher and lower rates were tried, too; if not, the optimum may lie outside."""
 
 
 def optimum(losses: Mapping[float, float]) -> Optimum:
-    """Of final losses by learning rate: the lowest point of a parabola over log2(rate).
+    """Return the optimum of final losses by learning rate: the minimum of a parabola in log2(rate).
 
-    It goes through the lowest loss and its neighbours; where one of them diverged, or at the end of
-    the grid, it is the lowest loss itself.
+    The parabola goes through the lowest loss and its two neighbours. If one of them diverged, or at
+    an end of the grid, the optimum is the lowest loss itself.
     """
     rates = sorted(losses)
     best = min(range(len(rates)), key=lambda i: losses[rates[i]])
@@ -61,12 +62,12 @@ def optimum(losses: Mapping[float, float]) -> Optimum:
 
 
 def drift(optima: Mapping[int, Optimum]) -> float:
-    """Octaves between the lowest and the highest of the best rates."""
+    """Return the octaves (log2 of the ratio) between the lowest and the highest best rate."""
     rates = [one.lr for one in optima.values()]
     return math.log2(max(rates) / min(rates))
 
 
 def power(optima: Mapping[int, Optimum]) -> float:
-    """The p of width^p, as which the best rate goes; `optima` are by width."""
+    """Return p of the fit lr ~ width^p to the best rates; `optima` are by width."""
     widths = [math.log(width) for width in optima]
     return linear_regression(widths, [math.log(one.lr) for one in optima.values()]).slope

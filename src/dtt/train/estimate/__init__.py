@@ -1,2 +1,2 @@
-"""What a run will take, in formulas: memory, communication, time. Nothing is built or measured.
+"""Estimates of a run's memory, communication and time by formulas, without building a model.
 May touch: data, model, optim, parallel, as the rest of train."""

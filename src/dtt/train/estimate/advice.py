@@ -1,4 +1,4 @@
-"""What to change so that a run fits: tried one after the other, the smallest step first."""
+"""Search for the smallest change of the configuration with which a run fits in memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dtt.train.estimate.case import Case, make_case
 from dtt.train.estimate.memory import fits
 
 Change = dict[str, Any]
-"""Values by key, as `train.micro_batch`; `nodes` is the number of nodes."""
+"""New values by key, as `train.micro_batch`; the key `nodes` is the number of nodes."""
 MOST_NODES = 4096
 
 
 def remedy(case: Case) -> Change | None:
-    """The smallest change with which the run fits, as the formulas have it; None: there is none.
+    """Return the smallest change with which the run fits by the formulas; None if there is none.
 
-    In this order: a smaller micro-batch; selective, then full remat; weights spread over all
-    devices; gradients summed over these after each micro-batch; tensor parallelism within a node;
-    each alone, then each with those before it; then twice the nodes, and so on, with all of that.
+    The candidates, in this order: a smaller micro-batch; selective, then full remat; weights
+    sharded over all devices; gradients reduce-scattered after each micro-batch; tensor parallelism
+    within a node. Each is tried alone, then each with all of those before it; then twice the nodes,
+    four times, and so on, alone and with all of the above.
     """
     for change in _changes(case):
         changed = changed_by(case, change)
@@ -31,7 +32,7 @@ def remedy(case: Case) -> Change | None:
 
 
 def changed_by(case: Case, change: Change) -> Case | None:
-    """The run with a change; None where that does not fit its sizes."""
+    """Return the case with a change applied; None if the sizes of the run do not allow it."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in change.items():
         if key != "nodes":
@@ -54,7 +55,7 @@ def _changes(case: Case) -> Iterator[Change]:
     kinds = [list(choice) for choice in choices]
     for kind in kinds:
         yield from kind
-    # With the strongest of every kind before it.
+    # Now together with the strongest change of every kind before it.
     before: Change = {}
     for kind in kinds:
         for change in kind:
@@ -102,7 +103,7 @@ def _tensor(case: Case) -> Iterator[Change]:
 
 
 def described(case: Case, change: Change) -> str:
-    """As it would be typed."""
+    """Return the command-line arguments for a change; values that stay the same are left out."""
     now = {"nodes": case.nodes, "train.remat_every": case.cfg.train.remat_every}
     said = {key: value for key, value in change.items() if now.get(key) != value}
     return " ".join(f"--nodes {v}" if key == "nodes" else f"{key}={v}" for key, v in said.items())

@@ -1,4 +1,4 @@
-"""What the formulas go by: a configuration, resolved for so many devices of a kind."""
+"""Inputs of the formulas: a configuration resolved for a number of devices of one kind."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from dtt.train.precision import Precision, choose
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter."""
+    """A parameter of the model."""
 
     name: str
     shape: tuple[int, ...]
     optimizer: str
     """`muon` or `adamw`."""
     split: tuple[int, ...] | None
-    """Rows of each matrix in it, if Muon takes it as several."""
+    """Rows of each matrix in the parameter, if Muon treats it as several."""
     part: tuple[int, ...]
-    """What tensor parallelism leaves of the shape."""
+    """Shape of the shard under tensor parallelism."""
 
     @property
     def numel(self) -> int:
-        """Its numbers."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def in_block(self) -> bool:
-        """Whether it is gathered with a block, not with what is outside of them."""
+        """True if FSDP2 gathers it with a block, False if with the parameters outside of blocks."""
         return self.name.startswith("layers.")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on a mesh."""
+    """A run on a mesh of devices of one kind."""
 
     cfg: RunConfig
     gpu: Gpu
@@ -62,48 +62,50 @@ class Case:
     precision: Precision
     stages: Stages
     steps: int
-    """Of the run, as far as is known."""
+    """Steps of the run."""
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices on all nodes."""
         return self.nodes * self.gpus_per_node
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks are."""
+        """True if blocks are compiled."""
         wanted = self.cfg.train.compile
         return self.gpu.kind == "cuda" if wanted is None else wanted
 
     @property
     def weight_bytes(self) -> int:
-        """Of a weight, of its gradient, and of a number that an optimizer keeps for it."""
+        """Bytes of one element of a weight, of its gradient and of its optimizer state."""
         return self.precision.weights.itemsize
 
     @property
     def product_bytes(self) -> int:
-        """Of a number in a matrix product."""
+        """Bytes of one element in the compute dtype."""
         return self.precision.products.itemsize
 
     @property
     def autocast(self) -> bool:
-        """Whether what is multiplied is cast first."""
+        """True if weights are cast to another compute dtype."""
         return self.weight_bytes != self.product_bytes
 
     @property
     def stream_bytes(self) -> int:
-        """Of a number in the residual stream, which has the dtype of the products."""
+        """Bytes of one element of the residual stream, which has the compute dtype."""
         return self.product_bytes
 
     @property
     def spread(self) -> int:
-        """Devices over which FSDP2 spreads each weight."""
+        """Number of devices over which FSDP2 shards each weight."""
         return self.sizes.shard * self.sizes.context
 
     @property
     def sequences(self) -> int:
-        """Of a global batch that a device reads with others of its tensor and context group, at
-        the end of the run."""
+        """Sequences of a global batch per data-parallel group, at the end of the run.
+
+        The devices of a tensor and context group read them together.
+        """
         return self.stages.at(self.steps - 1).sequences // self.sizes.data
 
     @property
@@ -113,23 +115,23 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Forward passes in a step."""
+        """Forward passes in a step (gradient accumulation)."""
         return -(-self.sequences // self.micro_batch)
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Whether each device adds up the gradients of all weights, though it holds a part."""
+        """True if each device accumulates unsharded gradients, although it holds a shard."""
         late = self.cfg.parallel.reduce == "last"
         return self.sizes.sharded and self.accumulation > 1 and late
 
     @property
     def tokens(self) -> int:
-        """Of a forward pass on one device; those of a tensor group share them."""
+        """Tokens of a forward pass on one device; the devices of a tensor group share them."""
         return self.micro_batch * self.cfg.train.seq_len // self.sizes.context
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """All parameters."""
+        """All parameters of the model."""
         with torch.device("meta"):
             model = Decoder(self.arch)
         parameters = dict(model.named_parameters())
@@ -146,13 +148,15 @@ class Case:
         )
 
     def held(self, weights: Iterable[Weight]) -> int:
-        """Numbers of these that a device keeps. FSDP2 cuts the first dimension into parts of one
-        size, of which the last ones may hold less: the first device's."""
+        """Return the number of elements of `weights` that the first device keeps.
+
+        FSDP2 cuts the first dimension into chunks of one size; the last devices may have less.
+        """
         return sum(-(-w.part[0] // self.spread) * prod(w.part[1:]) for w in weights)
 
     @property
     def block(self) -> list[Weight]:
-        """The weights of one block; those of all are alike."""
+        """The weights of one block; all blocks have the same shapes."""
         return [weight for weight in self.weights if weight.name.startswith("layers.0.")]
 
     @property
@@ -162,12 +166,12 @@ class Case:
 
     @property
     def muons(self) -> list[Weight]:
-        """Those that Muon takes."""
+        """The weights that Muon updates."""
         return [weight for weight in self.weights if weight.optimizer == "muon"]
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        """Those that Muon updates, with their owners, as the optimizer shares them out."""
+        """The matrices that Muon updates, with the owners that the optimizer assigns."""
         found: list[Matrix] = []
         for weight in self.muons:
             spread = Spread({}, {}, self.held([weight]) / weight.numel)
@@ -177,21 +181,24 @@ class Case:
 
     @property
     def muon(self) -> MuonConfig | None:
-        """Its settings."""
+        """The settings of Muon; None without it."""
         return self.cfg.optim if isinstance(self.cfg.optim, MuonConfig) else None
 
 
 def numbers(weights: Iterable[Weight]) -> int:
-    """In these, of one device of each tensor group together with those that it shards with."""
+    """Return the number of elements of one tensor-parallel shard of `weights`, before FSDP2."""
     return sum(prod(weight.part) for weight in weights)
 
 
 ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
-"""Matrices whose columns tensor parallelism divides, as those before them have its rows."""
+"""Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""
 
 
 def _part(name: str, shape: Sequence[int], tensor: int) -> tuple[int, ...]:
-    """As `dtt.parallel.tensor.plan` has it: norms, and biases of what is summed, are whole."""
+    """Return the shape of a tensor-parallel shard, as `dtt.parallel.tensor.plan` makes it.
+
+    Norms, and the biases of outputs that are summed over the group, are replicated.
+    """
     first, *rest = shape
     if name.endswith(ROWS_WHOLE):
         return first, rest[0] // tensor
@@ -203,7 +210,7 @@ def _part(name: str, shape: Sequence[int], tensor: int) -> tuple[int, ...]:
 def make_case(
     cfg: RunConfig, gpu: Gpu, nodes: int, gpus_per_node: int, vocab_size: int, steps: int
 ) -> Case:
-    """Of a run of `steps` steps; ConfigError where the sizes do not fit each other."""
+    """Make the case of a run of `steps` steps; raise ConfigError if its sizes are incompatible."""
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
     arch = scaled(cfg, vocab_size).arch
     fit.check_batches(cfg.train, sizes.data)
@@ -214,5 +221,5 @@ def make_case(
 
 def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:
     if cfg.train.precision == "auto" and gpu.kind == "cuda":
-        return Precision.BF16  # which all of GPUS multiply natively
+        return Precision.BF16  # native on all of GPUS
     return choose(cfg.train.precision, torch.device("cpu"))

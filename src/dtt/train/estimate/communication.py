@@ -1,9 +1,10 @@
-"""What one device receives in a step, by kind, in bytes; and how long that takes. Of Muon's
-matrices what the busiest device receives, or sends if that is more.
+"""Bytes that one device receives in a step, by kind of communication, and their duration.
 
-Of n devices that gather or reduce-scatter a tensor of b bytes each receives b (n - 1) / n, of those
-that all-reduce it twice that: it is a reduce-scatter and a gather (Patarasuk & Yuan, 2009). So many
-bytes are the least possible, and what rings do.
+For Muon, the bytes are those of the busiest device: what it receives, or sends if that is more.
+
+In an all-gather or reduce-scatter of a tensor of b bytes over n devices, each device receives
+b (n - 1) / n bytes; in an all-reduce, which is a reduce-scatter and an all-gather, twice that
+(Patarasuk & Yuan, 2009). This is the minimum, and ring algorithms attain it.
 """
 
 from __future__ import annotations
@@ -16,43 +17,46 @@ from dtt.train.estimate.case import Case, numbers
 
 FP32 = 4
 LINK = 0.8
-"""Share of a link's speed that collectives of large tensors reach."""
+"""Fraction of a link's bandwidth that collectives of large tensors reach."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind, all of a step together."""
+    """The communication of one kind in a step."""
 
     kind: str
     bytes: float
-    """That a device receives."""
+    """Bytes that a device receives in a step."""
     seconds: float
     hidden: bool
-    """Whether it can go on while products are computed."""
+    """True if it can overlap with computation."""
 
 
 def exchanges(case: Case) -> list[Exchange]:
-    """All kinds that there are; of whatever n - 1 is 0 there is none."""
+    """Return the kinds of communication in a step, without those over a single device."""
     found = [*_data_parallel(case), *_tensor_parallel(case), *_context_parallel(case)]
     return [one for one in [*found, *_muon(case)] if one.bytes]
 
 
 def _exchange(case: Case, kind: str, size: float, n: int, stride: int, *, hidden: bool) -> Exchange:
-    """Of `size` bytes among n devices, `stride` apart in the order of ranks."""
+    """Return the communication of `size` bytes over n devices that are `stride` ranks apart."""
     received = size * (n - 1) / n
     return Exchange(kind, received, received / _link(case, n * stride), hidden)
 
 
 def _link(case: Case, ranks: int) -> float:
-    """Bytes per second between devices among so many ranks, one after the other."""
+    """Return the bytes per second between devices of a group that spans `ranks` adjacent ranks."""
     return LINK * (case.gpu.within if ranks <= case.gpus_per_node else case.gpu.between)
 
 
 def _data_parallel(case: Case) -> Iterator[Exchange]:
-    """FSDP2 gathers weights as products take them: of blocks in the forward pass, and once more in
-    the backward pass if they were let go, of what is outside of blocks once; in every micro-batch.
-    With the last, or with each, it reduce-scatters gradients in fp32; it all-reduces the parts over
-    copies (HSDP). DDP all-reduces all gradients."""
+    """Yield the communication of FSDP2, HSDP or DDP.
+
+    FSDP2 all-gathers weights in the compute dtype in every micro-batch: those outside of blocks
+    once, those of blocks in the forward pass, and in the backward pass again if they were resharded
+    in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
+    all-reduces the shards over replicas (HSDP). DDP all-reduces all gradients.
+    """
     sizes, weights = case.sizes, numbers(case.weights)
     inner = sizes.tensor
     if not sizes.sharded:
@@ -72,9 +76,13 @@ def _data_parallel(case: Case) -> Iterator[Exchange]:
 
 
 def _tensor_parallel(case: Case) -> Iterator[Exchange]:
-    """Each block gathers the tokens of the group twice, [N, D], and reduce-scatters them twice;
-    the backward pass does the reverse. So do the embedding and the last norm, once each. Full
-    remat does those of the forward pass again, but for the last, after which nothing is kept."""
+    """Yield the communication of tensor parallelism.
+
+    Each block all-gathers the tokens of the group, [N, D], twice and reduce-scatters them twice;
+    the backward pass does the reverse. The embedding and the last norm do so once each. Full remat
+    repeats the collectives of a block's forward pass except the last one, after which nothing is
+    kept.
+    """
     again = 3 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0
     times = case.arch.n_layers * (8 + again) + 4
     size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
@@ -82,8 +90,11 @@ def _tensor_parallel(case: Case) -> Iterator[Exchange]:
 
 
 def _context_parallel(case: Case) -> Iterator[Exchange]:
-    """Each layer gathers keys and values of the whole sequence, and reduce-scatters their
-    gradients; with full remat it gathers twice."""
+    """Yield the communication of context parallelism.
+
+    Each layer all-gathers the keys and values of the whole sequence, and reduce-scatters their
+    gradients; with full remat it all-gathers twice.
+    """
     arch, sizes = case.arch, case.sizes
     width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
     repeats = 2 + (1 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
@@ -93,6 +104,6 @@ def _context_parallel(case: Case) -> Iterator[Exchange]:
 
 
 def _muon(case: Case) -> Iterator[Exchange]:
-    """Parts of matrices to their owners, and back."""
+    """Yield the all-to-alls of Muon: parts of matrices to their owners, and updates back."""
     size = muon.exchanged(case)
     yield Exchange("Muon's matrices", size, size / _link(case, case.devices), hidden=True)

@@ -1,4 +1,4 @@
-"""How long a step takes, and the run: from operations, bytes and the speeds of a device."""
+"""Estimated duration of a step and of the run, from FLOPs, bytes and the speed of a device."""
 
 from __future__ import annotations
 
@@ -12,51 +12,56 @@ from dtt.train.estimate.communication import Exchange, exchanges
 from dtt.train.precision import Precision
 
 ACHIEVED = {"cuda": {True: 0.454, False: 0.392}, "cpu": {True: 0.6, False: 0.4}}
-"""Share of the bf16 (or fp32) peak that forward and backward passes, remat included, reach between
-exchanges, with compiled blocks and without. On a GPU it is fitted to what `SOURCE` publishes: 6,667
-tokens/s per GPU with torch.compile, 5,762 without (bf16, sequences of 8,192, FSDP2, selective
-remat, a local batch of 2, H100 limited to 500 W). GPUs with more power reach more: an H200 0.7 with
-full remat (KempnerForge). Models below 1B reach less. On a CPU it is a guess."""
+"""Fraction of the bf16 (or fp32) peak that forward and backward passes, remat included, reach apart
+from communication, with compiled blocks (True) and without (False). The GPU values are fitted to
+the results of `SOURCE`: 6,667 tokens/s per GPU with torch.compile, 5,762 without (bf16, sequences
+of 8,192 tokens, FSDP2, selective remat, local batch 2, H100 limited to 500 W). GPUs with more power
+reach more: an H200 reaches 0.7 with full remat (KempnerForge). Models below 1B reach less. The CPU
+values are guesses."""
 FP8 = 1.28
-"""Speed of a step in fp8 beside bf16, fitted to the 8,532 tokens/s per GPU of `SOURCE`."""
+"""Speed of a step in fp8 relative to bf16, fitted to the 8,532 tokens/s per GPU of `SOURCE`."""
 SOURCE = "torchtitan for Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md)"
 NEWTON_SCHULZ = 0.4
-"""The same of Muon's orthogonalisation, whose matrices are smaller."""
+"""Fraction of the peak that Muon's orthogonalisation reaches; its matrices are smaller."""
 LEAD_SECONDS = 120
-"""Before a time limit, when a run saves and stops, unless `launch.lead_seconds` says otherwise."""
+"""Seconds before a time limit at which a run saves and stops, without `launch.lead_seconds`."""
 START_SECONDS = 120
-"""From the start of a job to its first step, with compilation."""
+"""Seconds from the start of a job to its first step, with compilation."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, by what for."""
+    """The estimated duration of a step, in seconds, by part."""
 
     compute: float
+    """Forward and backward passes, remat included."""
     optimizer: float
     exposed: float
-    """Exchanges that nothing hides."""
+    """Communication that computation does not hide."""
     exchanges: list[Exchange]
     flops: float
-    """Of the model, on all devices."""
+    """FLOPs of the model in a step, on all devices."""
 
     peak: float
     """FLOP/s of all devices, for MFU."""
 
     @property
     def seconds(self) -> float:
-        """In all."""
+        """Duration of the step."""
         return self.compute + self.optimizer + self.exposed
 
     @property
     def mfu(self) -> float:
-        """The model's operations, not those of remat and optimizer, over what the peak allows."""
+        """Model FLOPs utilization: FLOPs of remat and of the optimizer do not count."""
         return self.flops / (self.seconds * self.peak)
 
 
 def step_of(case: Case) -> Step:
-    """Products of a step over the share of the peak that is reached; FSDP2 and DDP exchange beside
-    them, as far as there is time, tensor and context parallelism do not."""
+    """Return the estimate of a step.
+
+    The communication of FSDP2, DDP and Muon overlaps with computation as far as that lasts;
+    that of tensor and context parallelism does not.
+    """
     train, arch = case.cfg.train, case.arch
     tokens = case.sequences * case.sizes.data * train.seq_len
     per_token = count.flops_per_token(arch, train.seq_len)
@@ -70,14 +75,17 @@ def step_of(case: Case) -> Step:
 
 
 def achieved(case: Case) -> float:
-    """Return the share of the peak for bf16 (fp32 for fp32) that products are assumed to reach."""
+    """Return the fraction of the bf16 peak (fp32: of the fp32 peak) that compute should reach."""
     share = ACHIEVED[case.gpu.kind][case.compiled]
     return share * FP8 if case.precision is Precision.FP8 else share
 
 
 def _again(case: Case) -> float:
-    """Share of a step's operations that remat adds: of the blocks' third that is the forward pass,
-    all or about half."""
+    """Return the FLOPs that remat adds to a step, as a fraction of the model's FLOPs.
+
+    The forward pass of blocks is a third of their FLOPs; full remat repeats all of it, selective
+    remat about half.
+    """
     train, arch = case.cfg.train, case.arch
     if train.remat == "none":
         return 0.0
@@ -87,8 +95,12 @@ def _again(case: Case) -> float:
 
 
 def _optimizer(case: Case, peak: float) -> float:
-    """AdamW reads and writes memory: weight, gradient, two moments, and of all but the gradient the
-    new ones, 7 numbers a weight, Muon about as many. All wait for the busiest owner of matrices."""
+    """Return the seconds of the optimizer step.
+
+    AdamW is bound by memory bandwidth: per weight it reads weight, gradient and two moments, and
+    writes all but the gradient, 7 numbers in total. Muon moves about the same. All devices wait for
+    the one that orthogonalises most.
+    """
     moved = 7 * case.weight_bytes * case.held(case.weights) / case.gpu.bandwidth
     if case.muon is None:
         return moved
@@ -100,16 +112,21 @@ def _optimizer(case: Case, peak: float) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """The run as a whole."""
+    """The estimated duration of the whole run."""
 
     seconds: float
-    """Of steps and evaluations, until the end."""
+    """Seconds of all steps and evaluations."""
     slices: int | None
-    """Jobs of `launch.time` that it takes; None: there is no limit."""
+    """Number of Slurm jobs of `launch.time` that the run takes; None if there is no time limit, or
+    if the limit leaves no time to train."""
 
 
 def run_of(case: Case, one: Step) -> Run:
-    """Evaluations are forward passes, a third of the operations; saves go on beside training."""
+    """Return the estimate of the run, given that of a step at its end.
+
+    Evaluations are forward passes, with a third of the FLOPs of a step. Saves overlap with
+    training and are not counted.
+    """
     train, stages = case.cfg.train, case.stages
     tokens = stages.tokens_before(case.steps)
     per_token = one.seconds / stages.batch_tokens(case.steps - 1)

@@ -1,4 +1,4 @@
-"""What GPUs have, by name: memory, speed, links. Of the vendors' data sheets."""
+"""Memory, speed and links of GPUs by name, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device to plan for; bytes, FLOP/s (dense) and bytes/s."""
+    """A device to plan for, in bytes, FLOP/s (dense) and bytes/s."""
 
     name: str
     memory: int
-    """What a process can have of it."""
+    """Memory that a process can use."""
     bf16: float
+    """Peak in bf16."""
     fp32: float
+    """Peak in fp32."""
     bandwidth: float
-    """Of its memory."""
+    """Memory bandwidth."""
     within: float
-    """To another device of the node, one way."""
+    """Bandwidth to another device of the node, one way."""
     between: float
-    """Its share of the node's network, one way."""
+    """Share of the bandwidth of the node's network, one way."""
     kind: Literal["cuda", "cpu"] = "cuda"
 
 
 def _gpu(
     name: str, gib: float, fp32: float, terabytes: float, within: float, between: float
 ) -> Gpu:
-    """GiB, TFLOP/s, TB/s, GB/s, GB/s; the bf16 peak is where MFU has it from."""
+    """Make a GPU from GiB, TFLOP/s, TB/s, GB/s, GB/s; its bf16 peak is the one that MFU uses."""
     bf16 = peak_by_name(name)
     assert bf16 is not None, name
     return Gpu(
@@ -43,8 +45,8 @@ def _gpu(
     )
 
 
-# Links within: NVLink 4 and 5, Infinity Fabric, PCIe 4. Between: 400 Gbit/s for each GPU in H100,
-# H200, B200 and MI300X nodes, 200 in A100 nodes, 100 and 25 in those that are not made for it.
+# Links within a node: NVLink 3 to 5, Infinity Fabric, PCIe 4. Between nodes: 400 Gbit/s for each
+# GPU in H100, H200, B200 and MI300X nodes, 200 in A100 nodes, 100 in L40S nodes, 25 with RTX 4090.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -60,12 +62,15 @@ GPUS = {
 }
 ALSO = {"A100": "A100-80", "4090": "RTX 4090"}
 CPU_BYTES_PER_SECOND = 10e9
-"""Of memory and of links between processes: a guess, as it takes long to measure."""
+"""Bandwidth of a CPU's memory and of links between processes: a guess, as measuring takes long."""
 
 
 def find(name: str, processes: int) -> Gpu:
-    """The GPU of that name; `cpu`: this machine's, of whose memory and cores each of so many
-    processes on it has its share. ConfigError names those that are known."""
+    """Return the GPU of that name; `cpu` is an equal share of this machine for each process.
+
+    `processes` is the number of processes on this machine. Raise ConfigError, which lists the known
+    names, for any other name.
+    """
     if name.lower() == "cpu":
         return _this_cpu(processes)
     known = {gpu.lower(): GPUS[gpu] for gpu in GPUS}
@@ -78,7 +83,7 @@ def find(name: str, processes: int) -> Gpu:
 
 
 def here() -> str:
-    """The name that `find` takes of this machine's GPU; `cpu` where there is none that is known."""
+    """Return the name of this machine's GPU for `find`; `cpu` if it has none that is known."""
     if not torch.cuda.is_available():
         return "cpu"
     device = torch.cuda.get_device_name()

@@ -1,8 +1,8 @@
-"""What one device holds at the worst moment of a step, by part, in bytes.
+"""Estimated peak memory of one device in a step, by part, in bytes.
 
-Shapes: D dim, F ffn_dim, Q = heads * head_dim, K = key/value heads * head_dim, V vocabulary, N the
-tokens of a forward pass on one device. e is the size of a number in products, r of one in the
-residual stream, w of a weight.
+Shapes: D dim, F ffn_dim, Q = heads * head_dim, K = key/value heads * head_dim, H heads, V
+vocabulary, N the tokens of a forward pass on one device. Sizes of an element in bytes: e in the
+compute dtype, r in the residual stream, w of a weight.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from dtt.train.estimate.case import Case, numbers
 FP32 = 4
 GIB = 2**30
 OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}
-"""Of a process before it holds a tensor: on a GPU the context and the buffers of cuBLAS and NCCL,
-on a CPU Python and torch."""
+"""Bytes that a process takes before it holds a tensor: on a GPU the CUDA context and the buffers of
+cuBLAS and NCCL, on a CPU Python and torch."""
 SPARE = {"cuda": 0.05, "cpu": 0.1}
-"""Share of the device's memory that must stay free: what lies between tensors is lost, and on a
-CPU there is a system, too."""
+"""Fraction of the device's memory that must stay free: for fragmentation and, on a CPU, for the
+system."""
 BATCHES = 4
-"""Of a step that are there at once: the current one, and those that are made ahead."""
+"""Batches of a step held at once: the current one, and the prefetched ones."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The parts at the worst moment; their sum is the peak."""
+    """Memory held at one moment of a step, by part, in bytes."""
 
     moment: str
     parts: dict[str, int]
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Sum of the parts."""
         return sum(self.parts.values())
 
 
 def fits(case: Case) -> bool:
-    """Whether the peak leaves the device what it needs."""
+    """Return True if the peak leaves the share `SPARE` of the device's memory free."""
     return memory(case).total <= (1 - SPARE[case.gpu.kind]) * case.gpu.memory
 
 
 def memory(case: Case) -> Memory:
-    """The worst of the moments."""
+    """Return the memory at the moment of the peak."""
     return max(moments(case), key=lambda one: one.total)
 
 
 def moments(case: Case) -> list[Memory]:
-    """The loss, the backward pass of the last block, its end, the optimizer's step.
+    """Return the memory at each moment that can be the peak.
 
-    Weights, optimizer state and average are there all the time. Activations grow through the
-    forward pass, gradients through the backward pass, as activations go: in between both are less
-    than at one of its ends. So the peak is at one of these moments.
+    Weights, optimizer state and EMA are there all the time. Activations grow through the forward
+    pass; in the backward pass they shrink while gradients grow, so that their sum is largest at one
+    of its ends. The peak is therefore at the loss, in the first or last blocks of the backward
+    pass, at its end, or in the optimizer's step.
     """
     always, last = persistent(case), case.arch.n_layers - 2
     return [
@@ -72,7 +73,7 @@ def moments(case: Case) -> list[Memory]:
 
 
 def persistent(case: Case) -> dict[str, int]:
-    """What is there from the first step to the last."""
+    """Return the memory held from the first step to the last, by part."""
     held = case.held(case.weights)
     parts = {
         "parameters": case.weight_bytes * held,
@@ -86,7 +87,10 @@ def persistent(case: Case) -> dict[str, int]:
 
 
 def optimizer_state(case: Case) -> int:
-    """AdamW keeps two moments of every weight; Muon one, and NorMuon a number for each row."""
+    """Return the bytes of optimizer state on one device.
+
+    AdamW keeps two moments per weight, Muon one, and NorMuon another number per row.
+    """
     muon = case.held(case.muons)
     adamw = case.held(case.weights) - muon
     rows = 0
@@ -100,7 +104,10 @@ def _normuon(case: Case) -> bool:
 
 
 def checkpoint_bytes(case: Case) -> int:
-    """Weights, optimizer state and average, of the whole model; AdamW also counts its steps."""
+    """Return the bytes of a checkpoint: weights, optimizer state and EMA of the whole model.
+
+    The step counts that AdamW keeps are too small to count.
+    """
     adamw = sum(prod(w.shape) for w in case.weights if w.optimizer == "adamw")
     muon = sum(prod(w.shape) for w in case.muons)
     rows = sum(w.shape[0] for w in case.muons) if _normuon(case) else 0
@@ -109,7 +116,7 @@ def checkpoint_bytes(case: Case) -> int:
 
 
 def checkpoints_at_once(case: Case) -> int:
-    """Most that there ever are: those that rules keep, and one that is being written."""
+    """Return the maximum number of checkpoints on disk: those kept, and one being written."""
     rules = case.cfg.checkpoint
     forever = case.steps // rules.keep_every if rules.keep_every else 0
     kept = rules.keep_last + rules.keep_best + forever
@@ -117,24 +124,23 @@ def checkpoints_at_once(case: Case) -> int:
 
 
 def kept_by_block(case: Case) -> int:
-    """Activations that one block keeps for its backward pass, bytes; nothing is recomputed.
+    """Return the bytes of activations that one block keeps for its backward pass, without remat.
 
-    What autograd keeps is the inputs of each operation whose gradient needs them:
+    Autograd saves the inputs of each operation whose gradient needs them. Bytes per token:
 
-        norm       its input (LayerNorm in r, RMSNorm in fp32) and, of torch's RMSNorm on a CPU,
-                   the normed input, too: 4D + 4D
-        q, k, v    their input, eD; under autocast a copy for each, as it casts for each
+        norm       its input (LayerNorm in r, RMSNorm in fp32) and, for torch's RMSNorm on a CPU,
+                   the normalised input as well: 4D + 4D
+        q, k, v    their input, eD; under autocast a copy for each, because each one casts it
         attention  q, k and v after rotation, the output, logsumexp: e(2Q + 2K) + 4H
-        o          its input: the output of attention with heads side by side, a copy where
-                   rotation has laid it out by head: eQ
-        MLP        its input as with q, k, v; F times e of gate, up, silu(gate) and their product,
-                   or of up and gelu(up)
+        o          its input, the output of attention with heads concatenated: a copy, eQ, if
+                   rotation has laid the output out by head
+        MLP        its input as for q, k, v; eF for each of gate, up, silu(gate) and their product,
+                   or for each of up and gelu(up)
 
-    With qk_norm and sandwich norms there are norms of Q + K, and of D twice more. A compiled block
-    computes norms and activations again, which costs next to nothing, and keeps what products gave
-    and take: rD + e(5D + 2Q...), of which the formulas below are the list. Under autocast the
-    weights' casts are kept, too, as long as the graph is: those of the whole model are counted in
-    `_casts`.
+    qk_norm adds norms of Q + K, sandwich norms two more norms of D. A compiled block recomputes
+    norms and activation functions, which costs almost nothing, and keeps only the inputs and
+    outputs of matrix products: the branch for `case.compiled` lists them. Under autocast, the casts
+    of weights are kept as long as the graph, too: `_casts` counts those of the whole model.
     """
     arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
     t = case.sizes.tensor
@@ -145,7 +151,7 @@ def kept_by_block(case: Case) -> int:
     gathered = k * case.sizes.context
     attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
     if case.compiled:
-        own = r * d + e * d + (e * d if arch.sandwich_norm else 0)  # of a share of the tokens
+        own = r * d + e * d + (e * d if arch.sandwich_norm else 0)  # each device has n / t tokens
         whole = 2 * e * d + attention + e * f * (3 if gated else 2)
         return n * own // t + n * (whole + (e * (q + k) if arch.qk_norm else 0))
     norms = (4 if arch.sandwich_norm else 2) * _norm(case, d)
@@ -157,7 +163,10 @@ def kept_by_block(case: Case) -> int:
 
 
 def _norm(case: Case, width: int, size: int | None = None) -> int:
-    """Bytes that a norm of `width` numbers (of `size` bytes; as the stream) keeps for a token."""
+    """Return the bytes per token that a norm of `width` elements keeps.
+
+    `size` is the size of an element in bytes; None: as in the residual stream.
+    """
     size = size or case.stream_bytes
     if case.arch.norm == "layernorm":
         return (FP32 if _wide_layernorm(case) else size) * width + 2 * FP32
@@ -165,21 +174,23 @@ def _norm(case: Case, width: int, size: int | None = None) -> int:
 
 
 def _cast_for_each(case: Case) -> bool:
-    """Whether norms give fp32 where products take bf16: autocast then casts for each product.
+    """Return True if norms return fp32 and autocast casts their output for each matrix product.
 
-    Tensor parallelism casts once, before tokens are gathered.
+    With tensor parallelism it is cast once, before tokens are all-gathered.
     """
     return _wide_layernorm(case) and case.sizes.tensor == 1
 
 
 def _wide_layernorm(case: Case) -> bool:
-    """Whether LayerNorm works in fp32 whatever it gets: under autocast, on a GPU."""
+    """Return True if LayerNorm computes in fp32 whatever its input: under autocast, on a GPU."""
     return case.autocast and case.arch.norm == "layernorm" and case.gpu.kind == "cuda"
 
 
 def _kept_again(case: Case) -> int:
-    """Activations of a block that `train.remat` applies to: its input; if selective also what
-    attention, every second product (q, v, gate or up, down) and exchanges give: tokens gathered
+    """Return the bytes of activations that a block with `train.remat` keeps.
+
+    Full remat keeps the input of the block. Selective remat also keeps the outputs of attention, of
+    every second matrix product (q, v, gate or up, down) and of collectives: tokens all-gathered
     twice and reduce-scattered twice (tensor parallelism), keys and values (context parallelism).
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
@@ -196,8 +207,11 @@ def _kept_again(case: Case) -> int:
 
 
 def _kept_both_times(case: Case) -> int:
-    """Of what a block keeps once it is computed again, what it has kept all along: with selective
-    remat v, gate or up, what attention gave, and tokens that were gathered."""
+    """Return the bytes counted both by `kept_by_block` and `_kept_again`.
+
+    When selective remat recomputes a block, it has kept v, gate or up, the output of attention and
+    the all-gathered tokens all along.
+    """
     if case.cfg.train.remat != "selective":
         return 0
     arch, t = case.arch, case.sizes.tensor
@@ -208,7 +222,7 @@ def _kept_both_times(case: Case) -> int:
 
 
 def activations(case: Case, blocks: int) -> int:
-    """What the first so many blocks keep."""
+    """Return the bytes of activations that the first `blocks` blocks keep."""
     kept = kept_by_block(case)
     if case.cfg.train.remat == "none":
         return blocks * kept
@@ -217,18 +231,19 @@ def activations(case: Case, blocks: int) -> int:
 
 
 def _loss(case: Case) -> tuple[int, int]:
-    """What the loss leaves for the backward pass, and what it takes for itself meanwhile.
+    """Return the bytes that the loss leaves for the backward pass, and those it needs itself.
 
-    Its gradients: of the head in fp32, 4VD, of the hidden states, eND. Meanwhile the logits of a
-    chunk in e, which become their gradient; then a block of them in fp32 (on a CPU first a copy of
-    the logits), or, in e, the chunk's part of the head's gradient, unless that is added up in one.
+    It leaves its gradients: 4VD of the head, in fp32, and eND of the hidden states. Itself it needs
+    the hidden states and the logits of a chunk in e, which become their gradient; in addition the
+    larger of a block of logits in fp32 (on a CPU in bf16, twice that: the logits are copied first)
+    and the chunk's gradient of the head in e, unless that is accumulated in place.
     """
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
     on_gpu = case.gpu.kind == "cuda"
     logits = min(n, chunk_rows(rows, case.gpu.memory if on_gpu else None)) * rows
     left = FP32 * rows * arch.dim + e * n * arch.dim
-    # Compiled for a GPU, no block of logits is ever there in fp32.
+    # Compiled for a GPU, the kernel never stores a block of logits in fp32.
     wide = 0 if on_gpu and case.compiled else FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
@@ -238,8 +253,11 @@ def _loss(case: Case) -> tuple[int, int]:
 
 
 def _casts(case: Case) -> int:
-    """Weights in the type of products, which autocast keeps for a forward and backward pass; where
-    FSDP2 gathers them they are in it already, and compiled blocks cast again."""
+    """Return the bytes of weights in the compute dtype that autocast keeps until the backward pass.
+
+    None with FSDP2, which all-gathers weights in that dtype. Compiled blocks cast again instead of
+    keeping the casts.
+    """
     if not case.autocast or case.sizes.sharded:
         return 0
     head = case.arch.vocab_size * case.arch.dim
@@ -248,7 +266,11 @@ def _casts(case: Case) -> int:
 
 
 def _gathered(case: Case, blocks: int) -> int:
-    """Weights that FSDP2 has gathered: those outside of blocks and of so many blocks, or of all."""
+    """Return the bytes of weights that FSDP2 has all-gathered.
+
+    These are the weights outside of blocks and those of `blocks` blocks, or of all blocks if they
+    are not resharded after the forward pass.
+    """
     if not case.sizes.sharded:
         return 0
     if not case.cfg.parallel.reshard:
@@ -257,9 +279,12 @@ def _gathered(case: Case, blocks: int) -> int:
 
 
 def _kept_gradients(case: Case) -> int:
-    """Gradients that are there before the backward pass: of the micro-batches before, which FSDP2
-    keeps whole until the last one, unless told otherwise; DDP's buffers are there all the time, and
-    take no gradients before the last micro-batch's."""
+    """Return the bytes of gradients held before the last backward pass of a step.
+
+    They are the sums over earlier micro-batches. FSDP2 keeps them unsharded until the last one,
+    unless `parallel.reduce=each`. DDP's buckets are allocated all the time, and hold no gradients
+    before the last micro-batch.
+    """
     if case.keeps_whole_gradients:
         return FP32 * numbers(case.weights)
     if case.sizes.sharded:
@@ -280,11 +305,11 @@ def _at_the_loss(case: Case) -> dict[str, int]:
 
 
 def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
-    """When it comes to a block, and so many after that one are done.
+    """Return the memory in the backward pass of a block, when `done` blocks are finished.
 
-    What it works with: the gradients of the residual stream, of the MLP's product and of its two
-    factors, and all activations of the block, if they were computed again. FSDP2 has gathered the
-    block before it, too, and sends the gradients of the one after it, in fp32.
+    The working memory is the gradients of the residual stream, of the MLP's product and of its two
+    factors and, with remat, the recomputed activations of the block. FSDP2 has prefetched the
+    next block in backward order, and reduce-scatters the gradients of the previous one, in fp32.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = activations(case, case.arch.n_layers - done)
@@ -303,8 +328,11 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
 
 
 def _of_blocks(case: Case) -> int:
-    """Gradients that FSDP2 has summed before it comes to those outside of blocks; of these what
-    micro-batches before have left."""
+    """Return the bytes of gradients under FSDP2 when the backward pass has finished all blocks.
+
+    These are the reduced gradients of blocks and, for the weights outside of blocks, the sums over
+    earlier micro-batches.
+    """
     there = FP32 * sum(case.held([weight]) for weight in case.weights if weight.in_block)
     if case.keeps_whole_gradients:
         return there + FP32 * numbers(case.outside)
@@ -312,9 +340,13 @@ def _of_blocks(case: Case) -> int:
 
 
 def _at_the_embedding(case: Case) -> dict[str, int]:
-    """What is outside of blocks is still gathered, and its gradients are whole. A tied embedding's
-    is added to the head's; with tensor parallelism each device has that of all rows, before it
-    takes its own of them. FSDP2 still sends those of the first block."""
+    """Return the memory at the gradient of the embedding, under FSDP2.
+
+    The weights outside of blocks are still gathered, and their gradients unsharded. The gradient of
+    a tied embedding is added to that of the head. With tensor parallelism, each device first has
+    the embedding's gradient for all rows, then takes its own rows. FSDP2 is still reduce-scattering
+    the gradients of the first block.
+    """
     if not case.sizes.sharded:
         return {}
     rows = case.arch.vocab_size
@@ -328,8 +360,11 @@ def _at_the_embedding(case: Case) -> dict[str, int]:
 
 
 def _after_the_backward_pass(case: Case) -> dict[str, int]:
-    """FSDP2 sends the gradients outside of blocks, in fp32. Else all gradients are there, and that
-    of a tied embedding a second time, as it is added to the head's."""
+    """Return the memory at the end of the backward pass.
+
+    FSDP2 reduce-scatters the gradients outside of blocks, in fp32. Otherwise all gradients are
+    there, that of a tied embedding twice, because it is added to that of the head.
+    """
     arch = case.arch
     if case.sizes.sharded:
         outside = numbers(case.outside)
@@ -343,6 +378,6 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
 
 
 def _in_the_step(case: Case) -> dict[str, int]:
-    """AdamW is fused and takes nothing."""
+    """Return the memory in the optimizer's step; fused AdamW needs no buffers."""
     gradients = case.weight_bytes * case.held(case.weights)
     return {"gradients": gradients, "Muon's buffers": muon.buffers(case)}

@@ -1,4 +1,7 @@
-"""What a step of Muon holds and sends, for its own sharing out of matrices (`dtt.optim.owners`)."""
+"""Estimated memory and communication of a step of Muon.
+
+It uses the assignment of matrices to owners that the optimizer itself makes (`dtt.optim.owners`).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,20 @@ FP32 = 4
 
 
 class Phase(NamedTuple):
-    """Of the update of a bucket, as `Muon` takes turns at them; bytes."""
+    """One phase of the update of a bucket, between two yields of `Muon._update`; in bytes."""
 
     peak: float
+    """Maximum held in the phase."""
     rest: float
-    """What is left until the next one."""
+    """Bytes that stay allocated until the next phase."""
 
 
 def buffers(case: Case) -> int:
-    """Bytes at the worst moment, beside weights, gradients and state. Each turn another bucket
-    begins, and all that have begun go a phase further, the latest first."""
+    """Return the peak bytes of a step, not counting weights, gradients and optimizer state.
+
+    In each turn one more bucket starts, and all that have started advance by a phase, the latest
+    first, as in `dtt.optim.exchange.stagger`.
+    """
     cut = buckets(case.matrices, case.devices, BATCH_ELEMENTS)
     updates = [list(_phases(case, bucket)) for bucket in cut]
     worst, rests = 0.0, [0.0] * len(updates)
@@ -39,10 +46,12 @@ def buffers(case: Case) -> int:
 
 
 def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
-    """On the first device, which has the costliest matrix: average gradients and send them,
-    orthogonalise and send the updates, apply these. What is sent, and what comes, lies there once
-    more until the next phase has begun; where each device holds whole matrices, only updates are
-    sent."""
+    """Yield the phases of a bucket on the first device, which owns the most expensive matrix.
+
+    The phases are: update momenta and send them to the owners; orthogonalise and send the updates;
+    apply the updates. Send and receive buffers exist until the next phase has started. Without
+    sharding, each device holds full matrices, and only updates are sent.
+    """
     w, e = case.weight_bytes, case.product_bytes
     held = sum(matrix.held for matrix in bucket)
     owned = [matrix for matrix in bucket if matrix.owner == 0]
@@ -51,7 +60,7 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
         sum(matrix.held for matrix in bucket if matrix.shape == shape)
         for shape in {matrix.shape for matrix in bucket}
     )
-    averaging = w * (held + 2 * batch)  # all gradients, and momenta of a batch, old and new
+    averaging = w * (held + 2 * batch)  # all gradients, and old and new momenta of one batch
     applying = _applying(case, batch)
     orthogonalizing = max(_newton_schulz(case, owned), _row_norms(case, owned))
     if case.devices == 1:
@@ -70,18 +79,24 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
 
 
 def _applying(case: Case, batch: float) -> float:
-    """Bytes beside the updates: old weights, and updates as wide as these, which NorMuon scales
-    into new ones. Cautious decay compares old weights with updates, a byte a number."""
+    """Return the bytes needed to apply updates, not counting the updates themselves.
+
+    These are the old weights, and the updates cast to their dtype, which NorMuon scales into new
+    tensors. Cautious decay compares old weights with updates: a byte per element for the result.
+    """
     assert case.muon is not None
     w, e = case.weight_bytes, case.product_bytes
     wide = (e != w) + (case.muon.normuon_beta2 is not None)
-    # The product that is compared, then the decayed weights beside the result of the comparison.
+    # First the product of update and weight, then the decayed weights along with the boolean mask.
     cautious = w + 1 if case.muon.cautious_weight_decay else 0
     return batch * (w * (1 + wide) + cautious)
 
 
 def _row_norms(case: Case, owned: Sequence[Matrix]) -> float:
-    """Bytes of all updates and, for NorMuon, of the largest stack in fp32 with its squares."""
+    """Return the bytes of all updates and the largest stack in fp32 with its squares (NorMuon).
+
+    0 without NorMuon.
+    """
     if case.muon is None or case.muon.normuon_beta2 is None:
         return 0
     shapes = [matrix.shape for matrix in owned]
@@ -91,10 +106,10 @@ def _row_norms(case: Case, owned: Sequence[Matrix]) -> float:
 
 
 def exchanged(case: Case) -> float:
-    """Bytes of a step that the busiest device sends or receives, whichever are more.
+    """Return the bytes that the busiest device sends or receives in a step, whichever is more.
 
-    Owners receive what they lack of their matrices, and send each device the part of the update
-    that it holds, both as Newton-Schulz takes them.
+    Owners receive the parts of their matrices that they lack, and send each device the part of the
+    update that it holds, both in the dtype of Newton-Schulz.
     """
     copies = _copies(case)
     ranks = case.devices // copies
@@ -102,7 +117,7 @@ def exchanged(case: Case) -> float:
     for matrix in case.matrices:
         owned[matrix.owner] += prod(matrix.shape)
         stays[matrix.owner] += 2 * matrix.held
-        asked[matrix.owner // ranks] += matrix.held  # of each device of the owner's copy
+        asked[matrix.owner // ranks] += matrix.held  # from each device of the owner's replica
     held = sum(asked.values())
     return case.product_bytes * max(
         max(asked[rank // ranks] + copies * owned[rank], owned[rank] + held) - stays[rank]
@@ -111,7 +126,7 @@ def exchanged(case: Case) -> float:
 
 
 def _copies(case: Case) -> int:
-    """How many devices hold each number of a matrix."""
+    """Return the number of devices that hold each element of a matrix."""
     return case.sizes.replicate if case.sizes.sharded else case.devices
 
 
@@ -120,8 +135,12 @@ def _numbers(matrices: Sequence[Matrix]) -> int:
 
 
 def _newton_schulz(case: Case, owned: Sequence[Matrix]) -> float:
-    """Bytes of all updates but one stack's, and of what this one, the worst, takes meanwhile: X,
-    the next X, and two of X X^T and its like; or three of these, or as they are made of halves."""
+    """Return the bytes while the most expensive stack of matrices is orthogonalised.
+
+    These are the updates of all other stacks and, for this one: X and the larger of, first, the
+    next X with two matrices of the size of X X^T and, second, three matrices of that size (4.75
+    where they are computed by halves).
+    """
     worst = 0.0
     for shape in {matrix.shape for matrix in owned}:
         n = sum(matrix.shape == shape for matrix in owned)

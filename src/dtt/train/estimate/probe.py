@@ -1,4 +1,4 @@
-"""The run itself, three steps of it on random tokens, to see how far the formulas are off."""
+"""Measurement of three steps of a run on random tokens, to check the formulas."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from dtt.train.estimate.case import Case
 from dtt.train.plan import Plan
 
 STEPS = 3
-"""The first makes the optimizer's state, and compiles; the last is the one whose time counts."""
+"""Number of steps. The first one compiles and makes the optimizer state; the last one is timed."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Of glibc's `mallopt`."""
+"""Parameters of glibc's `mallopt`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What three steps took on this process's device."""
+    """Memory and time of three steps on this rank's device."""
 
     memory: int
-    """Peak bytes, beyond what was there before the model was."""
+    """Peak bytes, beyond those held before the model was made."""
     seconds: float
-    """Of the last step."""
+    """Duration of the last step."""
 
 
 def probe(case: Case, world: World) -> Measured:
-    """Train; all ranks together. Nothing is kept."""
+    """Train for `STEPS` steps and measure; all ranks call it together. Nothing is saved."""
     _give_freed_memory_back()
-    import_module("torch._dynamo")  # as optimizers do in their first step: tens of MB
+    # Takes tens of MB. Optimizers import it in their first step, which is to be measured without.
+    import_module("torch._dynamo")
     before = _in_use(world.device)
     torch.manual_seed(world.rank)
     made = assemble(case.cfg, _plan(case, world), world)
@@ -57,7 +58,7 @@ def probe(case: Case, world: World) -> Measured:
 
 
 class _Steps:
-    """As `Trainer.step`, without data, guard and meter."""
+    """Training steps as in `Trainer.step`, without data, anomaly guard and meter."""
 
     def __init__(self, case: Case, made: Assembled, world: World) -> None:
         self.case, self.made, self.world = case, made, world
@@ -88,7 +89,7 @@ class _Steps:
 
 
 def _plan(case: Case, world: World) -> Plan:
-    """As `make_plan` does with data."""
+    """Return the plan that `make_plan` would make, without data."""
     cfg, stages = case.cfg, case.stages
     return Plan(
         sizes=case.sizes,
@@ -108,7 +109,10 @@ def _plan(case: Case, world: World) -> Plan:
 
 
 def _give_freed_memory_back() -> None:
-    """Let glibc return to the system at once what is freed: else the peak is that of all time."""
+    """Make glibc return freed memory to the system at once.
+
+    Otherwise the resident memory, and so the peak, would include memory that was freed before.
+    """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except OSError:  # another C library
@@ -118,7 +122,7 @@ def _give_freed_memory_back() -> None:
 
 
 def _in_use(device: torch.device) -> int:
-    """Bytes held now, from where on the peak is looked for."""
+    """Reset the peak of memory, and return the bytes held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -128,7 +132,10 @@ def _in_use(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Without pages of files, which are code that has been loaded: there are only ever more."""
+    """Return the peak bytes since `_in_use`.
+
+    On a CPU without file-backed pages: these are loaded code, whose amount only ever grows.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text().split("\n")
