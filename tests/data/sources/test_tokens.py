@@ -164,19 +164,19 @@ def test_documents_and_their_places_are_those_that_were_written(
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[5] * 40])
-    write_pair(tmp_path / "b", [[5] * 15 + [700] + [5] * 20])
+    write_pair(tmp_path / "b", [[5] * 4015 + [700] + [5] * 20])  # beyond what opening checks
     source = opened(tmp_path, vocab_size=700)
-    source.read(np.array([0, 1, 2, 3, 4, 6], dtype=np.uint64))
-    with pytest.raises(DamagedError, match=r"vocabulary of 700[\s\S]*b\.bin, token 15[\s\S]*700"):
-        source.read(np.array([1, 3, 5], dtype=np.uint64))
+    source.read(np.arange(10, dtype=np.uint64))
+    with pytest.raises(DamagedError, match=r"vocabulary of 700[\s\S]*b\.bin, token 4015[\s\S]*700"):
+        source.read(every(source))
     opened(tmp_path, vocab_size=701).read(every(source))
 
 
 def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
-    np.array([3, 4, -1, 5], dtype=np.int32).tofile(tmp_path / "a.bin")
+    np.array([3, 4] * 1000 + [-1, 5], dtype=np.int32).tofile(tmp_path / "a.bin")
     cfg = SourceConfig(path=tmp_path / "a.bin", dtype="int32")
     source = open_tokens(cfg, "train", seq_len=3, seed=0, vocab_size=10)
-    with pytest.raises(DamagedError, match=r"a\.bin, token 2"):
+    with pytest.raises(DamagedError, match=r"a\.bin, token 2000"):
         source.read(every(source))
 
 

@@ -265,8 +265,8 @@ def check_vocabulary(path: Path, ids: Ids, vocab_size: int, *, raw: bool) -> Non
     raise DamagedError(
         f"a token id lies outside the vocabulary of {vocab_size}",
         where=f"{path}, token {wrong[0]}",
-        why=f"it is {ids[wrong[0]]}; so do {len(wrong):,} of the first {len(ids):,} ids"
-        + (f", but as {_spoken(fitting[0])} none" if fitting else ""),
+        why=f"it is {ids[wrong[0]]}; {len(wrong):,} of the first {len(ids):,} ids are outside"
+        + (f", and none if they are {_spoken(fitting[0])}" if fitting else ""),
         next=_remedy(path, fitting[0])
         if fitting
         else "check that data.tokenizer made these files, and that their dtype is right",
