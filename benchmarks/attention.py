@@ -1,11 +1,11 @@
-"""Attention on a CPU: dtt's tiles beside SDPA with a dense boolean mask, forward and backward.
+"""Compare dtt's block-sparse CPU attention with SDPA under a dense mask, forward and backward.
 
     python benchmarks/attention.py [--lengths 1024 4096 16384]
 
-One sequence, 2 query heads sharing one key/value head of 64, fp32, one thread. Each figure is from
-a process of its own: the CPU time (which a busy machine stretches less than the clock's) of the
-shortest of the runs that fit into half a second, and how much more memory it took than before.
-Results and gradients are compared first, at 1000 tokens.
+One sequence, 2 query heads that share one key/value head of width 64, fp32, one thread. Each figure
+is measured in a separate process: the CPU time (which other load on the machine affects less than
+wall time) of the fastest of the runs that fit into half a second, and the peak memory above the
+level before. Outputs and gradients of both are first compared at 1000 tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ KINDS = ("causal", "window", "documents", "documents, window")
 
 
 def documents_of(length: int) -> Tensor:
-    """[1, T] numbers of documents, of 500 tokens on average."""
+    """Return document ids, shape [1, T], for documents of 500 tokens on average."""
     generator = torch.Generator().manual_seed(0)
     return (torch.rand(1, length, generator=generator) < 1 / 500).cumsum(1)
 
 
 def ours(kind: str, length: int) -> Attend:
-    """What the decoder takes."""
+    """Return the attention back end that the decoder uses."""
     if kind == "causal":
         return Causal(SCALE)
     documents = documents_of(length) if "documents" in kind else None
@@ -42,7 +42,7 @@ def ours(kind: str, length: int) -> Attend:
 
 
 def dense(kind: str, length: int) -> Attend:
-    """SDPA with a [T, T] mask, made when it is called, as it would be for each batch."""
+    """Return SDPA with a [T, T] mask that each call builds, as training would for each batch."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = torch.ones(length, length, dtype=torch.bool).tril_()
@@ -57,29 +57,29 @@ def dense(kind: str, length: int) -> Attend:
 
 
 def inputs(length: int) -> list[Tensor]:
-    """Queries, keys and values as projections give them."""
+    """Return random queries, keys and values in the layout that the projections produce."""
     torch.manual_seed(0)
     return [torch.randn(1, length, n, 64).transpose(1, 2).requires_grad_() for n in (2, 1, 1)]
 
 
 def gradients(attend: Attend, length: int) -> list[Tensor]:
-    """The result and the gradients of its sum."""
+    """Return the output and the gradients of its sum."""
     q_k_v = inputs(length)
     out = attend(*q_k_v)
     return [out, *torch.autograd.grad(out.sum(), q_k_v)]
 
 
 def memory(field: str) -> float:
-    """A line of /proc/self/status, in MB."""
+    """Return a field of /proc/self/status, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def measure(make: Callable[[str, int], Attend], kind: str, length: int) -> tuple[float, float]:
-    """Seconds and MB."""
+    """Return the seconds and the MB of one forward and backward pass."""
     gradients(make(kind, 64), 64)
     attend, before = make(kind, length), memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     times: list[float] = []
     while sum(times) < 0.5:
         start = time.process_time()

@@ -1,10 +1,10 @@
-"""Whether a run with a budget ends in time, annealed, validated and saved, though it is killed.
+"""Check that a killed run with a time budget ends in time: annealed, validated and saved.
 
     python benchmarks/budget.py [--seconds 300] [--kills 2] [--seed 0] [--data DIR]
 
-A small Llama on the novels in `$DTT_SHARED/data` (`../shared` by default), with `train.budget`. At
-random moments it gets SIGKILL, and the same command is started again. The time that counts is that
-of its processes, from their start to their end, as this script sees them.
+Trains a small Llama with `train.budget` on the novels in `$DTT_SHARED/data` (`../shared` by
+default). The run gets SIGKILL at random moments, and the same command is started again. The time
+compared with the budget is the wall time of all its processes, which this script measures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTT = [sys.executable, "-m", "dtt.main"]
 
 
 def settings(tokens: Path, seconds: int) -> list[str]:
-    """Arguments of the run."""
+    """Return the arguments of the run."""
     return [
         "train", f"data.tokens={tokens}", "name=budget", f"train.budget={seconds}s",
         "train.steps=1_000_000", "schedule.warmup=20", "schedule.decay=20%", "model.dim=64",
@@ -41,7 +41,7 @@ def settings(tokens: Path, seconds: int) -> list[str]:
 
 
 def make_tokens(folder: Path, data: Path) -> Path:
-    """The first file of the novels, with a tokenizer of its own."""
+    """Tokenize the first file of the novels with a tokenizer trained on it."""
     first = sorted(data.glob("train-*.parquet"))[0]
     for command in ("download", "tokenize"):
         arguments = [command, "-d", str(first), "tokenizer.vocab_size=2048"]
@@ -51,7 +51,10 @@ def make_tokens(folder: Path, data: Path) -> Path:
 
 
 def attempt(command: list[str], folder: Path, patience: float | None) -> tuple[float, int]:
-    """Start it; kill it after so many seconds. How long it ran, and its exit code."""
+    """Run `command` and kill it after `patience` seconds.
+
+    Return its wall time in seconds and its exit code.
+    """
     began = time.monotonic()
     with (folder / "log").open("a") as log:
         process = subprocess.Popen(command, cwd=folder, stderr=log, stdout=log)
@@ -64,7 +67,7 @@ def attempt(command: list[str], folder: Path, patience: float | None) -> tuple[f
 
 
 def report(job: JobDir, took: float, seconds: int) -> None:
-    """How it ended."""
+    """Print the final state of the job."""
     newest = store.newest(job.checkpoints)
     assert newest is not None
     position = newest.position()
@@ -85,7 +88,7 @@ def report(job: JobDir, took: float, seconds: int) -> None:
 
 
 def main() -> None:
-    """Run, kill, go on, report."""
+    """Run, kill, resume and report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=int, default=300)
     parser.add_argument("--kills", type=int, default=2)
@@ -96,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="dtt-budget-") as name:
         folder = Path(name)
         command = [*DTT, *settings(make_tokens(folder, options.data), options.seconds)]
-        # Somewhere in each of so many equal parts of the time: also in the decay, if it hits that.
+        # One kill at a random moment of each of equal parts of the budget, so the decay may be hit.
         part = options.seconds / (options.kills + 1)
         spans: list[float] = []
         for number in range(options.kills):

@@ -1,12 +1,13 @@
-"""What a checkpoint costs training: dtt's and its peers' ways to save, in interleaved rounds.
+"""Measure the cost of a checkpoint to training: dtt, torch.save and DCP, in interleaved rounds.
 
     python benchmarks/checkpointing.py [ROUNDS] [FOLDER]
 
 A GPT-2 124M with AdamW (fp32 weights and optimizer state, as dtt trains them) takes small steps on
-the CPU; in each round every way saves once. `blocked`: how long the call held training up.
-`next step`: how much longer the step after it took than the median step without a save. `cost`:
-how much longer the round was than one of as many steps without a save, waiting for the save to end
-included. torch.save and DCP neither hash nor verify nor keep the checkpoint before; dtt does.
+the CPU; each method saves once per round. `blocked`: time for which the call blocked training.
+`next step`: relative slowdown of the following step against the median step without a save. `cost`:
+extra time of the round, including the wait for the end of the save, against a round of the same
+number of steps without a save. torch.save and DCP neither hash nor verify the checkpoint, nor keep
+the previous one; dtt does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Wait = Callable[[], Any]
 
 
 class Run:
-    """A model that trains; `state` is what a checkpoint holds."""
+    """A model in training; `state` returns the tensors of its checkpoint."""
 
     def __init__(self) -> None:
         cfg = resolve(None, ["optim.type=adamw"]).config
@@ -61,7 +62,7 @@ class Run:
         )
 
     def step(self) -> float:
-        """One optimizer step; returns its seconds."""
+        """Take one optimizer step and return its seconds."""
         start = time.perf_counter()
         ids = torch.randint(50257, (TOKENS[0], TOKENS[1] + 1))
         with torch.autocast("cpu", torch.bfloat16):
@@ -73,13 +74,16 @@ class Run:
         return time.perf_counter() - start
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All tensors of a checkpoint, by kind and name."""
+        """Return all tensors of a checkpoint, by kind and name."""
         weights = dict(self.model.state_dict())
         return {store.MODEL: weights, store.STATE: optimizer_tensors(self.optimizers)}
 
 
 def ways(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
-    """Each way begins a save of step n and returns how to wait for its end."""
+    """Return the save methods by name.
+
+    Each starts a save of step n and returns a function that waits for its end.
+    """
     world = dtt_dist.start(Ranks(), "cpu")
 
     def ours(asynchronous: bool) -> Callable[[int], Wait]:
@@ -121,7 +125,7 @@ def ways(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
 
 
 def round_(run: Run, begin: Callable[[int], Wait], n: int) -> tuple[float, float, float]:
-    """Seconds blocked, of the next step, and of the whole round."""
+    """Return the seconds blocked, of the next step, and of the whole round."""
     run.step()
     start = time.perf_counter()
     wait = begin(n)
@@ -145,7 +149,7 @@ def main() -> None:
         for n in range(rounds + 1):
             for name, begin in begins.items():
                 result = round_(run, begin, n + 1)
-                if n > 0:  # the first round makes buffers
+                if n > 0:  # the first round allocates buffers
                     results[name].append(result)
         median = {
             name: [statistics.median(column) for column in zip(*rows, strict=True)]

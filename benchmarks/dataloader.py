@@ -1,18 +1,19 @@
-"""From token files to batches: dtt beside megatron-core and litdata, on the same tokens.
+"""Compare the data loaders of dtt, megatron-core and litdata on the same tokens.
 
     python benchmarks/dataloader.py [--shards 10 1000 10000] [--tokens 4e8] [--start-tokens 1e12]
                                     [--seconds 5] [--peers-python PYTHON] [--work FOLDER]
     python benchmarks/dataloader.py --turns 5 [--shards 10 10000] [--tokens 1e8] [--seconds 5]
 
-Start: from opening the files to the first batch. The files are sparse: `.bin` of nothing but zeros
-that take no room, `.idx` of documents of a million tokens (of shorter ones Megatron's index would
-be larger, and dtt's start the same). Throughput: on real tokens in the page cache, documents of
-some 600 tokens. A ratio is the figure beside dtt's of the same number of shards.
+Start: time from opening the files to the first batch. The files are sparse: the `.bin` files hold
+only zeros and use no disk blocks, the `.idx` files list documents of a million tokens (shorter
+documents would enlarge Megatron's index and leave dtt's start-up time unchanged). Throughput:
+random ids in the page cache, documents of about 600 tokens. Ratios compare with dtt at the same
+number of shards.
 
-With --turns dtt alone reads each number of shards in turn, so often, there and back; a ratio is the
-time that it takes for a token beside that of the first number of shards in the same turn.
+With --turns, dtt alone reads each number of shards once per turn, in alternating order; a ratio is
+the time per token relative to the first number of shards in the same turn.
 
-Peers are imported from the environment of --peers-python; those that are not there are left out.
+Peers are imported from the environment of --peers-python; missing ones are reported as failed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ VOCAB_SIZE = 50_257
 FEEDERS = Path(__file__).with_name("feeders.py")
 SPARSE_DOCUMENT = 1_000_000
 LIMIT = 900
-"""Seconds after which a feeder that has not answered is given up."""
+"""Timeout of a feeder process, in seconds."""
 
 
 def shard(stem: Path, documents: int, tokens: int) -> TokenShard:
@@ -60,7 +61,7 @@ def write_manifest(folder: Path, shards: list[TokenShard]) -> None:
 
 
 def write_sparse(folder: Path, shards: int, tokens: int) -> None:
-    """Shards of documents of zeros, which need no room on the disk."""
+    """Write sparse shards: documents of zeros that use no disk blocks."""
     folder.mkdir()
     documents = max(1, tokens // shards // SPARSE_DOCUMENT)
     length = tokens // shards // documents
@@ -83,7 +84,7 @@ def write_sparse(folder: Path, shards: int, tokens: int) -> None:
 
 
 def write_real(folder: Path, shards: int, tokens: int) -> None:
-    """Shards of random ids in documents of lognormal lengths."""
+    """Write shards of random ids in documents of lognormal lengths."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     made = []
@@ -102,13 +103,13 @@ def write_real(folder: Path, shards: int, tokens: int) -> None:
 
 
 def first_error(text: str) -> str:
-    """What went wrong first; later errors are of what it left behind."""
+    """Return the first error in `text`; later errors are its consequences."""
     found = re.search(r"^(?:\[rank0\]: )?([\w.]+(?:Error|Exception)\b.*)", text, re.MULTILINE)
     return found[1] if found else "nothing said"
 
 
 def run(python: str, name: str, folder: Path, seconds: float, samples: int = 0) -> dict[str, float]:
-    """What a feeder measures; RuntimeError with its first error when it fails."""
+    """Run a feeder and return its figures; raise RuntimeError with its first error if it fails."""
     command = [python, str(FEEDERS), name, str(folder), str(seconds), str(samples)]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
@@ -121,13 +122,13 @@ def run(python: str, name: str, folder: Path, seconds: float, samples: int = 0) 
 
 
 class Table:
-    """Rows as they come, each beside the first of its number of shards."""
+    """A table printed row by row; ratios compare with the first row under the same heading."""
 
     def __init__(self) -> None:
         self._ours: dict[str, float] | None = None
 
     def begin(self, title: str) -> None:
-        """Print a heading; the next row is what the others are compared with."""
+        """Print a heading; the next row becomes the reference for the ratios."""
         self._ours = None
         print(
             f"\n{title}\n{'':<34}{'first batch':>13}{'ratio':>9}{'files':>7}{'MB':>7}"
@@ -136,7 +137,7 @@ class Table:
         )
 
     def row(self, label: str, python: str, name: str, folder: Path, *options: float) -> None:
-        """Run a feeder, and print what it measured; of a start alone if that is 0 seconds."""
+        """Run a feeder and print its figures; with a duration of 0, only the start."""
         try:
             found = run(python, name, folder, options[0], *map(int, options[1:]))
         except RuntimeError as error:
@@ -157,11 +158,12 @@ class Table:
 
 
 def start(table: Table, peers: str, folder: Path, shards: int, tokens: int) -> None:
-    """Sparse files: how long to the first batch."""
+    """Measure the time to the first batch on sparse files."""
     write_sparse(folder, shards, tokens)
     table.begin(f"start: {shards:,} shards, {tokens:,} tokens")
     table.row("dtt", sys.executable, "dtt", folder, 0)
-    half_an_epoch = tokens // SEQ_LEN // 2  # Megatron indexes whole epochs, and a bit more is two
+    # Megatron indexes whole epochs: slightly more samples than one epoch would double the index.
+    half_an_epoch = tokens // SEQ_LEN // 2
     for label in ("megatron-core, index built", "megatron-core, index kept"):
         table.row(label, peers, "megatron", folder, 0, half_an_epoch)
 
@@ -169,7 +171,7 @@ def start(table: Table, peers: str, folder: Path, shards: int, tokens: int) -> N
 def throughput(
     table: Table, peers: str, folder: Path, shards: int, tokens: int, seconds: float
 ) -> None:
-    """Real files: tokens per second, after the caches are warm."""
+    """Measure tokens per second on files of random ids, after a warm-up."""
     write_real(folder, shards, tokens)
     table.begin(f"throughput: {shards:,} shards, {tokens:,} tokens, T = {SEQ_LEN}")
     for label, name in (
@@ -186,13 +188,16 @@ def throughput(
     )
     chunks = folder.with_name(f"{folder.name}-litdata")
     command = [peers, str(FEEDERS), "write-litdata", str(folder), str(chunks)]
-    # If this fails, so does what follows, and says why.
+    # If this fails, the litdata row below fails too and prints the reason.
     subprocess.run(command, check=False, capture_output=True)
     table.row("litdata", peers, "litdata", chunks, seconds)
 
 
 def in_turns(work: Path, shards: list[int], tokens: int, seconds: float, turns: int) -> None:
-    """The same number of tokens in more and more files: medians of interleaved runs of dtt."""
+    """Measure dtt on the same number of tokens in different numbers of shards.
+
+    Prints medians of interleaved runs.
+    """
     for number in shards:
         write_real(work / str(number), number, tokens)
     print(f"{tokens:,} tokens, T = {SEQ_LEN}, medians of {turns} runs of {seconds:g} s in turn")

@@ -1,22 +1,23 @@
-"""What is left of a checkpoint when its save is struck, or its files are damaged.
+"""Inject faults into checkpoint saves and files, and count what a load returns afterwards.
 
     python benchmarks/faults.py [--json FILE] [--only NAME ...] [--quick]
 
-Each save is run again and again under `strace` (6 or newer). Every system call of it in turn is
-where the process gets a SIGKILL, or where an operation on files fails with EIO (bad disk, file
-server gone) or ENOSPC (disk full): that one call, or that one and all later ones of its kind. Then
-somebody loads. dtt saves step 20 after 5 and 10, and must give 10 untouched or all of 20, and must
-be able to go on; the others save over what they saved before, as is usual.
+Each save is repeated under `strace` (6 or newer), once per system call that it makes. At that call
+the process gets SIGKILL, or a file operation fails with EIO (bad disk, file server gone) or ENOSPC
+(disk full): either this call alone, or this one and all later calls of the same name. Then the
+checkpoint is loaded. dtt saves step 20 after steps 5 and 10; the load must return either step 10
+with unchanged files or the complete step 20, and the job must be able to resume. The other methods
+overwrite their previous save, as is usual.
 
-Then finished checkpoints are damaged: cut short, bits flipped, files missing, swapped, mixed. Found
-means that loading refuses; unnoticed means that it gave other numbers than were saved.
+Then finished checkpoints are damaged: truncated, bits flipped, files missing, swapped or mixed.
+`found` means that the load raises an error; `unnoticed` means that it returns wrong values.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # processes are forked: no threads before
+os.environ["OMP_NUM_THREADS"] = "1"  # processes are forked, so no threads may exist before
 
 import argparse
 import json
@@ -57,7 +58,7 @@ FAULTS = {
     "ENOSPC from then on": ("%file,%desc", "error=ENOSPC:when={}+"),
 }
 LIMIT = 10.0
-"""Seconds after which a struck process counts as hanging."""
+"""Seconds after which a process counts as hanging and is killed."""
 
 
 # ---- saving under strace -------------------------------------------------------------------------
@@ -66,9 +67,9 @@ LIMIT = 10.0
 def save(
     keeper: Keeper, folder: Path, step: int, victim: int = 0, strace: Sequence[str] = ()
 ) -> bool:
-    """Save in processes of its own, one per rank; with `strace` options it watches `victim`.
+    """Save in separate processes, one per rank; with `strace` options, trace rank `victim`.
 
-    Returns whether that one was killed.
+    Returns True if that rank was killed.
     """
     links: tuple[Connection, ...] = multiprocessing.Pipe() if keeper.ranks == 2 else ()
     children = []
@@ -76,13 +77,13 @@ def save(
         child = os.fork()
         if child == 0:
             for link in links[:rank] + links[rank + 1 :]:
-                link.close()  # else it would keep itself from seeing the other one end
+                link.close()  # an open copy would hide the end of the other rank
             _save_and_exit(keeper, folder, step, rank, links[rank] if links else None)
         children.append(child)
     for link in links:
         link.close()
     for child in children:
-        os.waitpid(child, os.WUNTRACED)  # it has stopped itself
+        os.waitpid(child, os.WUNTRACED)  # the child stops itself
     with _watched(children[victim], strace):
         for child in children:
             os.kill(child, signal.SIGCONT)
@@ -92,7 +93,7 @@ def save(
 
 @contextmanager
 def _watched(process: int, options: Sequence[str]) -> Iterator[None]:
-    """Let strace attach to a process, which should end inside."""
+    """Attach strace to a process, which should end inside the block."""
     if not options:
         yield
         return
@@ -107,14 +108,14 @@ def _watched(process: int, options: Sequence[str]) -> Iterator[None]:
 def _save_and_exit(
     keeper: Keeper, folder: Path, step: int, rank: int, link: Connection | None
 ) -> None:
-    """Body of such a process: stop until it is watched, then save."""
+    """Run in a child of `save`: stop until strace is attached, then save and exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.kill(os.getpid(), signal.SIGSTOP)
     try:
         keeper.save(folder, step, rank, link)
-    except BaseException:  # noqa: BLE001  a fork must not go on as its parent
+    except BaseException:  # noqa: BLE001  a fork must not continue as its parent
         os._exit(1)
     os._exit(0)
 
@@ -129,21 +130,21 @@ def _bury(child: int) -> int:
 
 
 def system_calls(keeper: Keeper, folder: Path, victim: int, which: str) -> list[tuple[str, int]]:
-    """Every call of an undisturbed save, as (name, how many of this name its thread has made)."""
+    """Return every system call of an undisturbed save, as (name, index within its thread)."""
     trace = folder / "trace"
     save(keeper, folder, NEW, victim, ["-e", f"trace={which}", "-o", str(trace)])
     counts = Counter(re.findall(r"^(\d+ +\w+)\(", trace.read_text(), flags=re.MULTILINE))
     most: Counter[str] = Counter()
-    for call, times in counts.items():  # `when` counts for each thread by itself
+    for call, times in counts.items():  # `when` counts per thread
         name = call.split()[1]
         most[name] = max(most[name], times)
-    del most["mmap"]  # here it asks for memory, and a fault makes Python itself fail
+    del most["mmap"]  # it allocates memory here; a fault makes Python itself fail
     return [(name, n) for name, times in sorted(most.items()) for n in range(1, times + 1)]
 
 
 @contextmanager
 def saved_before(keeper: Keeper) -> Iterator[Path]:
-    """A folder that holds what was saved at steps 5 and OLD."""
+    """Yield a folder with the saves of steps 5 and OLD."""
     with tempfile.TemporaryDirectory(prefix="dtt-faults-") as name:
         folder = Path(name)
         for step in (5, OLD):
@@ -152,11 +153,11 @@ def saved_before(keeper: Keeper) -> Iterator[Path]:
 
 
 def strike(keeper: Keeper, fault: str) -> Counter[str]:
-    """Run all saves with one kind of fault; how many ended in what."""
+    """Run all saves with one kind of fault and count the outcomes."""
     which, injection = FAULTS[fault]
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="dtt-faults-") as scratch:
-        keeper.save(Path(scratch), 1)  # what is imported on the first save is not part of a save
+        keeper.save(Path(scratch), 1)  # imports of the first save are not part of a save
     with (
         saved_before(keeper) as before,
         tempfile.TemporaryDirectory(prefix="dtt-faults-") as parent,
@@ -173,7 +174,7 @@ def strike(keeper: Keeper, fault: str) -> Counter[str]:
                 outcome = after(keeper, folder, before)
                 if isinstance(keeper, Dtt) and outcome not in GOOD:
                     print(f"{keeper.name}: {fault} at {name} {n}: {outcome}", file=sys.stderr)
-                # What threads do for each other differs from run to run: a call may be absent.
+                # The calls that synchronise threads differ between runs: a call may be absent.
                 outcomes[outcome if killed or fault != "SIGKILL" else MISSED] += 1
                 shutil.rmtree(folder)
     return outcomes
@@ -184,7 +185,7 @@ GOOD = ("the one before", "the new one")
 
 
 def after(keeper: Keeper, folder: Path, before: Path) -> str:
-    """What a load gives after a struck save."""
+    """Return the outcome of a load after a save with a fault."""
     if not isinstance(keeper, Dtt):
         return in_a_fork(lambda: loaded(keeper, folder))
     outcome = loaded(keeper, folder)
@@ -195,10 +196,10 @@ def after(keeper: Keeper, folder: Path, before: Path) -> str:
 
 
 def loaded(keeper: Keeper, folder: Path) -> str:
-    """Which of the states `folder` gives."""
+    """Return the name of the state that loading `folder` returns."""
     try:
         state = keeper.load(folder)
-    except Exception:  # noqa: BLE001  whatever it is: it did not give wrong numbers
+    except Exception:  # noqa: BLE001  any error counts as refused
         return "refused"
     for step, name in ((OLD, "the one before"), (NEW, "the new one"), (5, "an older one")):
         if same(state, step):
@@ -207,13 +208,13 @@ def loaded(keeper: Keeper, folder: Path) -> str:
 
 
 def same(state: Content, step: int) -> bool:
-    """Whether a state is that of `step`, bit for bit."""
+    """Return True if `state` equals the content of `step` bit for bit."""
     right = content(step)
     return state.keys() == right.keys() and all(torch.equal(state[k], right[k]) for k in right)
 
 
 def untouched(keeper: Keeper, folder: Path, before: Path) -> bool:
-    """Whether the files of OLD are those they were before the save."""
+    """Return True if the files of OLD are the same as before the save."""
     now, then = keeper.files(folder, OLD), keeper.files(before, OLD)
     return [p.name for p in now] == [p.name for p in then] and all(
         a.read_bytes() == b.read_bytes() for a, b in zip(now, then, strict=True)
@@ -221,7 +222,10 @@ def untouched(keeper: Keeper, folder: Path, before: Path) -> bool:
 
 
 def in_a_fork(question: Callable[[], str]) -> str:
-    """`question()`, asked where a crash, a hang or an allocation without end does no harm."""
+    """Return `question()` from a fork, in which a crash, a hang or unbounded allocation is safe.
+
+    A fork that crashes or hangs counts as refused.
+    """
     here, there = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -246,11 +250,11 @@ def in_a_fork(question: Callable[[], str]) -> str:
 # ---- damage --------------------------------------------------------------------------------------
 
 Damage = tuple[str, str, dict[Path, bytes | None]]
-"""Kind, name of the file that is wrong, and the new content of files; None: it is not there."""
+"""Kind, name of the damaged file, and the new content of files; None means missing."""
 
 
 def damages(all_files: list[Path], other: dict[str, bytes], quick: bool) -> Iterator[Damage]:
-    """Ways to damage a checkpoint; `other` are the files of another step."""
+    """Yield the ways to damage a checkpoint; `other` holds the files of another step."""
     rng = random.Random(0)
     good = {path: path.read_bytes() for path in all_files}
     for path, data in good.items():
@@ -283,12 +287,12 @@ def damages(all_files: list[Path], other: dict[str, bytes], quick: bool) -> Iter
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """`data` with one other bit."""
+    """Return `data` with one bit flipped."""
     return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
 
 
 def damage(keeper: Keeper, quick: bool) -> dict[str, Counter[str]]:
-    """Damage a finished checkpoint in all ways; for each kind how many ended in what."""
+    """Damage a finished checkpoint in all ways and count the outcomes by kind."""
     outcomes: dict[str, Counter[str]] = {}
     with saved_before(keeper) as elsewhere, saved_before(keeper) as folder:
         save(keeper, elsewhere, NEW)
@@ -312,7 +316,10 @@ def damage(keeper: Keeper, quick: bool) -> dict[str, Counter[str]]:
 
 
 def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
-    """Whether loading noticed; dtt must name the culprit, too, and take the checkpoint before."""
+    """Return the outcome of a load of damaged files.
+
+    dtt must also name the damaged file and fall back to the previous checkpoint.
+    """
     if not isinstance(keeper, Dtt):
         outcome = in_a_fork(lambda: loaded(keeper, folder))
         return {"refused": "found", "the one before": "harmless"}.get(outcome, "unnoticed")
@@ -337,8 +344,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the counts here, too")
     options = parser.parse_args()
     log.setLevel(logging.CRITICAL)
-    warnings.simplefilter("ignore")  # DCP's, of saving alone
-    reading.PATIENCE = (0.0, 0.0, 0.0)  # a failing call is tried again, but at once
+    warnings.simplefilter("ignore")  # from DCP, which warns when it saves without a process group
+    reading.PATIENCE = (0.0, 0.0, 0.0)  # retries happen without a pause
     keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(tuple(options.only))]
     faults = ["SIGKILL"] if options.quick else list(FAULTS)
     strikes = {k.name: {fault: strike(k, fault) for fault in faults} for k in keepers}
@@ -352,7 +359,7 @@ def main() -> None:
 def show(
     title: str, table: dict[str, dict[str, Counter[str]]], good: tuple[str, ...], name: str
 ) -> None:
-    """Print one line for each way to save and each thing that was done to it."""
+    """Print one line for each back end and each kind of fault or damage."""
     print(f"\n{title:<62}{'times':>7}{name:>19}  of which")
     for keeper, rows in table.items():
         for what, outcomes in rows.items():

@@ -1,11 +1,11 @@
-"""What feeds a training loop from the same token files: dtt, Megatron, litdata.
+"""Data loaders of dtt, Megatron and litdata over the same token files.
 
     python benchmarks/feeders.py NAME FOLDER SECONDS [MEGATRON_SAMPLES]
     python benchmarks/feeders.py write-litdata FOLDER LITDATA_FOLDER
 
-The first prints as JSON: seconds from the call that opens the files (imports are not counted) to
-the first batch, descriptors held then, tokens per second after that, and per second of processor
-time. One process, one thread of arithmetic, nothing beside it but what the loader itself starts.
+The first command prints as JSON: seconds from the call that opens the files (imports excluded) to
+the first batch, the file descriptors open at that point, then tokens per second of wall time and of
+CPU time, and peak memory. One process, one OpenMP thread, and whatever the loader itself starts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GLOBAL_BATCH = 512
 END = 0
 
 Feeder = Callable[[Path], Iterator[int]]
-"""Given a folder, the tokens of one batch after another, for ever."""
+"""A function from a folder to an endless iterator of the number of tokens of each batch."""
 
 
 def dtt(*, mixture: bool = False, packing: str = "concat") -> Feeder:
-    """`dtt train`'s own loader; a mixture has two sources, and documents are masked."""
+    """Return the loader of `dtt train`; `mixture` means two sources and document masking."""
     import torch
 
     from dtt.config.run import RunConfig
@@ -72,7 +72,10 @@ def dtt(*, mixture: bool = False, packing: str = "concat") -> Feeder:
 
 
 def megatron(samples: int, *, masks: bool = False) -> Feeder:
-    """GPTDataset over a blend of all shards: how Megatron reads many files; indices are cached."""
+    """Return GPTDataset over a blend of all shards, Megatron's way to read many files.
+
+    Its indices are cached in the token folder.
+    """
     import torch
     import torch.distributed
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -80,7 +83,7 @@ def megatron(samples: int, *, masks: bool = False) -> Feeder:
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    # It asks which rank it is, even alone.
+    # Megatron queries its rank even in a single process.
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
     )
@@ -114,7 +117,7 @@ def megatron(samples: int, *, masks: bool = False) -> Feeder:
 
 
 def litdata() -> Feeder:
-    """StreamingDataset over chunks of tokens, in the order it shuffles them."""
+    """Return StreamingDataset over chunks of tokens, shuffled."""
     import litdata as library
     from litdata.streaming.item_loader import TokensLoader
 
@@ -130,7 +133,7 @@ def litdata() -> Feeder:
 
 
 def litdata_tokens(path: str) -> Iterator[Any]:
-    """The ids of a shard, in whole samples: all that its loader of tokens takes."""
+    """Yield the ids of a shard, cut to complete samples, as litdata's TokensLoader requires."""
     import numpy as np
     import torch
 
@@ -139,7 +142,7 @@ def litdata_tokens(path: str) -> Iterator[Any]:
 
 
 def write_litdata(source: Path, folder: Path) -> None:
-    """The same tokens as litdata keeps them, a chunk a shard."""
+    """Write the same tokens in litdata's format, one chunk per shard."""
     import litdata as library
     from litdata.streaming.item_loader import TokensLoader
 
@@ -152,7 +155,7 @@ def write_litdata(source: Path, folder: Path) -> None:
 
 
 def feeder(name: str, samples: int) -> Feeder:
-    """The feeder of a name, all it needs imported."""
+    """Return the feeder called `name`, with its imports done."""
     match name:
         case "dtt":
             return dtt()
@@ -176,7 +179,7 @@ def measure(feed: Feeder, folder: Path, seconds: float) -> dict[str, float]:
     next(batches)
     first = time.perf_counter() - start
     descriptors = len(list(Path("/dev/fd").iterdir()))
-    stretch(batches, seconds)  # warms caches and maps
+    stretch(batches, seconds)  # warms caches and memory maps
     rate, cpu_rate = stretch(batches, seconds)
     return {
         "first_batch": first,
@@ -188,7 +191,7 @@ def measure(feed: Feeder, folder: Path, seconds: float) -> dict[str, float]:
 
 
 def stretch(batches: Iterator[int], seconds: float) -> tuple[float, float]:
-    """Tokens per second, and per second of processor time; of at least one batch."""
+    """Return tokens per second of wall time and of CPU time, over at least one batch."""
     begun, cpu, tokens = time.perf_counter(), time.process_time(), next(batches)
     while time.perf_counter() - begun < seconds:
         tokens += next(batches)

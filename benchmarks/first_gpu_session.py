@@ -1,16 +1,16 @@
-"""The first half hour on a GPU: find out what fails there, and where the time goes.
+"""Check and profile dtt on a new GPU machine, within half an hour.
 
     python benchmarks/first_gpu_session.py [BLOCK …] [--out gpu-session] [--minutes 8] [--tiny]
 
-Runs the blocks one after another (all of them by default), each in a process of its own that ends
+Runs the blocks one after another (all of them by default), each in a separate process that ends
 after `--minutes` at the latest. A block continues after a failure of one of its parts, and the
-session after a failure of a block. `OUT/BLOCK.log` has all that was printed, `OUT/BLOCK.jsonl` one
-line for each part as it ends, so that little is lost with the machine, and `OUT/summary.json` all
-of it. The exit code is 1 if anything failed. Without a GPU, or with `--tiny`, the same code runs on
-small shapes: run it so before the machine is there.
+session after a failure of a block. `OUT/BLOCK.log` holds its output, `OUT/BLOCK.jsonl` one line per
+part, written as it ends, so that little is lost with the machine, and `OUT/summary.json` all
+results. The exit code is 1 if anything failed. Without a GPU, or with `--tiny`, the same code runs
+on small shapes on the CPU: run it this way before the machine is available.
 
-A GPU machine without network: take along what it lacks. Where its Python is 3.12 and it has torch,
-transformers, typer, pyarrow and jinja2, these are the wheels of
+On a GPU machine without network, bring the missing packages as wheels. If it has Python 3.12 with
+torch, transformers, typer, pyarrow and jinja2, download
 
     pip download -d wheels --only-binary :all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
@@ -18,13 +18,13 @@ transformers, typer, pyarrow and jinja2, these are the wheels of
         multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig hypothesis \
         sortedcontainers
 
-with pydantic-core in the version that pydantic names (`pip download pydantic` without `--no-deps`
-tells), then there
+with pydantic-core in the version that pydantic requires (`pip download pydantic` without
+`--no-deps` prints it), then run on the machine
 
     pip install --no-index --no-deps --find-links wheels wheels/*.whl
     export PYTHONPATH=$PWD/src:$PWD/benchmarks
 
-pyarrow may have to travel too (50 MB). wandb is not needed. The tests that need a GPU:
+pyarrow may be needed as well (50 MB); wandb is not. The tests that need a GPU:
 `python -m pytest -m gpu --maxfail 20`.
 """
 
@@ -56,7 +56,7 @@ PACKAGES = ("torch", "triton", "transformers", "pydantic", "gigatoken", "pyarrow
 
 @dataclass
 class Session:
-    """Where results go, and how large the shapes are."""
+    """Output folder, size of the shapes, and failed parts of a session."""
 
     out: Path
     tiny: bool
@@ -65,12 +65,12 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """A GPU, unless the shapes are tiny."""
+        """CUDA, or the CPU for tiny shapes."""
         return torch.device("cpu" if self.tiny else "cuda")
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """Compute dtype."""
         return torch.float32 if self.tiny else torch.bfloat16
 
     def report(self, part: str, **figures: Any) -> None:
@@ -82,7 +82,7 @@ class Session:
 
     @contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
-        """Report what is put into the dictionary, or the failure; then the block continues."""
+        """Report the figures put into the dictionary, or the exception; then continue the block."""
         figures: dict[str, Any] = {}
         start = time.perf_counter()
         try:
@@ -94,7 +94,7 @@ class Session:
         self.report(name, seconds=round(time.perf_counter() - start, 2), **figures)
 
     def dtt(self, *arguments: object, expect: int = 0) -> str:
-        """Run `dtt ARGUMENTS` in the session's folder; returns what it printed."""
+        """Run `dtt ARGUMENTS` in the session's folder and return its output."""
         command = [sys.executable, "-m", "dtt.main", *map(str, arguments)]
         print("$ dtt", *arguments, flush=True)
         run = subprocess.run(
@@ -108,7 +108,7 @@ class Session:
         return run.stdout
 
     def tokens(self) -> Path:
-        """The token folder that all blocks train on, made when first asked for."""
+        """Return the token folder that all blocks train on, created by the first call."""
         made = self.out / "tokens"
         if not (made / "manifest.json").exists():
             from runs import make_tokens
@@ -118,7 +118,7 @@ class Session:
 
 
 def seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
-    """Of one call, the mean over `rounds` after two that are not counted."""
+    """Return the mean seconds of a call over `rounds`, after two warm-up calls."""
     for _ in range(2):
         work()
     _finish(device)
@@ -135,7 +135,7 @@ def _finish(device: torch.device) -> None:
 
 
 def worst(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
-    """Largest relative error (norm of the difference by the norm) of any tensor."""
+    """Return the largest relative error of any tensor: norm of the difference over the norm."""
     pairs = zip(got, exact, strict=True)
     return max(float((g.double() - e.double()).norm() / e.double().norm()) for g, e in pairs)
 
@@ -144,7 +144,7 @@ def worst(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
 
 
 def versions(session: Session) -> None:
-    """What the machine is, and what is installed."""
+    """Report the hardware and the installed packages."""
     with session.part("packages") as found:
         for name in PACKAGES:
             try:
@@ -166,7 +166,7 @@ def versions(session: Session) -> None:
 
 
 def attention(session: Session) -> None:
-    """SDPA under each kernel: time and gradients, beside MATH in fp32."""
+    """Compare each SDPA kernel with MATH in fp32: time and gradients."""
     from dtt.model.attend import Causal
     from dtt.model.sdpa import KERNELS
 
@@ -202,7 +202,10 @@ def _attended(attend: Callable[..., Tensor], q_k_v: list[Tensor]) -> tuple[Tenso
 
 
 def small(session: Session) -> None:
-    """A tiny GPT-2 from start to resume; documents and windows of many lengths; a schedule."""
+    """Train and resume a tiny GPT-2.
+
+    Also runs document masks and windows at several lengths, and a context-length schedule.
+    """
     for name, compiled in (("eager", "false"), ("compiled", "true")):
         if session.tiny and name == "compiled":
             continue
@@ -237,7 +240,7 @@ def small(session: Session) -> None:
 
 
 def small_keys(session: Session, name: str, **changes: object) -> list[str]:
-    """Arguments of a run of a few seconds; keywords change keys."""
+    """Return the arguments of a run of a few seconds; keywords override keys."""
     values: dict[str, object] = {
         "name": name, "data.tokens": session.tokens(), "model.family": "gpt2", "model.dim": 64,
         "model.n_layers": 2, "model.n_heads": 4, "train.device": session.device.type,
@@ -250,7 +253,7 @@ def small_keys(session: Session, name: str, **changes: object) -> list[str]:
 
 
 def flex(session: Session) -> None:
-    """FlexAttention beside a dense mask: outputs and gradients, with one length after another."""
+    """Compare FlexAttention with a dense mask, outputs and gradients, at several lengths."""
     from dtt.model import attend
     from dtt.runtime.compilation import compiler
 
@@ -281,7 +284,7 @@ def flex(session: Session) -> None:
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None
 ) -> None:
-    """One case of `train_gpu.py`: tokens/s, MFU, memory, and a profile where it takes one."""
+    """Run one case of `train_gpu.py`: tokens/s, MFU, memory and, for some cases, a profile."""
     from train_gpu import CASES, Case, row, train
 
     case = CASES[name]
@@ -307,7 +310,7 @@ def training(
 
 
 def loss(session: Session) -> None:
-    """The loss alone, uncompiled and compiled, for sizes of chunks and vocabularies."""
+    """Measure the loss alone, eager and compiled, for several chunk sizes and vocabularies."""
     from dtt.runtime.compilation import compiler
 
     tokens, width = (64, 32) if session.tiny else (65_536, 768)
@@ -344,7 +347,7 @@ def _loss_gradients(
 
 
 def memory(session: Session) -> None:
-    """A model that does not fit ends with advice; what the first save blocks."""
+    """Check the out-of-memory message, and measure the time blocked by saves."""
     with session.part("out of memory") as found:
         dim, layers = (2**20, 2) if session.tiny else (2**14, 64)
         huge: dict[str, object] = {"model__dim": dim, "model__n_layers": layers}
@@ -370,7 +373,7 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
     "124m-adamw": (partial(training, name="124m", optimizer="adamw", steps=30),),
     "loss": (loss,),
     "124m-muon": (partial(training, name="124m", optimizer="muon", steps=30),),
-    # A quarter of the tokens of a real step: what remat costs shows in the passes.
+    # A quarter of the tokens of a real step: the cost of remat is in the passes.
     **{
         f"8b-{remat}": (
             partial(training, name=f"8b-{remat}", optimizer="adamw", steps=6, accumulation=16),
@@ -386,20 +389,20 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
 
 
 def run_block(session: Session) -> int:
-    """In a process of its own; returns its exit code."""
+    """Run the session's block in this process; return the exit code."""
     for work in BLOCKS[session.block]:
         work(session)
     return 1 if session.failed else 0
 
 
 def results(out: Path, block: str) -> list[dict[str, Any]]:
-    """What the parts of a block have reported, also if it was ended."""
+    """Return the reports of a block's parts, also after a timeout."""
     path = out / f"{block}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a block in a process of its own; returns its line of the summary."""
+    """Run a block in a separate process and return its entry of the summary."""
     (options.out / f"{block}.jsonl").unlink(missing_ok=True)
     command = [sys.executable, __file__, block, "--alone", "--out", str(options.out)]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -415,7 +418,7 @@ def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
             status = {0: "ok", 1: "failed"}.get(code, f"exit code {code}")
         except subprocess.TimeoutExpired:
             status = f"ended after {options.minutes:g} minutes"
-            os.killpg(process.pid, 9)  # a session of its own: with all that it has started
+            os.killpg(process.pid, 9)  # its own session: also kills its children
             process.wait()
     taken = round(time.perf_counter() - start, 1)
     return {"status": status, "seconds": taken, "parts": results(options.out, block)}

@@ -1,11 +1,11 @@
-"""Tokens per second of generation on a CPU: dtt beside transformers, with the same weights.
+"""Compare generation on a CPU by dtt and transformers with the same weights, in tokens/s.
 
     python benchmarks/generation.py [--new 128] [--rounds 3]
 
 Random models of 8 layers, 512 wide, with a vocabulary of 32,000 (52M parameters), fp32, one thread,
-greedy. Prompts of random ids; those of a batch have different lengths. The tokens must be equal.
-Rounds alternate between the two; the fastest of each counts. Seconds are of CPU time, which a busy
-machine stretches less.
+greedy. Prompts are random ids; those of a batch have different lengths. The tokens must be equal.
+Rounds alternate between the two; the fastest of each counts. Seconds are CPU time, which other load
+on the machine affects less than wall time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS = {"one prompt of 64": [64], "one prompt of 512": [512], "8 prompts": ra
 
 
 def both(cfg: ModelConfig) -> tuple[Decoder, Any]:
-    """A model and its double."""
+    """Return a dtt model and a transformers model with the same weights."""
     family = families.get(cfg.family)
     arch = family.architecture(cfg, 32000, 1024)
     config = transformers.AutoConfig.for_model(**family.to_hf_config(arch, 0))
@@ -58,7 +58,7 @@ def of_dtt(model: Decoder, prompts: list[list[int]], new: int) -> list[list[int]
 
 
 def of_transformers(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """Padded on the left, as its documentation says."""
+    """Generate with prompts padded on the left, as the documentation of transformers requires."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])

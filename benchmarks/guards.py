@@ -1,17 +1,18 @@
-"""Whether the guard leaves good steps alone, and does with bad ones what it was told.
+"""Check that the anomaly guard skips no good step and handles bad steps by its policy.
 
     python benchmarks/guards.py [RUNS] [--text FILE.parquet]
 
-RUNS clean runs on novels, each with another model, optimizer, rate and batch, under
-`guard.spike=skip`: any step that is skipped is a mistake. On their gradient norms other rules are
-tried, too: OLMo's (more than 6 deviations above the mean of 128 steps) and that of ZClip (arXiv
-2504.02507: 2.5 deviations above an exponential mean; it clips where dtt would skip).
+First, RUNS clean runs on novels with `guard.spike=skip`, each with a different model, optimizer,
+learning rate and batch size: every skipped step is a false positive. Their gradient norms are also
+judged by two other rules: OLMo's (more than 6 standard deviations above the mean of 128 steps) and
+ZClip's (arXiv 2504.02507: 2.5 standard deviations above an exponential moving average; it clips
+where dtt would skip).
 
-Then RUNS runs with one spoilt batch, half of them on two ranks, each going on from one of a few
-runs of 128 steps: a loss that is NaN, a gradient that
-is infinite or 1,000 times too large, on one rank or on all. Right is: `stop` names step and batch
-and saves nothing after it; after `skip` and `rewind` weights, optimizer and average are bit for bit
-those of a run in whose order these batches are missing; all ranks end alike.
+Then RUNS runs with one corrupted batch, half of them on two ranks, each resumed from one of a few
+parent runs of 128 steps: a NaN loss, or a gradient that is infinite or 1,000 times too large, on
+one rank or on all. Expected: `stop` names the step and the batch and saves nothing after it; after
+`skip` and `rewind`, weights, optimizer state and weight average equal bit for bit those of a run
+without these batches; all ranks end in the same state.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ SIZES = [
 
 
 def build(world: World, settings: Sequence[str], resume: Checkpoint | None = None) -> Trainer:
-    """A run, made as `dtt train` makes it."""
+    """Build a trainer in the same way as `dtt train`."""
     cfg = resolve(None, [*SIZES, *settings]).config
     job = JobDir(cfg.job_dir)
     number = world.from_first(job.begin_attempt() if world.first else 0)
@@ -92,7 +93,7 @@ def build(world: World, settings: Sequence[str], resume: Checkpoint | None = Non
 
 
 def run(trainer: Trainer, resume: Checkpoint | None = None) -> str:
-    """To the end; the message if it diverged."""
+    """Run a trainer to its end; return the message if it diverged, else an empty string."""
     try:
         trainer.run(resume)
     except Diverged as diverged:
@@ -105,7 +106,7 @@ def run(trainer: Trainer, resume: Checkpoint | None = None) -> str:
 
 
 def model_settings(rng: random.Random) -> list[str]:
-    """Any model, optimizer, rate and batch that somebody might try."""
+    """Return random but plausible settings of model, optimizer, learning rate and batch."""
     family = rng.choice(["gpt2", "llama", "qwen3", "mistral"])
     dim, optimizer = rng.choice([32, 48]), rng.choice(["adamw", "muon"])
     low, high = (3e-4, 1e-2) if optimizer == "adamw" else (1e-3, 3e-2)
@@ -122,7 +123,7 @@ def model_settings(rng: random.Random) -> list[str]:
 
 
 def clean(number: int) -> list[float]:
-    """The gradient norms of a clean run; NaN where a step was skipped."""
+    """Train a clean run and return its gradient norms; NaN where a step was skipped."""
     rng = random.Random(10_000 + number)
     schedule = rng.choice(["wsd", "cosine", "linear", "constant"])
     settings = [
@@ -138,7 +139,10 @@ def clean(number: int) -> list[float]:
 
 
 def ours(norms: Sequence[float]) -> list[float]:
-    """How far each judged norm was on the way to a spike (1: it is one), by dtt's rule."""
+    """Return each judged norm's distance from the mean, in units of dtt's spike threshold.
+
+    A value above 1 is a spike.
+    """
     config, logs, far = GuardConfig(), [math.log(norm) for norm in norms if norm > 0], []
     for step in range(config.spike_window, len(logs)):
         window = logs[step - config.spike_window : step]
@@ -148,7 +152,7 @@ def ours(norms: Sequence[float]) -> list[float]:
 
 
 def olmo(norms: Sequence[float]) -> list[float]:
-    """The same by the rule of OLMo's SkipStepOptimizer, on gradient norms."""
+    """Return the distances by the rule of OLMo's SkipStepOptimizer, on gradient norms."""
     far = []
     for step in range(64, len(norms)):
         window = norms[max(0, step - 127) : step]
@@ -157,7 +161,7 @@ def olmo(norms: Sequence[float]) -> list[float]:
 
 
 def zclip(norms: Sequence[float]) -> list[float]:
-    """The same by that of ZClip."""
+    """Return the distances by the rule of ZClip."""
     first = norms[:25]
     mean, variance, far = statistics.fmean(first), statistics.pvariance(first), []
     for norm in norms[25:]:
@@ -177,7 +181,7 @@ RULES = {
 
 
 def report_clean(runs: Sequence[Sequence[float]]) -> None:
-    """What each rule would have done."""
+    """Print the number of steps that each rule flags."""
     skipped = sum(math.isnan(norm) for norms in runs for norm in norms)
     print(f"{len(runs)} clean runs of {CLEAN_STEPS} steps: {skipped} steps skipped")
     print(f"{'rule':<36}{'steps judged':>14}{'flagged':>10}{'runs':>7}{'closest':>10}")
@@ -193,20 +197,20 @@ def report_clean(runs: Sequence[Sequence[float]]) -> None:
 
 
 def trunk_settings(trunk: int) -> list[str]:
-    """Of a run that all its cases go on from, with a window that is just full."""
+    """Return the settings of a parent run, which its cases resume; it fills the spike window."""
     model = model_settings(random.Random(20_000 + trunk))
     return [*model, "schedule.type=constant", "train.ema_decay=0.99", "checkpoint.keep_last=9"]
 
 
 def grow_trunk(trunk: int) -> None:
-    """Train it."""
+    """Train the parent run."""
     settings = [f"name=trunk{trunk}", f"train.steps={TRUNK_STEPS}", "guard.spike=skip"]
     error = run(build(ALONE, [*trunk_settings(trunk), *settings]))
     assert not error, error
 
 
 def from_trunk(world: World, case: Case, name: str) -> tuple[Trainer, Checkpoint]:
-    """A run that goes on from the trunk of a case."""
+    """Return a trainer that resumes the parent run of a case, and the checkpoint to resume."""
     if world.first:
         shutil.copytree(f"jobs/trunk{case.trunk}", f"jobs/{name}")
     world.barrier()
@@ -222,7 +226,7 @@ def from_trunk(world: World, case: Case, name: str) -> tuple[Trainer, Checkpoint
 
 @dataclass(frozen=True)
 class Case:
-    """One spoilt batch."""
+    """One corrupted batch."""
 
     number: int
     trunk: int
@@ -230,18 +234,18 @@ class Case:
     policy: str
     step: int
     rank: int | None
-    """The only rank that is hit; None: all."""
+    """The affected rank; None means all."""
 
     @property
     def left_out(self) -> range:
-        """The steps whose batches count for nothing."""
+        """Steps whose batches have no effect on the model."""
         around = AROUND if self.policy == "rewind" else 0
         saved = (self.step - 1) // SAVE_EVERY * SAVE_EVERY
         return range(max(saved + 1, self.step - around), self.step + around + 1)
 
 
 def cases(count: int, ranks: int) -> list[Case]:
-    """All combinations of kind and policy, one after the other, everything else at random."""
+    """Return cases that cycle through kinds and policies; everything else is random."""
     made = []
     mixed = itertools.cycle(itertools.product(KINDS, POLICIES))
     for number, (kind, policy) in zip(range(count), mixed, strict=False):
@@ -253,7 +257,7 @@ def cases(count: int, ranks: int) -> list[Case]:
 
 
 def poison(trainer: Trainer, case: Case) -> None:
-    """Spoil what the model returns in training at that step, or the gradient that comes back."""
+    """Corrupt the loss or the gradient of the case's step with hooks."""
 
     def spoil(module: nn.Module, _: Any, loss: Tensor) -> Tensor | None:
         hit = case.rank in (None, trainer.world.rank)
@@ -270,7 +274,7 @@ def poison(trainer: Trainer, case: Case) -> None:
 
 
 def without(trainer: Trainer, steps: range) -> None:
-    """Take the batches of these steps out of the order."""
+    """Remove the batches of these steps from the data order."""
     every = trainer.batches_from
     trainer.plan = replace(trainer.plan, steps=trainer.plan.steps - len(steps))
 
@@ -283,7 +287,7 @@ def without(trainer: Trainer, steps: range) -> None:
 
 
 def state(trainer: Trainer) -> str:
-    """A hash of weights, optimizer state and average."""
+    """Return a hash of weights, optimizer state and weight average."""
     assert trainer.ema is not None
     tensors = dict(trainer.model.state_dict()) | optimizer_tensors(trainer.optimizers)
     digest = hashlib.sha256()
@@ -293,16 +297,16 @@ def state(trainer: Trainer) -> str:
 
 
 Judged = tuple[str, str, str, str]
-"""Kind, policy, what is wrong with how it ended (empty: nothing), and a hash of its state."""
+"""Kind, policy, problems of the outcome (empty: none), and a hash of the final state."""
 
 
 def judged(world: World, case: Case) -> Judged:
-    """One case, as one rank sees it."""
+    """Run one case on this rank and return its outcome."""
     name = f"{world.size}-{case.number}"
     trainer, start = from_trunk(world, case, name)
     poison(trainer, case)
     error = run(trainer, start)
-    world.barrier()  # the first rank has closed the records
+    world.barrier()  # rank 0 has closed the metrics file
     wrong = []
     guard = list(jsonl.read(trainer.job.metrics, "guard"))
     why = "spike" if case.kind == "spike" else "non_finite"
@@ -327,7 +331,10 @@ def judged(world: World, case: Case) -> Judged:
 
 
 def report_injected(by_ranks: Mapping[int, Sequence[Sequence[Judged]]]) -> None:
-    """A row for each kind and policy; `by_ranks`: all cases as each of so many ranks saw them."""
+    """Print a row for each kind and policy.
+
+    `by_ranks` maps a number of ranks to the outcomes of all cases on each of these ranks.
+    """
     table: dict[tuple[str, str], dict[int, Counter[bool]]] = defaultdict(
         lambda: {ranks: Counter() for ranks in by_ranks}
     )
@@ -354,7 +361,7 @@ def report_injected(by_ranks: Mapping[int, Sequence[Sequence[Judged]]]) -> None:
 
 
 def on_two_ranks(some: Sequence[Case]) -> list[list[Judged]]:
-    """The cases, as each of two forked ranks sees them."""
+    """Run the cases on two forked ranks and return the outcomes of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -376,7 +383,7 @@ def _rank(result: Connection, rank: int, port: int, some: Sequence[Case]) -> Non
 
 
 def make_tokens(folder: Path, text: Path) -> Path:
-    """Token files of novels, with a small vocabulary of their own."""
+    """Tokenize the novels with a small vocabulary trained on them."""
     for arguments in (
         f"download -d {text} download.out=corpus",
         "tokenize tokenize.corpus=corpus tokenizer.vocab_size=1024 tokenize.out=tokens",

@@ -1,4 +1,4 @@
-"""Ways to keep a training state on disk, behind one face: dtt's, and what people do without it."""
+"""Checkpoint back ends with a common interface: dtt's and the usual alternatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Content = dict[str, Tensor]
 
 
 def content(step: int) -> Content:
-    """The state after `step`: another one for each, always the same for one."""
+    """Return the state after `step`: deterministic and different for each step."""
     generator = torch.Generator().manual_seed(step)
     weights = {f"w{i}": torch.randn(20 + i, 50, generator=generator) for i in range(4)}
     moments = {f"{name}.moment": weight**2 for name, weight in weights.items()}
@@ -36,45 +36,45 @@ def content(step: int) -> Content:
 
 
 def cut(state: Content, rank: int, size: int) -> Content:
-    """Of each tensor the part of one of `size` ranks, as FSDP2 cuts it: uneven, some are empty."""
+    """Return the shard of each tensor on one of `size` ranks, as in FSDP2: uneven, some empty."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     mesh, rows = init_device_mesh("cpu", (size,)), [Shard(0)]
     parts: Content = {}
     for name, tensor in state.items():
         parts[name] = distribute_tensor(tensor, mesh, rows, src_data_rank=None)
-    dist.destroy_process_group()  # nothing was asked of it: saving has ways of its own to talk
+    dist.destroy_process_group()  # it carried no messages: saving communicates through the world
     return parts
 
 
 class Keeper(Protocol):
-    """One way to save and load."""
+    """A method to save and load."""
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """Name in the tables."""
 
     @property
     def ranks(self) -> int:
-        """How many processes save together."""
+        """Number of processes that save together."""
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
-        """Keep `content(step)` in `folder`; `link` leads to the other rank, if there is one."""
+        """Save `content(step)` in `folder`; `link` connects to the other rank, if any."""
 
     def load(self, folder: Path) -> Content:
-        """The newest state that it takes for whole; raises when there is none."""
+        """Return the newest state accepted as complete; raise if there is none."""
 
     def files(self, folder: Path, step: int) -> list[Path]:
-        """What was written for `step`."""
+        """Return the files written for `step`."""
 
 
 @dataclass(frozen=True)
 class LinkedWorld(World):
-    """Two processes that exchange through a pipe: no network to set up for each of many saves."""
+    """A world of two processes connected by a pipe; no save has to set up a network."""
 
     link: Connection | None = None
 
     def exchange(self, value: T) -> list[T]:
-        """Both ranks' values."""
+        """Return the values of both ranks."""
         if self.link is None:
             return [value]
         self.link.send(value)
@@ -84,16 +84,16 @@ class LinkedWorld(World):
 
 @dataclass(frozen=True)
 class Dtt:
-    """`dtt.checkpoint`, as the trainer uses it."""
+    """The back end `dtt.checkpoint`, used as in the trainer."""
 
     name: str
     ranks: int = 1
     asynchronous: bool = False
     sharded: bool = False
-    """Whether each rank holds but its shard of every tensor."""
+    """True if each rank holds only its shard of every tensor."""
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
-        """Save, verify, prune to the newest two."""
+        """Save, verify and prune to the newest two checkpoints."""
         size = 1 if link is None else 2
         world = LinkedWorld(Ranks(rank, size), torch.device("cpu"), None, link=link)
         config = CheckpointConfig(asynchronous=self.asynchronous, keep_last=2)
@@ -110,7 +110,7 @@ class Dtt:
         saver.wait()
 
     def load(self, folder: Path) -> Content:
-        """From the newest checkpoint that verifies."""
+        """Load the newest verified checkpoint."""
         found = store.newest(JobDir(folder).checkpoints)
         if found is None:
             raise FileNotFoundError(folder)
@@ -119,25 +119,28 @@ class Dtt:
         return found.tensors(store.MODEL) | state | {"step": step}
 
     def go_on(self, folder: Path, step: int) -> None:
-        """Begin another attempt, which saves `step`."""
+        """Start another attempt, which saves `step`."""
         retain.sweep_staging(JobDir(folder).checkpoints)
         self.save(folder, step)
 
     def files(self, folder: Path, step: int) -> list[Path]:
-        """All of the checkpoint."""
+        """Return all files of the checkpoint."""
         return sorted(store.folder_of(JobDir(folder).checkpoints, step).iterdir())
 
 
 @dataclass(frozen=True)
 class TorchSave:
-    """`torch.save` over the last one; with `rename`, beside it and then into its place."""
+    """The back end `torch.save`, which overwrites the last file.
+
+    With `rename` it writes a temporary file and renames it.
+    """
 
     name: str
     ranks: int = 1
     rename: bool = False
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
-        """One file."""
+        """Write one file."""
         path = self.files(folder, step)[0]
         aside = path.with_suffix(".tmp") if self.rename else path
         torch.save(content(step), aside)
@@ -145,34 +148,34 @@ class TorchSave:
             aside.replace(path)
 
     def load(self, folder: Path) -> Content:
-        """That file."""
+        """Load that file."""
         state: Content = torch.load(self.files(folder, 0)[0], weights_only=True)
         return state
 
     def files(self, folder: Path, step: int) -> list[Path]:
-        """That file."""
+        """Return that file."""
         return [folder / "checkpoint.pt"]
 
 
 @dataclass(frozen=True)
 class Dcp:
-    """`torch.distributed.checkpoint` over the last one."""
+    """The back end `torch.distributed.checkpoint`, which overwrites the last save."""
 
     name: str
     ranks: int = 1
 
     def save(self, folder: Path, step: int, rank: int = 0, link: Connection | None = None) -> None:
-        """One folder."""
+        """Write one folder."""
         save(content(step), checkpoint_id=folder / "checkpoint", no_dist=True)
 
     def load(self, folder: Path) -> Content:
-        """Into tensors of the same shapes."""
+        """Load into tensors of the same shapes."""
         state: dict[str, Any] = {k: torch.full_like(t, -1) for k, t in content(0).items()}
         load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
         return state
 
     def files(self, folder: Path, step: int) -> list[Path]:
-        """All of the folder."""
+        """Return all files of the folder."""
         return sorted((folder / "checkpoint").iterdir())
 
 

@@ -2,16 +2,17 @@
 
     python benchmarks/kill_any.py [KILLS] [SEED]
 
-Half of the kills strike `dtt train` under torchrun (one and two ranks), half `dtt tokenize` under
-mpirun (one to three ranks). The victim is any process of the job: torchrun or mpirun itself, what
-mpirun starts the ranks by, or a rank. The moment is any from the start of the launcher on. Then the
-same command runs again, half of the times at once when the launcher has ended, else when all
-processes have. A training job is struck ten times, then it may end.
+Half of the kills hit `dtt train` under torchrun (one and two ranks), half `dtt tokenize` under
+mpirun (one to three ranks). The victim is any process of the job: torchrun or mpirun itself, the
+MPI process manager that starts the ranks, or a rank. A kill may come at any time after the start of
+the launcher. Then the same command runs again: in half of the cases as soon as the launcher has
+ended, otherwise after all processes have ended. A training job gets up to ten kills, then runs to
+its end.
 
-Compares every file and loss with those of a run that nobody disturbed. Counts as a manual step
-anything else that must be done for a job to continue, such as ending a process that is left 30 s
-after a kill, or starting a command again that was refused.
-Compares runs of one and the same code: leave the source alone meanwhile.
+Every file and loss is compared with those of an undisturbed run. Anything else that a job needs to
+continue counts as a manual step, such as ending a process that is left 30 s after a kill, or
+repeating a command that was refused.
+All runs must execute the same code: do not edit the source meanwhile.
 """
 
 from __future__ import annotations
@@ -39,23 +40,26 @@ from dtt.runtime.jobdir import JobDir
 LIMIT = 30.0
 """Seconds after a kill in which all processes of a job must have ended."""
 PATIENCE = 600.0
-"""Seconds for an undisturbed end."""
+"""Timeout of an undisturbed run, in seconds."""
 KILLS_PER_JOB = 10
 MARK = "KILL_ANY_START"
-"""Variable that all processes of one start inherit; dtt would take DTT_… for a key."""
+"""Environment variable that all processes of one start inherit.
+
+A name with the prefix DTT_ would be read as a configuration key.
+"""
 STARTS = count()
 
 
 class Processes:
-    """All processes of one start, found by a variable that they inherit, whoever adopts them."""
+    """All processes of one start, found by an inherited variable, even after reparenting."""
 
     def __init__(self) -> None:
-        """What is started from now on belongs here."""
+        """Mark the environment, so that all processes started from now on belong to this object."""
         self._mark = f"{os.getpid()}-{next(STARTS)}"
         os.environ[MARK] = self._mark
 
     def alive(self) -> list[psutil.Process]:
-        """Processes that have not ended."""
+        """Return the processes that have not ended."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -67,7 +71,7 @@ class Processes:
         return found
 
     def strike(self, rng: random.Random) -> str | None:
-        """Kill one of them; returns what it was, None if all had ended."""
+        """Kill a random one and return its role; None if all had ended."""
         for process in rng.sample(alive := self.alive(), len(alive)):
             try:
                 what = _role(process)
@@ -78,7 +82,10 @@ class Processes:
         return None
 
     def left(self, since: float) -> list[str]:
-        """Wait until all have ended; end and return those left `LIMIT` s after `since`."""
+        """Wait for the end of all; kill and return the roles of those left after `LIMIT` s.
+
+        `LIMIT` counts from `since`, a time of `time.monotonic`.
+        """
         wait_until(lambda: not self.alive(), max(0.0, since + LIMIT - time.monotonic()), pause=0.05)
         found = self.alive()
         for process in found:
@@ -87,7 +94,7 @@ class Processes:
 
 
 def _role(process: psutil.Process) -> str:
-    """What a process is for the job."""
+    """Return the role of a process in the job."""
     command = " ".join(process.cmdline())
     for name in ("torch.distributed.run", "hydra_pmi_proxy", "mpiexec", "mpirun"):
         if name in command.partition(" dtt")[0]:
@@ -97,15 +104,15 @@ def _role(process: psutil.Process) -> str:
 
 
 def _moment(rng: random.Random, length: float) -> float:
-    """When to kill, in seconds from the start: a third of the times in the first two."""
+    """Return the time of a kill, in seconds from the start; a third fall into the first two."""
     return rng.random() * (min(2.0, length) if rng.random() < 1 / 3 else length)
 
 
 class Tally:
-    """What was seen."""
+    """Counts and problems of all kills."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start with zero counts."""
         self.kills: Counter[str] = Counter()
         self.early = 0
         """Kills in the first second."""
@@ -121,7 +128,7 @@ class Tally:
         print(f"{self.kills.total()}: {kind}, {what} after {after:.1f} s", flush=True)
 
     def ended(self, processes: Processes, since: float) -> None:
-        """Wait for the end of all, and count what is left."""
+        """Wait for the end of all processes, and count those left as a manual step."""
         if left := processes.left(since):
             self.manual.append(f"left after {LIMIT:.0f} s: {', '.join(left)}")
             print(self.manual[-1], flush=True)
@@ -129,19 +136,19 @@ class Tally:
 
 
 def over(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended."""
+    """Return True if a process has ended."""
     return process.poll() is not None
 
 
 def start_training(folder: Path, name: str, ranks: int, tokens: Path) -> subprocess.Popen[bytes]:
-    """`dtt train` under torchrun; what it says is added to a log of the job."""
+    """Start `dtt train` under torchrun; its output is appended to a log of the job."""
     argv = local.torchrun_argv(ranks, settings(tokens, name, ()))
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(argv, cwd=folder, stdout=log, stderr=log)
 
 
 def train(folder: Path, tokens: Path, kills: int, rng: random.Random, tally: Tally) -> None:
-    """Strike training jobs."""
+    """Kill processes of training jobs."""
     right, lengths = {}, {}
     for ranks in (1, 2):
         began = time.monotonic()
@@ -171,7 +178,7 @@ def disturb(
 ) -> int:
     """Run a job to its end through up to `kills` kills, and return how many there were.
 
-    `length`: seconds that the job takes without.
+    `length`: duration of the job without kills, in seconds.
     """
     refused = struck = 0
     before: tuple[Processes, float] | None = None
@@ -204,7 +211,7 @@ def disturb(
 
 
 def tokenize(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None:
-    """Strike runs of `dtt tokenize`."""
+    """Kill processes of `dtt tokenize` runs."""
     tokenize_kills.write_corpus(folder)
     began = time.monotonic()
     whole = tokenize_kills.Job(folder, "undisturbed", "mpirun", 1)
@@ -239,7 +246,7 @@ def tokenize(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None
 
 
 def main() -> None:
-    """Kill, run again, compare; print what was seen."""
+    """Kill, run again and compare; print the counts."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")

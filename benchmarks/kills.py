@@ -1,14 +1,13 @@
-"""Whether runs that are killed again and again end as if nothing had happened, bit for bit.
+"""Check that runs killed repeatedly end bit for bit like undisturbed runs.
 
     python benchmarks/kills.py [KILLS] [SEED]
 
-Runs of one and of two ranks, which hold a copy each or shards of one, with Muon, dropout,
-accumulation, evaluation, samples and asynchronous saves. A random rank gets SIGKILL at a random
-moment, then the same command is started again, ten times for each run; then it may end. Every
-checkpoint file of its last step and every loss is compared with those of a run that nobody
-disturbed. As under torchrun, the other rank gets SIGTERM then, and SIGKILL if that does not help
-(it waits for one that will never come). Anything else that has to be done for a run to go on counts
-as a manual step.
+Runs of one and of two ranks (DDP replicas or FSDP2 shards) with Muon, dropout, accumulation,
+evaluation, samples and asynchronous saves. A random rank gets SIGKILL at a random moment and the
+same command is started again, up to ten times per run; then the run may end. Every checkpoint file
+of the last step and every loss is compared with those of an undisturbed run. As under torchrun, the
+other rank then gets SIGTERM, and SIGKILL if it does not end (it may be blocked in a collective).
+Anything else that a run needs to resume counts as a manual step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FSDP2 = ("parallel.shard=2",)
 
 
 def settings(tokens: Path, name: str, layout: Sequence[str]) -> list[str]:
-    """Arguments of the runs."""
+    """Return the arguments of a run."""
     return [
         "train", f"data.tokens={tokens}", f"name={name}", "model.dim=32", "model.n_layers=2",
         "model.n_heads=2", "model.dropout=0.1", f"train.steps={STEPS}", "train.seq_len=32",
@@ -48,12 +47,12 @@ def settings(tokens: Path, name: str, layout: Sequence[str]) -> list[str]:
 
 
 def reached(job: JobDir) -> int:
-    """The newest step on record."""
+    """Return the newest recorded step."""
     return job.last_step() or 0
 
 
 def killed(run: Run, job: JobDir, rng: random.Random, doing: Counter[str]) -> bool:
-    """Kill a random rank of a run somewhere in its next steps; False if it ended before that."""
+    """Kill a random rank of a run within its next steps; return False if it ended first."""
     rank = rng.randrange(run.ranks)
     ahead = max(0, rng.randrange(-4, 16))
     target = reached(job) + ahead
@@ -69,12 +68,12 @@ def killed(run: Run, job: JobDir, rng: random.Random, doing: Counter[str]) -> bo
 
 
 def content(job: JobDir) -> dict[str, Any]:
-    """What must be the same: each file of the last checkpoint, and each loss and sample."""
+    """Return what must be equal: the files of the last checkpoint, and all losses and samples."""
     folder = store.folder_of(job.checkpoints, STEPS)
     names = [file.path for file in store.verify(folder).manifest.files]
     found: dict[str, Any] = {name: (folder / name).read_bytes() for name in names}
     position = store.verify(folder).position()
-    position.pop("run_id", None)  # each job its own
+    position.pop("run_id", None)  # differs between jobs
     records = [r for r in jsonl.read(job.metrics) if r["kind"] in ("train", "eval", "sample")]
     return found | {store.POSITION: position, "metrics": records}
 
@@ -82,7 +81,10 @@ def content(job: JobDir) -> dict[str, Any]:
 def disturbed(
     run: Callable[[], Run], job: JobDir, most: int, rng: random.Random, doing: Counter[str]
 ) -> tuple[int, int]:
-    """Run a job to its end through up to `most` kills; how many there were, and manual steps."""
+    """Run a job to its end through up to `most` kills.
+
+    Return the number of kills and of manual steps.
+    """
     kills = manual = 0
     while True:
         started = run().start()
@@ -142,7 +144,7 @@ def main() -> None:
 
 
 def differs(job: JobDir, right: dict[str, Any]) -> bool:
-    """Whether a finished job is another one than `right`; says where."""
+    """Return True if the results of a finished job differ from `right`; print where."""
     try:
         found = content(job)
     except DttError as error:

@@ -1,13 +1,13 @@
-"""Whether the loss curve is the same on every layout.
+"""Check that the loss curve is the same on every parallel layout.
 
     python benchmarks/layouts.py            all: families, layouts, optimizers, accumulation
     python benchmarks/layouts.py --quick    two families on each layout, the rest in turn
     python benchmarks/layouts.py tensor     only layouts with this in their name
 
-Real `dtt train` processes on a CPU in fp32, 20 steps, gloo between them. Every curve is compared
-with that of one process: the largest difference of a loss in nats, of about 5.7. Those of four
-micro-batches a step read packed documents, which cannot see each other and differ in how many
-targets they have; they are compared with one process that takes the batch at once.
+Runs real `dtt train` processes on a CPU in fp32 with gloo, for 20 steps. Every curve is compared
+with that of a single process; the figure is the largest difference of a loss in nats (losses are
+about 5.7). Cases with four micro-batches per step read packed documents with document masking, so
+their micro-batches have different numbers of targets; the reference takes the batch in one pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtt.track import jsonl
 
 STEPS = 20
 TOLERANCE = 1e-4
-"""Nats. Sums in another order differ by 1e-6; each step of training multiplies what there is."""
+"""Nats. A different summation order changes a loss by 1e-6, and each training step amplifies it."""
 
 FAMILIES = {
     "gpt2": [],
@@ -54,11 +54,11 @@ ACCUMULATION = {
     4: ["data.packing=best-fit", "data.mask_documents=true"],
 }
 SEQUENCES = 16
-"""Of a global batch."""
+"""Sequences of a global batch."""
 
 
 class Case(NamedTuple):
-    """One run that is compared."""
+    """One run to compare."""
 
     family: str
     layout: str
@@ -67,19 +67,19 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool, only: str) -> Iterator[Case]:
-    """All combinations, or two for each layout, in which the rest take turns."""
+    """Yield all combinations; with `quick`, two per layout that cycle through the other options."""
     layouts = [layout for layout in LAYOUTS if only.lower() in layout.lower()]
     if not quick:
         yield from map(Case._make, product(FAMILIES, layouts, OPTIMIZERS, ACCUMULATION))
         return
     families, rest = list(FAMILIES), list(product(OPTIMIZERS, ACCUMULATION))
     for i, layout in enumerate(layouts):
-        for family, which in ((i, i), (i + 2, 3 - i)):  # between them both of either
+        for family, which in ((i, i), (i + 2, 3 - i)):  # both optimizers, both accumulations
             yield Case(families[family % 4], layout, *rest[which % 4])
 
 
 def losses(folder: Path, tokens: Path, case: Case, layout: tuple[int, list[str]]) -> list[float]:
-    """Train, as a user would; the loss of each step."""
+    """Train through the command line and return the training and evaluation losses."""
     ranks, keys = layout
     name = re.sub(r"[ /]+", "-", " ".join(map(str, case)))
     alone = not keys and ranks == 1
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def table(found: dict[Case, float]) -> str:
-    """A row for each layout and family, a column for each optimizer and accumulation."""
+    """Return the table: a row per layout and family, a column per optimizer and accumulation."""
     columns = list(product(OPTIMIZERS, ACCUMULATION))
     lines = ["largest difference of a loss to one process, 20 steps and two evaluations, nats"]
     lines.append(f"{'':32}" + "".join(f"{f'{o} x{a}':>12}" for o, a in columns))

@@ -1,13 +1,13 @@
-"""The loss over a vocabulary: dtt's chunks, torch's own, and cross-entropy of all the logits.
+"""Compare dtt's chunked loss, torch's linear_cross_entropy, and the loss over all logits.
 
     python benchmarks/loss.py [N] [ROUNDS]
 
 N tokens (4,096) of width 768, forward and backward, fp32 weights; vocabularies of 50,304 and
-128,256; on a GPU if there is one. `memory`: peak beyond what was there before, gradients included.
-`error`: of the gradients, relative to the same in float64 (norm of the difference by the norm; the
-larger of hidden's and weight's), on the first 256 tokens. Medians of ROUNDS (3) interleaved rounds.
-On a CPU, seconds are those of the processor, which other work on the machine hardly changes.
-torch's own has no part in autocast: it is handed bf16 copies.
+128,256; on a GPU if there is one. `memory`: peak above the level before, gradients included.
+`error`: relative error of the gradients against float64 (norm of the difference over the norm; the
+larger of hidden's and weight's), on 256 tokens. Medians of ROUNDS (3) interleaved rounds. On a CPU,
+seconds are CPU time, which other load on the machine affects less than wall time. Autocast does not
+cover torch's linear_cross_entropy, so it gets bf16 copies.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Logits of all tokens, then the cross-entropy."""
+    """Return the cross-entropy computed from the logits of all tokens."""
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
 
 
 def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """What torch has since 2.13."""
+    """Return the loss of torch's linear_cross_entropy, available since torch 2.13."""
     kind = DEVICE.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     loss: Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined, unused-ignore]
@@ -49,7 +49,7 @@ def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def problem(n: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Hidden states as after a norm, weights and targets as at the start of a training run."""
+    """Return hidden states as after a norm, and weights and targets as at the start of training."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, D, generator=generator, dtype=torch.float32)
     weight = 0.02 * torch.randn(vocab_size, D, generator=generator, dtype=torch.float32)
@@ -62,21 +62,21 @@ def problem(n: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> list
 
 
 def gradients(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[Tensor, ...]:
-    """Of the mean loss, as training takes them."""
+    """Return the gradients of the mean loss, computed as in training."""
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16):
         mean = loss(tensors[0], tensors[1], tensors[2]) / len(tensors[2])
     return torch.autograd.grad(mean, tensors[:2])
 
 
 def error(loss: Loss, vocab_size: int, bf16: bool, exact: tuple[Tensor, ...]) -> float:
-    """Largest relative error of a gradient."""
+    """Return the largest relative error of a gradient."""
     got = gradients(loss, problem(TOKENS_FOR_ERROR, vocab_size), bf16)
     pairs = zip(got, exact, strict=True)
     return max(float((g.double() - e).norm() / e.norm()) for g, e in pairs)
 
 
 def once(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[float, float]:
-    """Seconds, and peak memory in MB."""
+    """Return the seconds and the peak memory in MB of one forward and backward pass."""
     before = reset_peak()
     clock = time.perf_counter if DEVICE.type == "cuda" else time.process_time
     start = clock()
@@ -87,7 +87,7 @@ def once(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[float, float]:
 
 
 def reset_peak() -> int:
-    """Bytes in use now, which become the peak."""
+    """Reset the peak to the bytes in use now, and return them."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -97,18 +97,18 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """Most bytes in use since."""
+    """Return the peak of bytes in use since the reset."""
     return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else status("VmHWM")
 
 
 def status(key: str) -> int:
-    """A size that the kernel tells of this process."""
+    """Return a size from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def main() -> None:
-    """Print one line per vocabulary, precision and way."""
+    """Print one line per vocabulary, precision and implementation."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     ways: dict[str, Loss] = {"plain": plain, "dtt": linear_cross_entropy}
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def plain_wide(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The exact one: float64 throughout."""
+    """Return the reference loss, without casts: the inputs are float64."""
     return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
 

@@ -1,12 +1,12 @@
-"""Muon against AdamW, both tuned: steps and time to the same validation loss.
+"""Compare tuned Muon and AdamW: steps and time to the same validation loss.
 
     python benchmarks/muon_adamw.py TOKENS [--work DIR] [--steps N] [key=value …]
 
 TOKENS is a folder made by `dtt tokenize -c novels`. Each run is a `dtt train -c novels` (a Llama of
-14M parameters) of N steps. First the grid: every learning rate of LRS on seed 0. Then, at the best
-rate of each optimizer, the other seeds; and Muon with shorter schedules as well, whose final losses
-tell how many steps it needs for what AdamW reaches in all of its own. Runs that are done in DIR are
-not repeated. Time is steps times the median time of a step.
+14M parameters) of N steps. First comes a grid: every learning rate of LRS with seed 0. Then the
+other seeds run at the best rate of each optimizer, and Muon also with shorter schedules; from their
+final losses follows the number of steps that Muon needs to reach AdamW's final loss. Runs that are
+complete in DIR are not repeated. Time is the number of steps times the median time of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HORIZONS = (0.5, 1.0)
 
 @dataclass(frozen=True)
 class Runs:
-    """Trainings in one folder."""
+    """Training runs in one folder."""
 
     tokens: Path
     work: Path
@@ -39,7 +39,7 @@ class Runs:
     overrides: list[str]
 
     def loss(self, optimizer: str, lr: float, seed: int, horizon: float = 1.0) -> float:
-        """Validation loss at the end of a run, in nats; trains it if it is not there."""
+        """Return the final validation loss of a run, in nats; train the run if it is missing."""
         steps = round(self.steps * horizon)
         job = self.work / "jobs" / f"{optimizer}-{lr:g}-{steps}-{seed}"
         values: dict[str, object] = {
@@ -63,7 +63,7 @@ class Runs:
         return float(last["loss"])
 
     def step_seconds(self, optimizer: str) -> float:
-        """Median time of a step over all runs of an optimizer."""
+        """Return the median time of a step over all runs of an optimizer."""
         times: list[float] = []
         for path in self.work.glob(f"jobs/{optimizer}-*/metrics.jsonl"):
             records = map(json.loads, path.read_text().splitlines())
@@ -72,15 +72,16 @@ class Runs:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and its standard error."""
+    """Format the mean and its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.fmean(values):.4f} ± {error:.4f}"
 
 
 def steps_needed(losses: dict[int, float], target: float) -> float:
-    """Where the line through the final losses of schedules of several lengths meets `target`.
+    """Interpolate the number of steps at which the final loss equals `target`.
 
-    If even the shortest ends below it: the steps of that, which are then too many.
+    `losses` maps schedule lengths to final losses. If even the shortest schedule ends below
+    `target`, return its length, which is then an upper bound; NaN if none reaches `target`.
     """
     points = sorted(losses.items())
     for (a, high), (b, low) in pairwise(points):

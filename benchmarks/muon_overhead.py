@@ -1,15 +1,15 @@
-"""What Muon adds to a step over AdamW, by size of the model and layout, and how much of it is
-waiting for messages.
+"""Measure the overhead of Muon over AdamW per step, by model size and layout.
 
     python benchmarks/muon_overhead.py [--sizes 34M,124M] [--layouts alone,DDP] [--rounds 5]
         [--tokens 65536] [--threads 1]
 
 Both optimizers step the same weights with the same gradients, in turns, in processes of one layout
-at a time; medians of the slowest process. A step of `--tokens` on each process is so many forward
-and backward passes of one measured micro-batch, and one step of an optimizer; DDP and FSDP2 average
-gradients in each of them, as in training only in the last. Layouts of more processes than there are
-GPUs are left out. On a CPU give each process a core of its own: four on two cores wait for each
-other.
+at a time; figures are medians of the slowest process. `waits` is the part of Muon's step that waits
+for communication. The time of a step with `--tokens` per process is estimated as the time of one
+measured micro-batch (forward and backward) times their number, plus one optimizer step; here DDP
+and FSDP2 average gradients in each micro-batch, in training only in the last. Layouts with more
+processes than GPUs are left out. On a CPU give each process its own core: four processes on two
+cores wait for each other.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MICRO_BATCH = 2
 
 
 def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a pass, of a step of either optimizer, and of waiting in Muon's; by round."""
+    """Return the seconds of each round: of a pass, of both optimizers, and of waiting in Muon."""
     config = SIZES[size].config.model
     vocabulary = config.vocab_size or 50304
     arch = families.get(config.family).architecture(config, vocabulary, SEQ_LEN)
@@ -116,7 +116,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
             do()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
-            if round_ > 0:  # the first warms up
+            if round_ > 0:  # the first round is a warm-up
                 seconds[name].append(time.perf_counter() - begun)
                 if name == "muon":
                     seconds["waited"].append(muon.waited_seconds - waited)
@@ -124,7 +124,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
 
 
 def worker(rank: int, port: int, layout: str, size: str, given: argparse.Namespace) -> None:
-    """One process of a layout; writes what it measured."""
+    """Run one process of a layout and write its figures."""
     processes = prod(LAYOUTS[layout])
     torch.set_num_threads(given.threads)
     os.environ.update(
@@ -139,7 +139,7 @@ def worker(rank: int, port: int, layout: str, size: str, given: argparse.Namespa
 
 
 def row(layout: str, size: str, given: argparse.Namespace) -> str:
-    """Measure a layout."""
+    """Measure a layout and return its row of the table."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,10 +1,11 @@
-"""From text to samples while training: dtt beside `datasets` streaming, on the same files.
+"""Compare on-the-fly tokenization: dtt and streaming with `datasets`, on the same files.
 
     python benchmarks/on_the_fly.py [--data FOLDER] [--tokenizer FILE] [--seconds 10]
 
-Both read Parquet, encode with the same tokenizer, end documents, and cut the row into sequences of
-1024 tokens. `datasets` streams, maps `tokenizers` over batches of 1000 documents and groups them as
-in transformers' run_clm.py. One process on one core each, one after the other.
+Both read Parquet, encode with the same tokenizer, append an end-of-document token, and cut the
+token stream into sequences of 1024. `datasets` streams, maps `tokenizers` over batches of 1000
+documents and groups them as in transformers' run_clm.py. Each runs in one process with one thread,
+one after the other.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from dtt.data.sources.text import TextSource
 
 SEQ_LEN = 1024
 SEQUENCES = 64
-"""Taken at once, as a step of one process would."""
+"""Sequences read at once, as by a training step of one process."""
 FEEDERS = ("datasets", "dtt hf", "dtt gigatoken")
 
 
 def of_dtt(data: Path, tokenizer: Path, engine: Any, work: Path) -> Iterator[int]:
-    """Tokens of each batch, for ever."""
+    """Yield the number of tokens of each batch of dtt, endlessly."""
     download(DownloadConfig(dataset=str(data), split="train"), work / "corpus")
     encoder = Encoder(tokenizer.read_bytes(), None, tokenizer, engine)
     documents = Documents(Corpus(work / "corpus"))
@@ -47,7 +48,7 @@ def of_dtt(data: Path, tokenizer: Path, engine: Any, work: Path) -> Iterator[int
 
 
 def of_datasets(data: Path, tokenizer: Path) -> Iterator[int]:
-    """The same of `datasets`."""
+    """Yield the number of tokens of each batch of `datasets`, endlessly."""
     from datasets import load_dataset
     from tokenizers import Tokenizer
 
@@ -70,7 +71,7 @@ def of_datasets(data: Path, tokenizer: Path) -> Iterator[int]:
 
 
 def measure(feeder: str, data: Path, tokenizer: Path, seconds: float) -> None:
-    """Print tokens per second and the largest memory; the first batch is not counted."""
+    """Print tokens per second and peak memory in MB; the first batch is not counted."""
     with tempfile.TemporaryDirectory() as work:
         if feeder == "datasets":
             batches = of_datasets(data, tokenizer)
@@ -84,7 +85,7 @@ def measure(feeder: str, data: Path, tokenizer: Path, seconds: float) -> None:
 
 
 def main() -> None:
-    """Measure each in a process of its own and print a table."""
+    """Measure each in a separate process and print a table."""
     shared = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, default=shared / "novels")

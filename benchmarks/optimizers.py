@@ -1,11 +1,11 @@
-"""Seconds of an optimizer step: dtt's Muon beside torch's Muon and fused AdamW, in turns.
+"""Compare the time of an optimizer step: dtt's Muon, torch's Muon and fused AdamW.
 
     python benchmarks/optimizers.py [ROUNDS] [--fp32] [--shape LAYERSxDIM]
 
 The matrices are those of a Llama of that shape (12x768 by default); threads and device are torch's
-own choice. torch.optim.Muon always iterates in bf16; `--fp32` is what dtt does where the hardware
-has no bf16. Interleaved, so that a busy moment of the machine falls on all alike; the first round
-warms up and is not counted.
+defaults. torch.optim.Muon always iterates in bf16; `--fp32` makes dtt iterate in fp32, as it does
+on hardware without bf16. The optimizers take turns, so that other load on the machine affects all
+alike; the first round is a warm-up and is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LR = 1e-3
 
 
 def matrices(layers: int, dim: int) -> list[nn.Parameter]:
-    """Attention and SwiGLU weights, each with a gradient."""
+    """Return attention and SwiGLU weights, each with a gradient."""
     ffn = dim * 8 // 3
     shapes = [*4 * [(dim, dim)], (ffn, dim), (ffn, dim), (dim, ffn)] * layers
     params = [nn.Parameter(0.02 * torch.randn(shape, device=DEVICE)) for shape in shapes]

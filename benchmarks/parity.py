@@ -1,16 +1,16 @@
-"""How far dtt is from transformers, family by family: the largest absolute difference.
+"""Compare dtt with transformers for each model family: the largest absolute difference.
 
     python benchmarks/parity.py
 
-Tiny models with random weights, fp32, on a CPU; two sequences of 96 tokens, of which windows see
-16. Of each family one with its head tied to the embedding and one without.
+Tiny models with random weights, fp32, on a CPU; two sequences of 96 tokens; attention windows are
+16 tokens. Each family has one model with tied embeddings and one without.
 
-`logits`, `gradients`: of the mean cross-entropy, over all parameters. `documents`: the same with
-four documents of 7 to 45 tokens in each sequence; transformers is given each alone. `import`:
-logits of a folder that `save_pretrained` wrote, read by dtt. `export`: logits that transformers
-gives from a folder that dtt wrote, where it misses no tensor and finds none too many. `cache`:
-dtt's logits one token at a time with its cache of keys and values, theirs without one. `largest`:
-the largest logit and gradient there are.
+`logits`, `gradients`: the logits, and the gradients of the mean cross-entropy over all parameters.
+`documents`: the same with four documents of 7 to 45 tokens in each sequence; transformers gets each
+document alone. `import`: logits of dtt from a folder written by `save_pretrained`. `export`: logits
+of transformers from a folder written by dtt, without missing or unexpected tensors. `cache`: logits
+of dtt one token at a time with its KV cache against those of transformers without one. `largest`:
+the largest logit and gradient.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def row(arch: Architecture) -> str:
-    """What the columns say of one model."""
+    """Return the columns of one model."""
     theirs = random_model(arch)
     model = Decoder(arch)
     model.load_state_dict(from_hf(theirs.state_dict(), arch))
@@ -107,7 +107,7 @@ def row(arch: Architecture) -> str:
 
 
 def random_model(arch: Architecture) -> Any:
-    """The class of transformers, with weights that are not small."""
+    """Return the model of transformers, with weights perturbed so that they are not small."""
     torch.manual_seed(0)
     config: Any = transformers.AutoConfig.for_model(
         **families.get(arch.family).to_hf_config(arch, 0)
@@ -121,7 +121,7 @@ def random_model(arch: Architecture) -> Any:
 
 
 def of_theirs(theirs: Any, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradients of the mean cross-entropy."""
+    """Return the logits and the gradients of the mean cross-entropy of transformers."""
     theirs.zero_grad()
     logits = forward()
     loss: Any = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
@@ -131,7 +131,7 @@ def of_theirs(theirs: Any, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[
 
 @torch.enable_grad()
 def of_ours(model: Decoder, documents: Tensor | None) -> dict[str, Tensor]:
-    """The gradients of the same loss, under their names."""
+    """Return dtt's gradients of the same loss, under the names of transformers."""
     model.zero_grad()
     (model(TOKENS, TARGETS, documents_BT=documents) / TARGETS.numel()).backward()
     return to_hf(
@@ -140,13 +140,13 @@ def of_ours(model: Decoder, documents: Tensor | None) -> dict[str, Tensor]:
 
 
 def each_alone(theirs: Any) -> Tensor:
-    """Their logits of each document by itself, put together again."""
+    """Return the logits of transformers for each document alone, concatenated to sequences."""
     parts = [tokens.split(lengths) for tokens, lengths in zip(TOKENS, DOCUMENTS, strict=True)]
     return torch.stack([torch.cat([theirs(part[None]).logits[0] for part in one]) for one in parts])
 
 
 def imported(theirs: Any, folder: Path) -> Tensor:
-    """Our logits from what they saved."""
+    """Return the logits of dtt from a folder that transformers saved."""
     theirs.save_pretrained(folder / "theirs")
     tokenizer(folder / "theirs" / "tokenizer.json")
     found = read_hf_folder(folder / "theirs")
@@ -157,7 +157,7 @@ def imported(theirs: Any, folder: Path) -> Tensor:
 
 
 def exported(model: Decoder, folder: Path) -> Tensor:
-    """Their logits from what we export."""
+    """Return the logits of transformers from a folder that dtt exported."""
     trained = Trained(model.arch, model.state_dict(), tokenizer(folder / "tokenizer.json"), 0)
     out, origin = folder / "ours", hf.Origin("parity", 0, "")
     hf.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
@@ -166,14 +166,14 @@ def exported(model: Decoder, folder: Path) -> Tensor:
 
 
 def step_by_step(model: Decoder) -> Tensor:
-    """Our logits from the last token of a prompt on, then of one token after the other."""
+    """Return the logits of dtt with a KV cache: of the prompt's last token, then token by token."""
     cache = KVCache(model.arch, len(TOKENS), LENGTH, TOKENS.device, torch.float32)
     steps = TOKENS[:, :PROMPT], *(TOKENS[:, i : i + 1] for i in range(PROMPT, LENGTH))
     return torch.cat([model(tokens, cache=cache) for tokens in steps], dim=1)
 
 
 def tokenizer(path: Path) -> Path:
-    """A byte-level BPE tokenizer, of which an export is never without."""
+    """Write a byte-level BPE tokenizer, which every export requires."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -188,12 +188,12 @@ def tokenizer(path: Path) -> Path:
 
 
 def worst(got: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference."""
+    """Return the largest absolute difference."""
     return (got - expected).abs().max().item()
 
 
 def worst_of(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest of all tensors."""
+    """Return the largest absolute difference over all tensors."""
     return max(worst(got[name], expected[name]) for name in expected)
 
 

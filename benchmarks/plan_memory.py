@@ -1,10 +1,10 @@
-"""What `dtt plan` says a process holds at its peak, beside what real processes do hold.
+"""Compare the peak memory that `dtt plan` estimates with that of real processes.
 
     python benchmarks/plan_memory.py [PATTERN …]
 
-Each configuration, or each whose name matches a pattern, as '*2', is trained for three steps in
-processes of its own, on a CPU; measured is the peak of resident memory, without pages of files,
-beyond what was resident before the model was. Of several processes the largest.
+Each configuration, or each whose name matches a pattern such as '*2', is trained for three steps in
+separate processes on a CPU. Measured is the peak of resident memory, without file-backed pages,
+above the level before the model was built; with several processes, the largest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARD, CONTEXT, TENSOR = (
     ("parallel.replicate=1", f"parallel.{name}=-1") for name in ("shard", "context", "tensor")
 )
 STEP = ("train.seq_len=64", "model.vocab_size=512", MUON)
-"""So few activations that the peak is in the optimizer's step."""
+"""Settings with so few activations that the peak is in the optimizer step."""
 CONFIGS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "gpt2 fp32 adamw": (1, 1, (*GPT2, FP32, ADAMW)),
     "gpt2 bf16 adamw": (1, 1, (*GPT2, BF16, ADAMW)),
@@ -66,7 +66,7 @@ SEQ_LEN, ROWS, VOCABULARY = 512, 2, 16_384
 
 
 def case_of(name: str) -> Case:
-    """What the formulas go by."""
+    """Return the input of the formulas."""
     ranks, accumulation, arguments = CONFIGS[name]
     tokens = SEQ_LEN * ROWS * accumulation * ranks
     sizes = (
@@ -82,7 +82,7 @@ def case_of(name: str) -> Case:
 
 
 def one_rank(name: str, rank: int) -> None:
-    """A process of the run; prints what it held."""
+    """Run one rank and print its peak memory in bytes."""
     ranks = CONFIGS[name][0]
     world = start(Ranks(rank, ranks, rank, ranks, "torchrun"), "cpu")
     print(json.dumps(probe(case_of(name), world).memory))
@@ -91,7 +91,7 @@ def one_rank(name: str, rank: int) -> None:
 
 
 def measured(name: str) -> int:
-    """The largest peak of the processes."""
+    """Return the largest peak memory of the processes, in bytes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])

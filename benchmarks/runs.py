@@ -1,8 +1,8 @@
-"""Many short runs of `dtt train` on several ranks, started quickly, seen from inside.
+"""Start many short multi-rank runs of `dtt train` quickly, and observe their phases.
 
-A rank is forked from a process that has imported all it needs: a second instead of ten. It is told
-its place as torchrun would tell it, and enters `dtt.main`. A `Board` in shared memory says what
-each rank is doing at this very moment.
+A rank is forked from a process that has done all imports: a start takes one second instead of ten.
+It gets the environment variables that torchrun would set, and enters `dtt.main`. A `Board` in
+shared memory holds the current phase of each rank.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ GRACE = 30.0
 
 
 class Board:
-    """What each rank does, and what it did when it last heard a signal."""
+    """The phase of each rank in shared memory, now and at the last signal it received."""
 
     def __init__(self) -> None:
-        """For up to 16 ranks; forks share it."""
+        """Allocate memory for up to 16 ranks, shared with forks."""
         self._memory = mmap.mmap(-1, 64)
 
     def doing(self, rank: int) -> str:
-        """What `rank` does now."""
+        """Return the current phase of `rank`."""
         doing, flushing = self._memory[rank], self._memory[16 + rank]
         return (
             "async flush" if flushing and DOING[doing] in ("step", "accumulation") else DOING[doing]
         )
 
     def heard(self, rank: int) -> str:
-        """What `rank` did when it last heard a signal; empty if it never did."""
+        """Return the phase of `rank` at its last signal; empty if it received none."""
         return DOING[self._memory[32 + rank]]
 
     def write(self, rank: int, doing: str) -> str:
-        """Say what `rank` does; returns what it did before."""
+        """Set the phase of `rank` and return the previous one."""
         before = DOING[self._memory[rank]]
         self._memory[rank] = DOING.index(doing)
         return before
 
     def flush(self, rank: int, on: bool) -> None:
-        """Say whether a checkpoint is being written in the background."""
+        """Set if a checkpoint is being written in the background."""
         self._memory[16 + rank] = on
 
     def hear(self, rank: int) -> None:
-        """Say that a signal has come."""
+        """Record that `rank` received a signal."""
         self._memory[32 + rank] = DOING.index(self.doing(rank))
 
     @contextmanager
     def during(self, rank: int, doing: str) -> Iterator[None]:
-        """Say it inside."""
+        """Set the phase of `rank` inside the block."""
         before = self.write(rank, doing)
         try:
             yield
@@ -92,10 +92,10 @@ class Board:
 
 
 def _show(board: Board, rank: int) -> None:
-    """Let this process, a rank, keep `board` up to date."""
+    """Patch dtt in this process, a rank, to keep `board` up to date."""
 
     def around(owner: Any, name: str, label: Callable[..., str | None]) -> None:
-        """Say `label(arguments)` while `owner.name` runs."""
+        """Set the phase `label(arguments)` while `owner.name` runs."""
         original = getattr(owner, name)
 
         @contextmanager
@@ -109,7 +109,7 @@ def _show(board: Board, rank: int) -> None:
 
     phases = {"step": "step", "evaluate": "evaluate", "sample": "sample", "save": "save"}
     around(Watchdog, "phase", lambda self, phase: phases.get(phase))
-    first = True  # step of this attempt
+    first = True  # first step of this attempt
     around(
         trainer,
         "gradient_sync",
@@ -149,10 +149,10 @@ def _show(board: Board, rank: int) -> None:
 
 @dataclass
 class Run:
-    """The ranks of one start of a job."""
+    """The processes of one start of a job."""
 
     folder: Path
-    """Where they run: the job is `jobs/NAME` in it."""
+    """Working directory of the ranks; the job is `jobs/NAME` in it."""
     ranks: int
     arguments: list[str]
     board: Board = field(default_factory=Board)
@@ -160,7 +160,7 @@ class Run:
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes by rank, negative for a signal."""
     put_down: list[str] = field(default_factory=list)
-    """What ranks were doing that another one's end did not end."""
+    """Phases of ranks that needed SIGKILL after another rank had ended."""
 
     def start(self) -> Run:
         """Fork the ranks."""
@@ -199,7 +199,7 @@ class Run:
             os._exit(code)
 
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Return the ranks that have not ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -208,9 +208,9 @@ class Run:
         return [rank for rank in range(self.ranks) if rank not in self.codes]
 
     def wait(self, limit: float = 60.0) -> bool:
-        """Wait for the end; False if no rank ended within `limit` seconds.
+        """Wait for the end; return False if nothing ended or failed within `limit` seconds.
 
-        As under torchrun, when one rank fails the others get SIGTERM, and SIGKILL after a while.
+        As under torchrun, when one rank fails the others get SIGTERM, and SIGKILL after `GRACE`.
         """
         ended = wait_until(lambda: not self.running() or any(self.codes.values()), limit)
         for rank in self.running():
@@ -223,22 +223,22 @@ class Run:
         return ended
 
     def kill(self, rank: int) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL to a rank."""
         os.kill(self.pids[rank], signal.SIGKILL)
 
 
 @dataclass
 class Torchrun(Run):
-    """The same under torchrun: slow to start, and its board stays empty."""
+    """A run under torchrun: it starts slowly, and its board stays empty."""
 
     agent: subprocess.Popen[bytes] | None = None
 
     def wait(self, limit: float = 60.0) -> bool:
-        """Wait for the end of torchrun; False if there was none within `limit` seconds."""
+        """Wait for the end of torchrun; return False if it does not end within `limit` seconds."""
         return wait_until(lambda: not self.running(), limit)
 
     def start(self) -> Torchrun:
-        """Start it."""
+        """Start torchrun."""
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
         command = [sys.executable, *launcher, "-m", "dtt.main", *self.arguments]
         with (self.folder / "log").open("ab") as log:
@@ -246,7 +246,7 @@ class Torchrun(Run):
         return self
 
     def running(self) -> list[int]:
-        """All ranks until torchrun has ended, then none."""
+        """Return all ranks until torchrun has ended, then none."""
         assert self.agent is not None
         if self.agent.poll() is None:
             return list(range(self.ranks))
@@ -254,23 +254,23 @@ class Torchrun(Run):
         return []
 
     def kill(self, rank: int) -> None:
-        """Send SIGKILL to a rank once it is there."""
+        """Send SIGKILL to a rank once all ranks have started."""
         wait_until(lambda: not self.running() or len(self._workers()) >= self.ranks, 60)
         if workers := self._workers():
             os.kill(workers[rank], signal.SIGKILL)
 
     def _workers(self) -> list[int]:
-        """Process ids of the ranks that there are."""
+        """Return the process ids of the existing ranks."""
         assert self.agent is not None
         try:
             folder = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}")
             return sorted(map(int, (folder / "children").read_text().split()))
-        except OSError:  # it has ended
+        except OSError:  # torchrun has ended
             return []
 
 
 def wait_until(true: Callable[[], object], limit: float, pause: float = 0.001) -> bool:
-    """Whether `true()` became so within `limit` seconds."""
+    """Poll until `true()` holds; return False if it does not within `limit` seconds."""
     end = time.monotonic() + limit
     while not true():
         if time.monotonic() > end:
@@ -280,7 +280,7 @@ def wait_until(true: Callable[[], object], limit: float, pause: float = 0.001) -
 
 
 def make_tokens(folder: Path) -> Path:
-    """A small token folder, made by dtt."""
+    """Create a small token folder with dtt and return its path."""
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(40 + i % 30)) for i in range(400))
     text = "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))

@@ -1,9 +1,9 @@
-"""Every learning-rate schedule as one picture: docs/schedules.png.
+"""Plot every learning-rate schedule as one picture: docs/schedules.png.
 
     python benchmarks/schedules.py [FILE.png]
 
-Left each type over a run of 1,000 steps, right every shape that a wsd decay can have. The rates are
-those that training asks for, a point per step.
+The left half shows each type over a run of 1,000 steps, the right half every shape of a WSD decay.
+The rates are those that training uses, one point per step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHAPES: dict[str, ScheduleConfig] = {
 
 
 def draw(axes: Axes, configs: Mapping[str, ScheduleConfig]) -> None:
-    """A curve for each schedule, and its ends on stdout."""
+    """Plot a curve for each schedule, and print its first and last value."""
     for name, config in configs.items():
         schedule = resolve(config, STEPS, lambda step: step)
         rates = [schedule.multiplier(step) for step in range(STEPS)]
@@ -57,7 +57,7 @@ def draw(axes: Axes, configs: Mapping[str, ScheduleConfig]) -> None:
 
 
 def main() -> None:
-    """Draw both halves and save the picture."""
+    """Plot both halves and save the picture."""
     default = Path(__file__).parents[1] / "docs/schedules.png"
     drawing = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
     left, right = drawing.subplots(1, 2, sharey=True)

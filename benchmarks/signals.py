@@ -1,13 +1,14 @@
-"""Whether a request to save, or to save and stop, is followed whatever the run is doing.
+"""Check that requests to save, or to save and stop, succeed in every phase of a run.
 
     python benchmarks/signals.py [REQUESTS] [SEED]
 
 Runs of two ranks with accumulation, evaluation, samples and asynchronous saves get SIGTERM, SIGINT
-or SIGUSR2 on a random rank, `control/stop` or `control/save`, each aimed at a phase. Fired: sent,
-and counted under what the rank was doing when it heard the signal, or the first rank when the file
-was made. Saved: the run ended with code 75 and a checkpoint that verifies at the step exit.json
-names (in start-up there is nothing to save: with code 75); for `control/save`, acknowledged and
-such a checkpoint there while the run goes on. Every other run goes on from a stopped one.
+or SIGUSR2 on a random rank, `control/stop` or `control/save`, each aimed at a phase. `fired` counts
+requests by the phase of the rank when it received the signal, or of rank 0 when the file was
+written. `saved` counts runs that ended with exit code 75 and a verified checkpoint at the step in
+exit.json (in start-up there is nothing to save: exit code 75 alone); for `control/save`, requests
+that were acknowledged and followed by a verified checkpoint while the run continued. Every other
+run resumes a stopped one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PHASES = [name for name in DOING if name]
 
 
 def settings(tokens: Path, name: str) -> list[str]:
-    """Arguments of a run whose phases take long enough to be hit."""
+    """Return the arguments of a run whose phases take long enough to be hit."""
     return [
         "train", f"data.tokens={tokens}", f"name={name}", "model.dim=128", "model.n_layers=2",
         "model.n_heads=2", "train.steps=100000", "train.seq_len=64", "train.micro_batch=2",
@@ -44,8 +45,11 @@ def settings(tokens: Path, name: str) -> list[str]:
 
 
 def request(run: Run, job: JobDir, how: str, phase: str, rng: random.Random) -> str | None:
-    """Send a request while a rank is in `phase`; returns what it was doing, None if it ended."""
-    alone = how.startswith("control") or phase == "sample"  # those are the first rank's
+    """Send a request while a rank is in `phase`.
+
+    Return the rank's actual phase, or None if the run had ended.
+    """
+    alone = how.startswith("control") or phase == "sample"  # rank 0 handles these
     rank = 0 if alone else rng.randrange(run.ranks)
     wait_until(lambda: run.board.doing(rank) == phase or not run.running(), 60, pause=0.0002)
     time.sleep(rng.random() * (0.002 if phase == "save" else 0.02))
@@ -59,12 +63,13 @@ def request(run: Run, job: JobDir, how: str, phase: str, rng: random.Random) -> 
         return doing
     os.kill(run.pids[rank], signal.Signals[how])
     wait_until(lambda: run.board.heard(rank) or rank not in run.running(), 30, pause=0.0002)
-    unheard = "start-up" if phase == "start-up" else "never heard"  # a thread acts there, at once
+    # In start-up a separate thread handles the signal at once, so the board never shows it.
+    unheard = "start-up" if phase == "start-up" else "never heard"
     return run.board.heard(rank) or unheard
 
 
 def stopped(run: Run, job: JobDir, doing: str) -> str:
-    """`saved`, or what went wrong with the ending."""
+    """Return `saved`, or the reason why the stop request failed."""
     if not run.wait():
         return "did not end"
     if doing == "start-up":  # nothing to save
@@ -78,7 +83,7 @@ def stopped(run: Run, job: JobDir, doing: str) -> str:
 
 
 def whole(job: JobDir, step: int | None) -> str:
-    """`saved` if there is a checkpoint of `step` (None: of step 0) that verifies."""
+    """Return `saved` if the checkpoint of `step` (None: step 0) verifies, else the error."""
     try:
         store.verify(store.folder_of(job.checkpoints, step or 0))
     except DttError as error:
@@ -87,7 +92,7 @@ def whole(job: JobDir, step: int | None) -> str:
 
 
 def saved(run: Run, job: JobDir) -> str:
-    """`saved`, or what went wrong with a request that the run goes on after."""
+    """Return `saved`, or the reason why the save request failed; the run continues after it."""
 
     def acknowledged() -> int | None:
         try:
@@ -101,7 +106,7 @@ def saved(run: Run, job: JobDir) -> str:
     step = acknowledged()
     if step is None:
         return "ended"
-    # The request is agreed on before a step and followed after it.
+    # The ranks agree on the request before a step and save after it.
     wanted = {step + 1, step} if step else {1}
     if not wait_until(lambda: wanted & set(store.steps(job.checkpoints)), 60):
         return f"no checkpoint of step {step + 1}"

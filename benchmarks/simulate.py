@@ -1,13 +1,13 @@
-"""A thousand ranks, simulated: memory of one and bytes of a step, beside `dtt plan`'s formulas.
+"""Simulate a thousand ranks, and compare memory and communication with `dtt plan`.
 
     python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--context N] [--tensor N]
                                   [--seq-len T] [--micro-batch B] [--accumulation A]
                                   [--remat KIND] [--layers L] [--optimizer NAME]
 
-dtt's own model is put on a mesh by dtt's own code, and trained for two steps, in a process group
-that sends nothing and with tensors that have a shape and no memory. What is seen is every tensor
-that is made and freed, and every exchange, of rank 0. The device pretends to be a CPU, and so do
-the formulas.
+dtt's own code builds the model, applies it to a mesh and trains it for two steps, with a fake
+process group, which sends nothing, and fake tensors, which have a shape but no memory. The trace
+records every tensor that rank 0 allocates and frees, and every collective that it calls. The device
+is a CPU, and the formulas assume the same.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from dtt.train.estimate.memory import moments
 NODE = 8
 """Ranks of a node."""
 KINDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""How often the bytes of what is exchanged go to a device."""
+"""Factor from the bytes of a collective's tensor to the bytes that a device receives."""
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of all tensors that are alive, and the bytes of all exchanges."""
+    """A dispatch mode that counts the memory of live tensors and the bytes of collectives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.received: Counter[str] = Counter()
-        """Bytes by kind of exchange, as `dtt.train.estimate.communication` counts them."""
+        """Bytes by kind of collective, counted as in `dtt.train.estimate.communication`."""
         self.sent: Counter[str] = Counter()
-        """Where they are not as many."""
+        """Bytes sent, for kinds in which they differ from those received (all-to-all)."""
         self._now = 0
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, Any] = {}
 
     def forget_peak(self) -> None:
-        """Look for it from here on."""
+        """Reset the peak to the memory in use now."""
         self.peak = self._now
 
     def __enter__(self) -> Trace:
         self._resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP2 frees memory
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees memory this way
             done = self._resize(storage, size)
             if _key(storage) in self._sizes:
                 self._set(_key(storage), size)
@@ -91,7 +91,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes again, as the operations on the local part
+            return NotImplemented  # DTensor dispatches again, on local tensors
         name = func.name()
         if "wait_tensor" in name:
             return args[0]
@@ -104,7 +104,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see(self, tensor: Tensor) -> None:
-        """This memory is in use."""
+        """Count the memory of a tensor as in use."""
         storage = local(tensor).untyped_storage()
         key = _key(storage)
         if key not in self._sizes:
@@ -142,7 +142,7 @@ def _bytes(part: Any) -> int:
 
 
 def _group_size(argument: Any) -> int:
-    """Of the process group that this argument of an operator is, or names; else 0."""
+    """Return the size of the process group that an operator's argument is or names, else 0."""
     try:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()
@@ -152,13 +152,16 @@ def _group_size(argument: Any) -> int:
 
 
 def _for_real(*given: Any) -> list[routes.Bucket]:
-    """Muon's plan, which reads ranks from the mesh's own tensors."""
+    """Return Muon's plan, which reads ranks from the mesh and so needs real tensors."""
     with _disable_current_modes():
         return routes.plan(*given)
 
 
 def simulate(case: Case) -> tuple[int, int, Counter[str]]:
-    """Peak bytes of a rank in passes, and in the optimizer's step; bytes it receives, by kind."""
+    """Return the peak bytes of rank 0 in the passes and in the optimizer step, and its traffic.
+
+    The traffic maps kinds of collectives to bytes, the larger of received and sent.
+    """
     passes = 0
     ranks = case.devices
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -180,7 +183,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     if case.sizes.context > 1:
         attends = partial(attends_from_chunks, case.arch)
         module = ContextParallel(model, layout, document_positions, attends)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's own tensors are real
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())
         optimizers = groups.build(
@@ -190,7 +193,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         with trace, patch.object(muon, "plan", _for_real):
             for parameter in parameters.values():
                 trace.see(parameter)
-            for _ in range(2):  # in the first DTensor tries operations on whole tensors
+            for _ in range(2):  # in the first step DTensor tries operations on full tensors
                 trace.forget_peak()
                 trace.received.clear()
                 trace.sent.clear()
@@ -210,7 +213,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
 
 
 def case_of(given: argparse.Namespace) -> Case:
-    """The configuration that the arguments name."""
+    """Return the case that the arguments describe."""
     _, layer = read_file(shipped_configs() / "models" / f"{given.model}.yaml")
     sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
@@ -238,7 +241,7 @@ def case_of(given: argparse.Namespace) -> Case:
 
 
 def options() -> argparse.Namespace:
-    """The arguments."""
+    """Parse the command-line arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=1024)
@@ -255,7 +258,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print both, and the ratio."""
+    """Print the formulas' figures, the simulated ones and their ratio."""
     case = case_of(options())
     begin = time.perf_counter()
     *peaks, received = simulate(case)

@@ -1,10 +1,10 @@
-"""A job that meets real time limits of Slurm, beside the same job without any: what is lost.
+"""Measure the cost of real Slurm time limits: a job with them against the same job without.
 
     python benchmarks/slurm_chain.py [LIMITS]
 
-Needs $SLURM_CONF of a Slurm with two nodes and short limits, as start-slurm.sh makes one. The
-limit is a minute, the least that Slurm has, and dtt is asked to save 30 s before it; Slurm looks at
-limits about twice a minute. The job is long enough for LIMITS of them (3).
+Needs $SLURM_CONF of a Slurm with two nodes and short limits, such as start-slurm.sh creates. The
+limit is one minute, Slurm's minimum, and dtt is asked to save 30 s before it; Slurm checks limits
+about twice a minute. The job is long enough to reach LIMITS (3) of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE_STEPS = 200
 
 
 def dtt(*arguments: str) -> str:
-    """Output of a dtt command."""
+    """Return the output of a dtt command."""
     command = [sys.executable, "-m", "dtt.main", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -36,7 +36,7 @@ def train(keys: list[str]) -> None:
 
 
 def settings(name: str, steps: int) -> list[str]:
-    """A small model, a checkpoint every 500 steps."""
+    """Return the settings of a small model with a checkpoint every 500 steps."""
     return [
         f"name={name}", f"train.steps={steps}", "data.tokens=tokens", "model.dim=16",
         "model.n_layers=2", "model.n_heads=2", "model.dropout=0.1", "train.seq_len=32",
@@ -61,7 +61,7 @@ def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def through_slurm(steps: int) -> float:
-    """Submit, and wait for the end, seconds; it goes on by itself after each limit."""
+    """Submit the job, wait for its end and return the seconds; it continues after each limit."""
     began = time.monotonic()
     limits = ("launch.nodes=2", "launch.time=1", f"launch.lead_seconds={SECONDS_BEFORE_A_LIMIT}")
     dtt("submit", "train", *settings("limited", steps), *limits, "-y")

@@ -1,20 +1,20 @@
-"""Chains of jobs on a real Slurm that loses nodes, suspends, preempts and ends jobs.
+"""Check job chains on a real Slurm that loses nodes, suspends, preempts and times out jobs.
 
     python benchmarks/slurm_faults.py [N] [--faults node,slurmd,…] [--modes requeue,singleton]
 
-Needs a Slurm of its own, with accounting: $SLURM_CONF of start-slurm.sh --accounting --preempt 20.
-Each kind of fault strikes one job N times (10), for each value of launch.continuation:
+Needs a dedicated Slurm with accounting: $SLURM_CONF of start-slurm.sh --accounting --preempt 20.
+Each kind of fault hits one job N (10) times, for each value of launch.continuation:
 
     node      a node is set down: alternately that of the job script and the other one
     slurmd    the slurmd of a node is killed; Slurm notices after SlurmdTimeout, here set to 15 s
-    suspend   the job is suspended for 8 s, the first time for 70: longer than a heartbeat lasts
-    preempt   another job takes the nodes: alternately with 20 s of grace and without
-    limit     the time limit of a minute; dtt is asked to save 30 s before it
+    suspend   the job is suspended for 8 s, the first time for 70 s, beyond the heartbeat timeout
+    preempt   another job takes the nodes, alternately with a grace time of 20 s and without
+    limit     the job reaches a time limit of one minute; dtt is asked to save 30 s before it
 
-While that goes on `dtt job status --json` is asked again and again. What it prints must be what
-squeue showed just before or just after. In the end the job must be done without anybody's help, no
-job may be left in Slurm, sacct must show what happened, and weights, optimizer state and metrics
-must be those of a run that nothing disturbed, bit for bit. The exit code is 1 if any of it fails.
+Meanwhile `dtt job status --json` is polled; its state must match squeue just before or just after.
+At the end the job must be done without manual intervention, no job may be left in Slurm, sacct must
+show the faults, and weights, optimizer state and metrics must equal those of an undisturbed run bit
+for bit. The exit code is 1 if any of this fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SECONDS_BETWEEN_FAULTS = {"node": 8, "slurmd": 50, "suspend": 8, "preempt": 8, "
 """Seconds of training: Slurm takes half a minute to notice a dead slurmd."""
 LEAST_STEPS_BETWEEN_FAULTS = 60
 SUSPENDED_FOR = (70, 8)
-"""Seconds: the first time, and afterwards."""
+"""Seconds of the first suspension and of the later ones."""
 OFTEN = ("checkpoint.every=25", "train.log_every=5")
 PATIENCE = 300
 SLURMD_TIMEOUT = 15
@@ -50,11 +50,11 @@ ENDED_AS = {
     "singleton": {"node": "NODE_FAIL", "slurmd": "NODE_FAIL", "preempt": "PREEMPTED|FAILED",
                   "limit": "FAILED"},
 }  # fmt: skip
-"""States that sacct has of the run that a fault ended; FAILED: with dtt's exit code 75."""
+"""States in sacct of a run ended by a fault; FAILED stands for dtt's exit code 75."""
 
 
 def run(*argv: str) -> str:
-    """Output of one of Slurm's commands, which must succeed."""
+    """Run a Slurm command, which must succeed, and return its output."""
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{argv}: {done.stderr}"
     return done.stdout.strip()
@@ -62,7 +62,7 @@ def run(*argv: str) -> str:
 
 @dataclass
 class Chain:
-    """A training job, and what is told of it."""
+    """A training job and the states reported for it."""
 
     name: str
     fault: str
@@ -75,28 +75,28 @@ class Chain:
         return Path("jobs") / self.name
 
     def ids(self) -> list[str]:
-        """Slurm's ids, the newest last."""
+        """Return the Slurm job ids, the newest last."""
         lines = (self.root / "submissions.jsonl").read_text().splitlines()
         return [json.loads(line)["job_id"] for line in lines]
 
     def seen(self) -> dict[str, str]:
-        """What squeue shows of the chain now."""
+        """Return the state of each job of the chain, as squeue shows it now."""
         out = run("squeue", "-h", "-t", "all", "-o", "%i %T", "-j", ",".join(self.ids()))
         return dict(line.split() for line in out.splitlines())
 
     def running(self) -> str | None:
-        """The id of the job that has nodes."""
+        """Return the id of the running job, if any."""
         return next((id for id, state in self.seen().items() if state == "RUNNING"), None)
 
     def step(self) -> int:
-        """The last step on record."""
+        """Return the last recorded step."""
         path = self.root / "metrics.jsonl"
         return (
             max((r["step"] for r in records(self.root, "train")), default=0) if path.exists() else 0
         )
 
     def look(self) -> str:
-        """Ask `dtt job status --json`, and compare with squeue before and after."""
+        """Run `dtt job status --json` and compare its state with squeue before and after."""
         before = self.seen()
         told: dict[str, Any] = json.loads(dtt("job", "status", str(self.root), "--json"))
         after = self.seen()
@@ -107,7 +107,7 @@ class Chain:
         return state
 
     def true_of(self, seen: dict[str, str]) -> set[str]:
-        """States that are true of a chain of which squeue shows this."""
+        """Return the states that dtt may report when squeue shows `seen`."""
         have = set(seen.values())
         newest = max((int(p.name) for p in (self.root / "attempts").glob("*")), default=0)
         ending = self.root / f"attempts/{newest}/exit.json"
@@ -122,10 +122,10 @@ class Chain:
             )
         if "PENDING" in have:
             return {"preempted"} if self.fault == "preempt" and newest else {"queued"}
-        return set()  # nothing may be left when it is not done
+        return set()  # an unfinished chain must have a job in Slurm
 
     def wait(self, what: str, true: Callable[[], Any]) -> Any:
-        """Look again and again until something is true; returns it."""
+        """Poll the job status until `true()` holds, and return its value."""
         end = time.monotonic() + PATIENCE
         while not (value := true()):
             assert time.monotonic() < end, f"{self.name}: waited too long for {what}"
@@ -133,7 +133,7 @@ class Chain:
         return value
 
     def at_work(self, step: int) -> str:
-        """Wait until the job runs and has come to a step; returns Slurm's id."""
+        """Wait until the job runs and has reached `step`; return its Slurm id."""
         self.wait(f"step {step}", lambda: self.step() >= step and self.running())
         return str(self.wait("a running job", self.running))
 
@@ -142,11 +142,11 @@ class Chain:
         self.wait(f"the end of {id}", lambda: self.seen().get(id) not in ("RUNNING", "COMPLETING"))
 
 
-# ---- faults: each strikes once ---------------------------------------------------------------
+# ---- faults: each function injects one -------------------------------------------------------
 
 
 def up_again(chain: Chain, name: str) -> None:
-    """Set a node up, unless it already is: one whose slurmd registers anew comes back by itself."""
+    """Set a node up, unless it already is: a slurmd that registers again comes back by itself."""
     subprocess.run(["scontrol", "update", f"nodename={name}", "state=idle"], check=False)
     chain.wait(f"{name} up", lambda: "down" not in run("sinfo", "-hN", "-n", name, "-o", "%t"))
 
@@ -160,7 +160,7 @@ def node(chain: Chain, id: str, number: int) -> None:
 
 
 def slurmd(chain: Chain, id: str, number: int) -> None:
-    """Kill the slurmd of a node; start it again when Slurm has noticed."""
+    """Kill the slurmd of a node; restart it when Slurm has noticed."""
     name = f"n{1 + number % 2}"
     pid = Path(os.environ["SLURM_CONF"]).parent / f"run/slurmd-{name}.pid"
     os.kill(int(pid.read_text()), 9)
@@ -178,7 +178,7 @@ def suspend(chain: Chain, id: str, number: int) -> None:
 
 
 def preempt(chain: Chain, id: str, number: int) -> None:
-    """Let a more urgent job take both nodes for a moment."""
+    """Let a job of higher priority take both nodes for a moment."""
     run("scontrol", "update", "partitionname=batch", f"gracetime={0 if number % 2 else 20}")
     urgent = run("sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
                  "--wrap", "sleep 3")  # fmt: skip
@@ -187,7 +187,7 @@ def preempt(chain: Chain, id: str, number: int) -> None:
 
 
 def limit(chain: Chain, id: str, number: int) -> None:
-    """Wait for Slurm's own signal and what follows."""
+    """Wait until Slurm's time limit ends the run and the next attempt starts."""
     before = chain.step()
     attempts = len(list((chain.root / "attempts").glob("*")))
     chain.wait(
@@ -209,7 +209,7 @@ FAULTS = {f.__name__: f for f in (node, slurmd, suspend, preempt, limit)}
 
 
 def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterator[str]:
-    """Run a chain through its faults; yield what is wrong."""
+    """Run a chain through its faults and yield the problems."""
     began, chain = time.monotonic(), Chain(f"{fault}-{mode}", fault)
     launch = ["launch.nodes=2", f"launch.continuation={mode}", "launch.time=30"]
     if fault == "limit":
@@ -242,13 +242,13 @@ def check(fault: str, mode: str, n: int, steps: int, reference: Path) -> Iterato
 
 
 def steps_of(fault: str, n: int, per_step: float) -> int:
-    """Return how many steps a job has that `n` faults strike, each between two stretches of it."""
+    """Return the number of steps of a job with `n` faults, evenly spaced."""
     between = max(LEAST_STEPS_BETWEEN_FAULTS, round(SECONDS_BETWEEN_FAULTS[fault] / per_step))
     return between * (n + 1)
 
 
 def with_short_timeout() -> None:
-    """Let Slurm notice a dead slurmd soon."""
+    """Shorten SlurmdTimeout, so that Slurm notices a dead slurmd soon."""
     conf = Path(os.environ["SLURM_CONF"])
     text = re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={SLURMD_TIMEOUT}", conf.read_text())
     conf.write_text(text)

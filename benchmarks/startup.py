@@ -1,11 +1,11 @@
-"""How long until a command line answers: dtt's and its peers' `--help`, in interleaved runs.
+"""Measure the start-up time of command lines: `--help` of dtt and its peers.
 
     python benchmarks/startup.py [RUNS]
     python benchmarks/startup.py train RUNS KEY=VALUE…
 
-The second tells what the time from `dtt train KEY=VALUE…` to the end of the first step goes into.
-Interleaved, so that a busy moment of the machine falls on all alike; the first round warms the file
-cache and is not counted. Peers that are not installed beside dtt are left out.
+The second command prints a breakdown of the time from `dtt train KEY=VALUE…` to the end of the
+first step. Runs are interleaved, so that other load on the machine affects all alike; the first
+round warms the file cache and is not counted. Peers that are not installed beside dtt are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seconds(command: list[str]) -> float:
 
 
 def training(runs: int, arguments: list[str]) -> None:
-    """Phases of the start of one-step runs; the first, which warms the file cache, is left out."""
+    """Print the start-up phases of one-step runs, without the first, which warms the file cache."""
     found: list[dict[str, float]] = []
     job = Path("jobs/startup")
     given = [f"name={job.name}", "train.steps=1", "train.sample_tokens=0"]

@@ -1,15 +1,15 @@
-"""How fast text becomes token ids: dtt, the encoder it uses alone, and what people use otherwise.
+"""Measure the speed of tokenization: dtt, its encoder alone, and other tools.
 
     python benchmarks/tokenization.py [--shared DIR] [--peers-python PYTHON] [--runs N]
     python benchmarks/tokenization.py --gigabytes N   the novels repeated to so many GB
     python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
 
-Every figure is of a whole process (of all of its workers), from its start to its end, the median
-of interleaved runs; so is that of the encoder alone, which reads the same Parquet files itself and
-throws its ids away (`encoder x 1`, `x 2`). The last lines are of encoding without start-up, from
-memory or from these files; beside these dtt's is given with and without its own. Two processes or
-workers wherever there is a choice; `1 core` is a process that may use only one, as the encoder
-does. The ids of all must be equal.
+Every figure is the time of a process with all of its workers, from start to end, as the median of
+interleaved runs. This includes the encoder alone, which reads the same Parquet files itself and
+discards the ids (`encoder x 1`, `x 2`). The last lines give the encoder's speed without start-up,
+from memory or from these files, and dtt's speed relative to it, with and without dtt's start-up.
+All tools use two processes or workers where they allow it; `1 core` is a process pinned to one
+core, as the encoder is. The ids of all tools must be equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dtt.data.tokenizer import open_tokenizer
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 ENCODER = {"raw": "from memory", "files": "from the files"}
-"""Peers that are the encoder alone, and where it has its text from."""
+"""Peers that are the encoder alone, and the source of its text."""
 INSTALL = {
     "raw": "gigatoken",
     "files": "gigatoken",
@@ -51,18 +51,18 @@ INSTALL = {
     "pool": "tokenizers",
 }
 OURS = {"dtt, 1 core": 1, "dtt, 1 rank": 1, "dtt, 2 ranks": 2}
-"""Ranks of each way to run dtt."""
+"""Number of ranks of each way to run dtt."""
 PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 @dataclass
 class Corpus:
-    """Parquet files, and what dtt knows of them."""
+    """Parquet files, dtt's download of them, and the measured times."""
 
     name: str
     folder: Path
-    """Of the files alone."""
+    """Folder that holds only the Parquet files."""
     downloaded: Path
     text_bytes: int
     times: dict[str, list[float]] = field(default_factory=dict)
@@ -92,14 +92,14 @@ def run(command: list[str | Path]) -> str:
 
 
 def on_one_core(command: list[str | Path]) -> list[str | Path]:
-    """The command, kept on one core where the system can do that."""
+    """Return the command, pinned to one core if `taskset` is available."""
     if not shutil.which("taskset"):
         return command
     return ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
 
 
 def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Path]:
-    """The command; every document goes into one split, as the peers hold out none."""
+    """Return the command; all documents go into one split, as the peers hold out none."""
     start: list[str | Path] = [BIN / "mpirun", "-n", str(ranks)] if ranks > 1 else []
     keys = {
         "tokenize.corpus": corpus.downloaded,
@@ -113,7 +113,7 @@ def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Pa
 
 
 def documents(out: Path, end: int) -> Iterator[npt.NDArray[np.uint32]]:
-    """Ids of every document that a program left in `out`, whatever its format."""
+    """Yield the ids of every document in `out`, in the format of any of the tools."""
     if TokensManifest.exists(out):
         for shard in TokensManifest.read(out).shards:
             file = TokenFile(out / shard.stem)
@@ -130,7 +130,7 @@ def documents(out: Path, end: int) -> Iterator[npt.NDArray[np.uint32]]:
 
 
 def fingerprint(out: Path, end: int) -> tuple[int, int, int]:
-    """Documents, tokens, and a sum of hashes that does not depend on the documents' order."""
+    """Return the number of documents and tokens, and an order-independent sum of hashes."""
     count = tokens = total = 0
     for ids in documents(out, end):
         count, tokens = count + 1, tokens + len(ids)
@@ -139,11 +139,11 @@ def fingerprint(out: Path, end: int) -> tuple[int, int, int]:
 
 
 def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]], runs: int) -> None:
-    """Time dtt and its peers in turns, compare their ids, print a table."""
+    """Time dtt and its peers in turns, compare their ids and print a table."""
     end = open_tokenizer(tokenizer).get_vocab()["<|endoftext|>"]
     prints: dict[str, tuple[int, int, int]] = {}
     rates: dict[str, list[list[float]]] = {}
-    for round_ in range(runs + 1):  # the first only warms the file cache and the bytecode
+    for round_ in range(runs + 1):  # the first only warms the file cache and bytecode
         with tempfile.TemporaryDirectory() as scratch:
             for name, ranks in OURS.items():
                 out = Path(scratch, name)
@@ -176,13 +176,13 @@ def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]],
 
 
 def encoder_speed(command: list[str | Path], processes: int) -> float:
-    """Of so many encoders alone at the same time, together, in MB/s."""
+    """Return the total speed of `processes` concurrent encoders, in MB/s."""
     with ThreadPoolExecutor(processes) as pool:
         return sum(map(float, pool.map(run, [command] * processes)))
 
 
 def whole(command: list[str | Path], processes: int) -> float:
-    """Seconds from the start of so many encoders, which share the files, to the end of the last."""
+    """Return the seconds until the last of `processes` encoders, which share the files, ends."""
     commands = [[*command, str(number), str(processes)] for number in range(processes)]
     start = time.perf_counter()
     with ThreadPoolExecutor(processes) as pool:
@@ -191,7 +191,7 @@ def whole(command: list[str | Path], processes: int) -> float:
 
 
 def timed(command: list[str | Path]) -> tuple[float, str]:
-    """Seconds, and what it printed."""
+    """Run a command; return its seconds and its output."""
     start = time.perf_counter()
     printed = run(command)
     return time.perf_counter() - start, printed
@@ -235,13 +235,19 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def peak_memory(command: list[str | Path]) -> float:
-    """Of one process, in MB; started by a small one, whose memory Linux counts as its child's."""
+    """Return the peak memory of a command, in MB.
+
+    A small process starts it, because Linux counts the parent's memory as the child's at first.
+    """
     unit = 1 if sys.platform == "darwin" else 1024
     return int(run([sys.executable, "-c", WATCH, *command])) * unit / 1e6
 
 
 def memory(files: list[Path], tokenizer: Path, work: Path) -> None:
-    """One file, a single row group of it, and the same 20 times as long; one unit each."""
+    """Measure memory on a file with a single row group, and on one 20 times as long.
+
+    Each is one unit of work.
+    """
     table = pa.concat_tables(pq.read_table(path, columns=["text"]) for path in files)
     found = []
     for times in (1, 20):
@@ -282,7 +288,7 @@ def main() -> None:
 
 
 def installed(python: str, names: list[str]) -> Iterator[tuple[str, list[str | Path]]]:
-    """The commands of those peers that `python` can import."""
+    """Yield the names and commands of the peers that `python` can import."""
     for name in names:
         package = INSTALL.get(name, name)
         try:

@@ -1,13 +1,13 @@
-"""Whether `dtt tokenize` that is killed and run again ends as if nothing had happened, bit for bit.
+"""Check that `dtt tokenize`, killed and run again, writes bit for bit the same files.
 
     python benchmarks/tokenize_kills.py [KILLS] [SEED]
 
-Ranks under mpirun, and ranks that meet through files alone as under a plain `srun`; one, two or
-three of them. A random rank gets SIGKILL at a random moment of the run. Then the others must end
-by themselves, with a message; and the same command, with another number of ranks, must leave the
-same files as a run that nobody disturbed. (Ranks that meet through files wait minutes for one that
-has not started, so none is killed before its first sign of life.)
-Compares runs of one and the same code: leave the source alone meanwhile.
+Jobs have one to three ranks, under mpirun or with the file-based rendezvous of a plain `srun`. A
+random rank gets SIGKILL at a random moment. The others must then end by themselves with a message,
+and the same command, with a different number of ranks, must write the same files as an undisturbed
+run. (With the file-based rendezvous, ranks wait minutes for one that has not started, so no rank is
+killed before its first heartbeat.)
+All runs must execute the same code: do not edit the source meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = count()
 
 
 def write_corpus(folder: Path) -> None:
-    """The beginning of Python's own library, a document per file."""
+    """Download a corpus from the first files of Python's library, one document per file."""
     left = TEXT_BYTES
     with (folder / "library.jsonl").open("w") as file:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -49,7 +49,7 @@ def write_corpus(folder: Path) -> None:
 
 
 class Job:
-    """The ranks of one `dtt tokenize`; what they say goes to a file."""
+    """The ranks of one `dtt tokenize`; their output goes to a file."""
 
     def __init__(self, folder: Path, out: str, launcher: str, ranks: int) -> None:
         self.ranks, self.launcher, self._out = ranks, launcher, folder / out
@@ -74,11 +74,11 @@ class Job:
             ]
 
     def running(self) -> bool:
-        """Whether any process is left."""
+        """Return True if any process is left."""
         return any(process.poll() is None for process in self.processes)
 
     def wait(self, seconds: float) -> float | None:
-        """Seconds until all had ended; None if they did not in time."""
+        """Return the seconds until all had ended; None if they did not within `seconds`."""
         start = time.monotonic()
         while self.running():
             if time.monotonic() - start > seconds:
@@ -87,12 +87,12 @@ class Job:
         return time.monotonic() - start
 
     def wait_for_units(self, number: int) -> None:
-        """Until so many units are finished."""
+        """Wait until `number` units are finished, or the job has ended."""
         while self.running() and len(list(self._out.glob(".units/0*.json"))) < number:
             time.sleep(0.002)
 
     def kill(self, rank: int) -> bool:
-        """SIGKILL one rank; False if it is not there (yet, or any more)."""
+        """Send SIGKILL to one rank; return False if it has not started or has ended."""
         if self.launcher != "mpirun":
             alive = any(self._out.glob(f".units/meeting/*/{rank:05d}.beat"))
             if alive and self.processes[rank].poll() is None:
@@ -113,22 +113,22 @@ class Job:
         return False
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all processes that are left."""
         for process in self.processes:
             process.kill()
             process.wait()
 
     def said(self) -> str:
-        """All that the ranks printed."""
+        """Return the output of all ranks."""
         return self._said.read_text()
 
     def succeeded(self) -> bool:
-        """Whether every process ended well."""
+        """Return True if every process ended with code 0."""
         return all(process.wait() == 0 for process in self.processes)
 
 
 def sums(out: Path) -> dict[str, str]:
-    """sha256 of all files but those of the work itself."""
+    """Return the sha256 of each output file, without the work files."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in out.iterdir()
@@ -137,7 +137,7 @@ def sums(out: Path) -> dict[str, str]:
 
 
 def phase(out: Path) -> str:
-    """What a run in `out` is doing, by the files there."""
+    """Return the phase of a run, derived from the files in `out`."""
     work = out / ".units"
     if (out / "manifest.json").exists():
         return "manifest written"
@@ -147,7 +147,7 @@ def phase(out: Path) -> str:
 
 
 def main() -> None:
-    """Kill, run again, compare; print what was seen."""
+    """Kill, run again and compare; print the counts."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     phases: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def main() -> None:
                 job.wait(rng.random() * 0.1)
             doing = phase(out)
             if not job.kill(rng.randrange(ranks)):
-                job.wait(600)  # it was too late, or too early
+                job.wait(600)  # the kill came too late or too early
                 job.end()
                 shutil.rmtree(out, ignore_errors=True)
                 continue

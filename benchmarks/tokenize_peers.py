@@ -1,8 +1,8 @@
-"""What people do without dtt to get token ids from Parquet, each as one whole process.
+"""Tokenize Parquet files with the alternatives to dtt, each in its own process.
 
     python benchmarks/tokenize_peers.py PEER TOKENIZER.json FOLDER OUT
 
-Needs only the peer. Started by tokenization.py, with the interpreter that has the peers.
+Needs only the peer itself. tokenization.py starts it with the interpreter that has the peers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def texts(folder: Path) -> Iterator[list[str]]:
 
 
 def write(out: Path, documents: Iterator[Any], end: int) -> None:
-    """Ids in a row, and the number of tokens of each document."""
+    """Write the concatenated ids, and the number of tokens of each document."""
     lengths = []
     with (out / "ids.bin").open("wb") as file:
         for ids in documents:
@@ -41,7 +41,7 @@ def write(out: Path, documents: Iterator[Any], end: int) -> None:
 
 
 def raw(tokenizer: Path, folder: Path, out: Path) -> None:
-    """The encoder alone: texts are in memory, ids are thrown away; prints its MB/s."""
+    """Run the encoder alone on texts in memory, discard the ids, and print MB/s."""
     from gigatoken import Tokenizer
 
     documents = [text for batch in texts(folder) for text in batch]
@@ -54,7 +54,7 @@ def raw(tokenizer: Path, folder: Path, out: Path) -> None:
 
 
 def files(tokenizer: Path, folder: Path, out: Path) -> None:
-    """The encoder as it reads Parquet itself, on one thread; ids are thrown away; its MB/s."""
+    """Run the encoder on Parquet files on one thread, discard the ids, and print MB/s."""
     from gigatoken import ParquetFileSource, Tokenizer
 
     size = sum(len(text.encode()) for batch in texts(folder) for text in batch)
@@ -66,7 +66,7 @@ def files(tokenizer: Path, folder: Path, out: Path) -> None:
 
 
 def alone(tokenizer: Path, folder: Path, out: Path, number: Path, of: Path) -> None:
-    """One `of` so many processes of that encoder, which share the files; ids are thrown away."""
+    """Run process `number` of `of` encoders that share the files, and discard the ids."""
     from gigatoken import ParquetFileSource, Tokenizer
 
     encoder = Tokenizer.from_json(tokenizer.read_bytes())
@@ -75,7 +75,7 @@ def alone(tokenizer: Path, folder: Path, out: Path, number: Path, of: Path) -> N
 
 
 def hf(tokenizer: Path, folder: Path, out: Path) -> None:
-    """`tokenizers` with its own threads."""
+    """Encode with `tokenizers` and its own threads."""
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(str(tokenizer))
@@ -87,7 +87,7 @@ _worker: Any = None
 
 
 def _start_worker(tokenizer: Path) -> None:
-    global _worker  # noqa: PLW0603 - how Megatron's preprocess_data.py shares it, too
+    global _worker  # noqa: PLW0603 - as in Megatron's preprocess_data.py
     from tokenizers import Tokenizer
 
     _worker = Tokenizer.from_file(str(tokenizer))
@@ -99,7 +99,7 @@ def _encode(text: str) -> list[int]:
 
 
 def pool(tokenizer: Path, folder: Path, out: Path) -> None:
-    """As Megatron's tools/preprocess_data.py: `Pool.imap` with chunks of 32, one writer."""
+    """Encode like Megatron's tools/preprocess_data.py: `Pool.imap` by chunks of 32, one writer."""
     from tokenizers import Tokenizer
 
     end = Tokenizer.from_file(str(tokenizer)).get_vocab()[END]
@@ -109,7 +109,7 @@ def pool(tokenizer: Path, folder: Path, out: Path) -> None:
 
 
 def datasets(tokenizer: Path, folder: Path, out: Path) -> None:
-    """`datasets.map` over batches, then ids to disk."""
+    """Encode with `datasets.map` over batches, then write the ids."""
     import datasets as hub
     from tokenizers import Tokenizer
 
@@ -128,7 +128,7 @@ def datasets(tokenizer: Path, folder: Path, out: Path) -> None:
 
 
 def datatrove(tokenizer: Path, folder: Path, out: Path) -> None:
-    """Its tokenizing pipeline, files shared out over processes."""
+    """Run datatrove's tokenization pipeline, with the files distributed over processes."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import DocumentTokenizer

@@ -1,12 +1,12 @@
-"""How long learning a tokenizer takes: dtt beside its peers, from the same text, on one core each.
+"""Measure the time to train a tokenizer: dtt and its peers on the same text, one core each.
 
     python benchmarks/tokenizer_training.py [MEGABYTES] [VOCABULARY] [ROUNDS]
 
-The text is the beginning of the novels in `$DTT_SHARED/data` (`../shared` by default), the
-pre-tokenizer GPT-2's. Every way is a process of its own (`dtt, 2 ranks` is two, on two cores), in
-interleaved rounds; the medians are told: training from text in memory, and the whole process, which
-also imports and reads. Merges are compared with those of `tokenizers`, Hugging Face's own. Peers
-that are not installed beside dtt are left out.
+The text is the beginning of the novels in `$DTT_SHARED/data` (`../shared` by default); the
+pre-tokenizer is GPT-2's. Each tool runs in a separate process (`dtt, 2 ranks` in two, on two
+cores), in interleaved rounds. Figures are medians of the training from text in memory, and of the
+complete process, which also imports and reads. Merges are compared with those of Hugging Face's
+`tokenizers`. Peers that are not installed beside dtt are left out.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ WAYS = {
 }  # fmt: skip
 
 
-# ---- the ways, each in a process of its own ------------------------------------------------------
+# ---- the tools, each in a separate process -------------------------------------------------------
 
 
 def dtt(folder: Path, vocab_size: int) -> tuple[float, list[list[str]] | None]:
-    """What `dtt tokenize` does before it encodes; the first rank has the merges."""
+    """Train as `dtt tokenize` does; return the seconds and, on rank 0, the merges."""
     from dtt.config.data import TrainedTokenizerConfig
     from dtt.data.corpus import Corpus
     from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
@@ -97,7 +97,7 @@ def by_gigatoken(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]
 
     texts = texts_of(folder)
     start = time.perf_counter()
-    path = folder / "gigatoken.txt"  # it trains from files
+    path = folder / "gigatoken.txt"  # gigatoken trains from files
     path.write_text(END.join(texts))
     source = gigatoken.TextFileSource([str(path)], separator=END)
     _, merges = gigatoken.train_bpe(source, vocab_size, [END])
@@ -106,7 +106,7 @@ def by_gigatoken(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]
 
 
 def by_rustbpe(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
-    """Its merges are only told as what they make: `['', made]`."""
+    """Train with rustbpe, which exposes only the merged tokens: each merge is `['', token]`."""
     rustbpe = importlib.import_module("rustbpe")
     texts = texts_of(folder)
     start = time.perf_counter()
@@ -123,7 +123,7 @@ ALPHABET = {byte: chr(byte) for byte in VISIBLE} | {b: chr(256 + i) for i, b in 
 
 
 def as_text(token: bytes) -> str:
-    """Bytes in the alphabet of `ByteLevel`."""
+    """Return bytes in the alphabet of `ByteLevel`."""
     return "".join(ALPHABET[byte] for byte in token)
 
 
@@ -145,7 +145,10 @@ def work(way: str, folder: Path, vocab_size: int) -> None:
 
 
 def prepare(folder: Path, size: int) -> int:
-    """The first `size` bytes of the novels, as Parquet and as a corpus of dtt."""
+    """Write the first `size` bytes of the novels as Parquet and as a dtt corpus.
+
+    Documents are not cut; return the actual size in bytes.
+    """
     from dtt.config.data import DownloadConfig
     from dtt.data.download import download
 
@@ -162,7 +165,7 @@ def prepare(folder: Path, size: int) -> int:
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> float:
-    """On the held-out novels, as `encode` splits them."""
+    """Return the bytes per token of a tokenizer on the held-out novels."""
     paths = (SHARED / "novels").glob("val-*.parquet")
     texts = [text for path in paths for text in pq.read_table(path).column("text").to_pylist()]
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)

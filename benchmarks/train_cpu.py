@@ -1,12 +1,12 @@
-"""Tokens per second and peak memory of training on a CPU, dtt beside what others use.
+"""Compare training on a CPU by dtt and its peers: tokens per second and peak memory.
 
     python benchmarks/train_cpu.py --peers-python PYTHON [--rounds 5] [--shape llama-34m] [--fp32]
 
 PYTHON has torch, transformers, accelerate, litgpt, torchtitan and triton, which torchtitan imports.
 Every system trains the same shape with the same batch, precision, threads, clipping and optimizer
-(fused AdamW) in a process of its own. They take turns, a step each, so that a busy moment of the
-machine falls on all; the first two rounds warm up. Figures are medians. The step of dtt is a whole
-turn of its training loop: data, guard, metrics and all.
+(fused AdamW) in a separate process. They take turns, one step each, so that other load on the
+machine affects all alike; the first two rounds are a warm-up. Figures are medians. A step of dtt is
+a complete iteration of its training loop, including data loading, anomaly guard and metrics.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WARM_UP = 2
 
 
 class Worker:
-    """A system that waits for its turn."""
+    """A training process that waits for its turn before each step."""
 
     def __init__(self, command: list[str], threads: int) -> None:
-        """Start it; `lost` if it cannot train here."""
+        """Start the process; set `lost` if it cannot train here."""
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -46,21 +46,21 @@ class Worker:
         self.lost = self._answer() is None
 
     def step(self) -> None:
-        """Let it do one."""
+        """Run one step and record its seconds."""
         self._say("step")
         answer = self._answer()
         assert answer is not None
         self.seconds.append(answer["seconds"])
 
     def end(self) -> int:
-        """Its peak resident memory, in bytes."""
+        """End the process and return its peak resident memory, in bytes."""
         self._say("end")
         answer = self._answer()
         assert answer is not None
         return int(answer["peak"])
 
     def why(self) -> str:
-        """The last line it said before it gave up."""
+        """Return the last line of its stderr."""
         _, errors = self._process.communicate()
         return (errors.strip().splitlines() or ["nothing said"])[-1]
 
@@ -79,7 +79,7 @@ class Worker:
 
 
 def train(shape: Shape, precision: str) -> None:
-    """A worker: `dtt train`, which waits for its turn before each step."""
+    """Run `dtt train` as a worker that waits for its turn before each step."""
     import resource
 
     from dtt.main import main
@@ -116,13 +116,13 @@ def train(shape: Shape, precision: str) -> None:
 
 
 def keys(shape: Shape) -> list[str]:
-    """The model of a shape."""
+    """Return the model settings of a shape."""
     names = ("family", "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size")
     return ["model.tie_embeddings=true", *(f"model.{name}={shape[name]}" for name in names)]
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """FLOP/s of the fastest of a few products of square matrices."""
+    """Return the FLOP/s of the fastest of a few products of square matrices."""
     a, b = torch.randn(2, size, size).to(dtype)
     fastest = float("inf")
     for _ in range(8):
@@ -133,7 +133,7 @@ def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
 
 
 def flops_per_token(shape: Shape) -> int:
-    """As `dtt.model.count` has it."""
+    """Return the FLOPs per token as counted by `dtt.model.count`."""
     from dtt.config.load import resolve
 
     model = resolve(None, keys(shape)).config.model
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--fp32", action="store_true", help="in fp32, too")
     parser.add_argument("--worker", nargs=2, metavar=("SHAPE", "PRECISION"))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)  # `runs` asks for one
+    torch.set_num_threads(options.threads)  # importing `runs` sets OMP_NUM_THREADS=1
     if options.worker:
         train(SHAPES[options.worker[0]], options.worker[1])
         return

@@ -1,15 +1,15 @@
-"""Tokens per second, MFU and memory of training on GPUs, and a profile of a step.
+"""Measure tokens per second, MFU and memory of training on GPUs, and profile a step.
 
     python benchmarks/train_gpu.py [CASE …] [--steps N] [--processes 1] [--peer]
 
 Cases: 124m; 1b; 8b in pure bf16 with remat none, selective and full; 8b with fp32 masters; each
-with AdamW and with Muon. A step has 524,288 tokens on each process, as in real runs: with less an
-optimizer's share of the time, above all Muon's, is many times what it would be. Every run is a
-`dtt train` process (torchrun's, with `--processes`) on a small corpus that is made here; its
-figures are those it logs, the medians of the second half of the steps. The profile of a step is
-taken where its trace is small enough, at the end. `--peer` trains the same
-shape with the model of transformers in a plain loop: autocast, SDPA, fused AdamW, compiled.
-MFU counts as PEERS do: 6 N + 12 L d S, against the dense bf16 peak of the data sheet.
+with AdamW and with Muon. A step has 524,288 tokens per process, as in real runs: with fewer, the
+optimizer's share of the time, above all Muon's, would be many times too large. Every run is a
+`dtt train` process (under torchrun with `--processes`) on a small corpus that the script creates;
+figures are medians of the logged values over the second half of the steps. A step near the end is
+profiled if its trace is small enough. `--peer` trains the same shape with the model of transformers
+in a plain loop: autocast, SDPA, fused AdamW, compiled. MFU is computed by the convention of the
+peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data sheet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train_peers import Shape, hf_model
 
 
 class Case(NamedTuple):
-    """A shape and how it is trained."""
+    """A model shape and its training settings."""
 
     shape: Shape
     keys: list[str]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def profiled(self) -> bool:
-        """Whether a trace of a step is small enough to be written in a few seconds."""
+        """True if the trace of a step is small enough to be written in a few seconds."""
         return self.accumulation <= 8
 
 
@@ -84,7 +84,7 @@ SIZES = ("family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab
 def train(
     folder: Path, tokens: Path, name: str, case: Case, optimizer: str, steps: int, processes: int
 ) -> dict[str, Any]:
-    """Run `dtt train`; medians of what it logs, or why it ended."""
+    """Run `dtt train`; return the medians of its logged figures, or under `lost` the error."""
     shape = case.shape
     step_tokens = shape["batch"] * shape["seq_len"] * case.accumulation * processes
     sizes = [f"model.{key}={shape[key]}" for key in SIZES]
@@ -119,7 +119,7 @@ def train(
 
 
 def peer(shape: Shape, steps: int) -> tuple[float, float]:
-    """Tokens per second and peak GB of a plain loop over the model of transformers."""
+    """Train the model of transformers in a plain loop; return tokens per second and peak GB."""
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = hf_model(shape).train()
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """What one run came to."""
+    """Format the figures of one run as a row."""
     if "lost" in found:
         return f"{name:28} {found['lost']}"
     shares = "".join(

@@ -1,7 +1,7 @@
-"""How others train on this machine, one step at a time: workers of `train_cpu.py`.
+"""Train with other libraries one step at a time: the workers of `train_cpu.py`.
 
-Each is a generator: made ready up to its first `yield`, it then does one whole optimizer step
-(clipping and a read of the loss included, as their own loops have it) for each `next`.
+Each worker is a generator. It does its set-up before the first `yield`, then one complete optimizer
+step per `next`, including clipping and a read of the loss, as in the libraries' own loops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def follow(steps: Steps) -> None:
-    """Do a step for every line of standard input, and answer with what it took."""
+    """Do a step for every line of standard input, and print its seconds and loss as JSON."""
     next(steps)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -46,7 +46,7 @@ def follow(steps: Steps) -> None:
 
 
 def batches(shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random tokens, and those that follow."""
+    """Yield random tokens and their successors as targets, each [B, T]."""
     generator = torch.Generator().manual_seed(0)
     while True:
         size = shape["batch"], shape["seq_len"] + 1
@@ -57,7 +57,7 @@ def batches(shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
 def loop(
     model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], shape: Shape, precision: str
 ) -> Steps:
-    """The loop that everybody writes: autocast, backward, clip, fused AdamW."""
+    """Run the common training loop: autocast, backward, clip, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     data = batches(shape)
     yield 0.0
@@ -73,7 +73,7 @@ def loop(
 
 
 def hf_model(shape: Shape) -> Any:
-    """The model of the shape in transformers, without dropout."""
+    """Return the model of the shape in transformers, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if shape["family"] == "gpt2":
@@ -98,7 +98,7 @@ def hf_model(shape: Shape) -> Any:
 
 
 def transformers_loop(shape: Shape, precision: str) -> Steps:
-    """The model and loss of transformers in a plain loop."""
+    """Train the model and loss of transformers in a plain loop."""
     model = hf_model(shape).train()
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def transformers_loop(shape: Shape, precision: str) -> Steps:
 
 
 def trainer(shape: Shape, precision: str) -> Steps:
-    """transformers.Trainer, which waits for `next` before each step."""
+    """Train with transformers.Trainer, which waits for `next` before each step."""
     import queue
     import tempfile
     import threading
@@ -148,7 +148,7 @@ def trainer(shape: Shape, precision: str) -> Steps:
 
 
 def litgpt_loop(shape: Shape, precision: str) -> Steps:
-    """The model and chunked loss of litgpt, as its pretrain command has them."""
+    """Train the model and chunked loss of litgpt, set up as in its pretrain command."""
     from litgpt import GPT, Config
     from litgpt.utils import chunked_cross_entropy
 
@@ -173,7 +173,7 @@ def litgpt_loop(shape: Shape, precision: str) -> Steps:
 
 
 def torchtitan_loop(shape: Shape, precision: str) -> Steps:
-    """The Llama 3 model and loss of torchtitan in the loop above; its own trainer wants a GPU."""
+    """Train torchtitan's Llama 3 and loss in the common loop; its own trainer requires a GPU."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
@@ -209,7 +209,7 @@ def torchtitan_loop(shape: Shape, precision: str) -> Steps:
 
 
 def fill(model: nn.Module) -> None:
-    """Weights as small as usual, whatever the library begins with."""
+    """Re-initialise weights with a standard deviation of 0.02 in place of the library's default."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.02)

@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: docs/cli.md and docs/config.md.
+"""Write the pages that are generated from the code: docs/cli.md and docs/config.md.
 
 python docs/generate.py            rewrite them
 python docs/generate.py --check    exit with 1 and name those that are no longer up to date
@@ -30,7 +30,7 @@ all commands.
 
 
 def cli_page() -> str:
-    """The page docs/cli.md."""
+    """Return the page docs/cli.md."""
     return "\n".join([HEAD, *_commands(typer.main.get_command(cli), "dtt")])
 
 
@@ -43,7 +43,7 @@ def _commands(group: Any, path: str) -> Iterator[str]:
 
 
 def _command(command: Any, path: str) -> Iterator[str]:
-    """One command: what it does, how it is called, its examples."""
+    """Yield the section of one command: description, usage, parameters, examples."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
     usage = [path, *map(_argument, arguments), "[OPTION]…" if options else ""]
@@ -66,7 +66,7 @@ def _argument(parameter: Any) -> str:
 
 
 def _option(parameter: Any) -> str:
-    """`-c`, `--config CONFIG`."""
+    """Format an option as Markdown: `-c`, `--config CONFIG`."""
     *shorter, longest = sorted(parameter.opts, key=len)
     if not parameter.is_flag:
         longest += f" {parameter.metavar or parameter.name.upper()}"
@@ -80,7 +80,7 @@ def _default(parameter: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Plain text as Markdown: `<name>` is no tag."""
+    """Escape plain text for Markdown, so that `<name>` is not read as a tag."""
     return text.replace("<", "\\<").replace("|", "\\|")
 
 
@@ -88,7 +88,7 @@ PAGES = {"cli.md": cli_page, "config.md": config_page}
 
 
 def stale() -> list[str]:
-    """Names of the pages that differ from what would be written now."""
+    """Return the names of the pages that differ from the generated text."""
     made = {name: make() for name, make in PAGES.items()}
     return [
         name
@@ -98,7 +98,7 @@ def stale() -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Write the stale pages, or with `--check` only name them; return the exit code."""
     found = stale()
     if "--check" in sys.argv[1:]:
         for name in found:

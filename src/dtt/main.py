@@ -64,7 +64,7 @@ Dataset = Annotated[
 
 
 def _examples(*lines: str) -> str:
-    """An epilog that keeps its line breaks."""
+    """Return a help epilog of examples that keeps its line breaks."""
     return "\b\nExamples:\n  " + "\n  ".join(lines)
 
 
