@@ -36,31 +36,32 @@ PAGE = ROOT / "docs/bad-input.md"
 HEAD = """\
 # Bad input
 
-Made from real runs by `DTT_WRITE_DOCS=1 pytest tests/data/test_malformed.py`.
+`DTT_WRITE_DOCS=1 pytest tests/data/test_malformed.py` generates this page from real runs.
 
-Each row is a folder with a whole file of three documents and `b`, a file with one fault. With
-`tokenize.on_bad_document=skip`, the default, what cannot be read is counted, the first five are
-named, and the rest becomes tokens; with `stop` the first one ends `dtt tokenize` with exit code 65
-and the same words. Where `dtt download` sees the fault it turns the dataset away, with exit code 2.
-A document of more than 64 MiB is taken for a mistake.
+Each row of the table is a dataset of two files: a valid file of three documents, and `b`, a file
+with one fault. With `tokenize.on_bad_document=skip`, the default, dtt counts the documents that it
+cannot read, reports the first five, and tokenizes the rest. With `stop`, the first one ends
+`dtt tokenize` with exit code 65 and the same message. If `dtt download` detects the fault, it
+refuses the dataset with exit code 2. A document of more than 64 MiB counts as a fault.
 
-All is judged alike wherever a file stands in the order, by `dtt download`, `dtt tokenize`,
-`dtt data inspect` and a run with `data.type=text`. Of a compressed file that is damaged or breaks
-off, every document before that is kept. The bytes that are lost with the rest of a damaged file
-are told, as far as they can be: those that were cut off cannot. `skipped` counts documents; the
-rest of a damaged file, of which nobody knows how many it holds, counts once.
+The result does not depend on the position of the file in the dataset, and it is the same for
+`dtt download`, `dtt tokenize`, `dtt data inspect` and a run with `data.type=text`. If a compressed
+file is damaged or truncated, dtt keeps every document before the damage. It reports the number of
+bytes lost with the rest of a damaged file; bytes that were cut off cannot be counted. `skipped` is
+a number of documents; the rest of a damaged file counts as one, because the number of documents in
+it is unknown.
 
-A column named `text`, `content`, `document` or `body` is taken for the text, in this order. If the
-first of them that is there holds something else, such as structs, the dataset is turned away: no
-other column stands in for it, unless `download.text_column` names it.
+dtt reads the text from the first column that exists of `text`, `content`, `document` and `body`. If
+that column holds another type, such as structs, dtt refuses the dataset: it uses another column
+only if `download.text_column` names it.
 
-Hidden files, those whose name begins with `_`, files of formats that dtt does not read, links that
-lead nowhere and links to what is read already are left out of a folder. The log has a line for each
-of these reasons, with the number of files. Links to other files and folders are followed.
+In a folder, dtt ignores hidden files, files whose name begins with `_`, files of unsupported
+formats, broken links, and links to files that it already reads. The log has one line per reason,
+with the number of files. Links to other files and folders are followed.
 
-Empty documents are left out and counted. Documents of nothing but white space are kept and counted,
-with a warning; a corpus that holds nothing else ends `dtt tokenize`, and training from text, with
-exit code 66.
+Empty documents are dropped and counted. Documents that contain only white space are kept and
+counted, with a warning. If a corpus contains nothing else, `dtt tokenize` and training from text
+exit with code 66.
 
 | fault | kept | skipped | what is printed |
 | --- | --- | --- | --- |
