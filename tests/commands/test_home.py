@@ -141,7 +141,9 @@ def test_what_job_resume_prints_works_from_where_it_is_printed(
     job = project / "jobs/x"
     record = {"argv": ["train", "jobs/x"], "directory": str(project), "job_id": "1", "time": 1}
     (job / "submissions.jsonl").write_text(json.dumps(record) + "\n")
-    (job / "attempts/1/exit.json").write_text(json.dumps({"code": 75, "reason": "", "step": 4}))
+    (job / "attempts/1/exit.json").write_text(
+        json.dumps({"code": 75, "reason": "", "step": 4, "rank": 0, "node": "n"})
+    )
     assert f"cd {project} && dtt train jobs/x" in elsewhere("job", "resume", job).stdout
     assert Dtt(project)("job", "resume", "jobs/x").stdout == "dtt train jobs/x\n"
 

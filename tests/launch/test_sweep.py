@@ -218,7 +218,7 @@ def measured(losses: Mapping[Sequence[Any], float | None], **said: Any) -> Sweep
         code = 0 if loss is not None else 76
         job.attempt_dir(1).mkdir(parents=True)
         reason = "done" if code == 0 else "training diverged\n  why: x"
-        ending = {"code": code, "reason": reason, "rank": 0, "node": "n1"}
+        ending = {"code": code, "reason": reason, "step": 10, "rank": 0, "node": "n1"}
         (job.attempt_dir(1) / "exit.json").write_text(json.dumps(ending))
         lines = [
             {"kind": "eval", "step": 0, "loss": 9.0},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import subprocess
 import sys
 import textwrap
 import time
@@ -48,14 +49,16 @@ def run(
     options = (["-c", config] if config else []) + arguments
     start = time.monotonic()
     names = stages(cfg)
+    quiet = not log.isEnabledFor(logging.INFO)
+    stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
     for number, stage in enumerate(names, start=1):
         argv = stage_argv(stage, cfg, options)
         typed = as_typed(argv)
-        if log.isEnabledFor(logging.INFO):
+        if not quiet:
             print(f"\n[{number}/{len(names)}] {stage}: {typed}", file=sys.stderr, flush=True)
         before = job.attempt()
         env = local.without_slurm() if stage == "tokenize" else None
-        code = local.run(argv, env, stdout=sys.stderr if as_json else None)
+        code = local.run(argv, env, stdout=stdout)
         if code != ExitCode.DONE:
             sys.exit(report_stop(stage, code, job, began=job.attempt() > before))
     seconds = time.monotonic() - start

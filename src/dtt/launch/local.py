@@ -53,7 +53,10 @@ def without_slurm() -> dict[str, str]:
 
 
 def run(
-    argv: Sequence[str], env: Mapping[str, str] | None = None, *, stdout: IO[str] | None = None
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    stdout: IO[str] | int | None = None,
 ) -> int:
     """Run a command to its end; return its exit code, 128 + n after signal n.
 
