@@ -290,13 +290,6 @@ def test_a_malformed_folder_is_one_message(folder: Path, change: Callable[[Path]
         read_hf_folder(folder)
 
 
-def test_a_leftover_file_that_the_index_does_not_name_is_not_read(folder: Path) -> None:
-    before = read_hf_folder(folder).state
-    (folder / "model.safetensors").write_bytes(b"of another export")
-    after = read_hf_folder(folder).state
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
 def test_no_mutation_of_a_weight_file_ends_in_anything_but_one_message(folder: Path) -> None:
     path = some_weights(folder)
     whole, refused = path.read_bytes(), 0
