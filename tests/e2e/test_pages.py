@@ -1,0 +1,193 @@
+"""Every command on every page is run, as it is printed, in a folder where it can succeed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import sandbox
+from forked import can_fork, run_dtt
+from loopback_hub import LoopbackHub
+from running import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name != "errors.md"}
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:dtt|torchrun|mpirun|srun|touch|\./env\.sh) ")
+OTHERS = re.compile(r"$|pip install \.|uv run |UV_NO_SOURCES=1 uv |salloc |export ")
+"""Lines of shell blocks that are not run: they install, wait for a cluster, or set a variable."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a line needs that is not on the page, or that it ends otherwise than with 0."""
+
+    code: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    stop: bool = False
+    """It would train for hours: the job is asked to stop once it trains. Exit code 75."""
+    job: bool = False
+    """A job is running meanwhile: jobs/run, or the one that the line names."""
+    interrupt: bool = False
+    """It runs until Ctrl-C, which is sent after its first output."""
+    instead: tuple[str, str] = ("", "")
+    """A part of the line, and what is run for it on two cores."""
+
+
+FEW = {"DTT_TRAIN__STEPS": "2", "DTT_SCHEDULE__WARMUP": "0"}
+STOPPED = Case(75, stop=True)
+TWO_RANKS = Case(instead=("--nproc_per_node 8", "--nproc_per_node 2"))
+TWO_PROCESSES = Case(instead=("--processes 8", "--processes 2"))
+RUNNING = Case(job=True)
+SHORT = Case(instead=("dtt mup transfer", "dtt mup transfer --widths 16,32 --no-compare"))
+CASES = {
+    "./env.sh dtt pipeline -c configs/quickstart.yaml": Case(env=FEW),
+    "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q tests/test_house.py"}),
+    "./env.sh pytest tests/model tests/export": Case(env={"PYTEST_ADDOPTS": "--collect-only -q"}),
+    "dtt pipeline -c quickstart": Case(env=FEW),
+    "dtt pipeline -c quickstart -d ~/books name=books": Case(env=FEW),
+    "dtt pipeline -c quickstart -d roneneldan/TinyStories name=tiny train.steps=5000": STOPPED,
+    # Eight GPUs: two processes on CPU cores, and eight for the mesh that needs them.
+    "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml": TWO_RANKS,
+    "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor": TWO_RANKS,
+    "dtt doctor --processes 8 --path jobs": TWO_PROCESSES,
+    "srun --ntasks=1 dtt doctor --processes 8 --path jobs/run": TWO_PROCESSES,
+    # Hours of training.
+    "dtt train jobs/stories train.steps=10000 --allow-change train.steps": STOPPED,
+    "dtt train jobs/stories --from-step 4000": STOPPED,
+    "dtt train -c run.yaml name=second init.from=jobs/stories": STOPPED,
+    "dtt train --branch jobs/stories@3000 schedule.decay=10%": STOPPED,
+    "dtt train --branch jobs/stories@3000 schedule.decay=500 train.steps=4000 name=longer": STOPPED,
+    "dtt train -c run.yaml name=night train.steps=1000000 train.finish_by=07:00": STOPPED,
+    "dtt train --branch jobs/run@3000 schedule.decay=500": STOPPED,
+    "dtt mup transfer -c run.yaml": SHORT,
+    "dtt mup transfer -c quickstart": SHORT,
+    "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3,8e-3 --steps 200 --seeds 3": SHORT,
+    # They talk to a job that trains, or to one that Slurm has.
+    "dtt job stop jobs/stories": RUNNING,
+    "dtt job stop jobs/run": RUNNING,
+    "dtt job save jobs/run": RUNNING,
+    "dtt job profile jobs/run": RUNNING,
+    "dtt job logs jobs/run -f": Case(130, interrupt=True),
+}
+ABSENT = {"dtt train -c run.yaml name=third init.from=hf:openai-community/gpt2"}
+"""Lines that are not run: they fetch a released model of 500 MB; other tests fetch small ones."""
+
+
+def lines(page: str) -> list[str]:
+    """The commands of a page, as printed; comments are no part of them."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", TEXT[page], re.M | re.S)
+    if page == "README.md":
+        blocks.insert(0, TEXT[page].split("```\n")[1])
+    found = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in found if not COMMAND.match(line) and not OTHERS.match(line)] == []
+    return [re.sub(r"\s+#.*$", "", line) for line in found if COMMAND.match(line)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LoopbackHub]]:
+    """A sandbox, and the Hub that its commands reach."""
+    folder = tmp_path_factory.mktemp("sandbox")
+    with LoopbackHub() as hub:
+        sandbox.make(folder, hub, "".join(TEXT.values()))
+        yield folder, hub
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [page for page in TEXT if lines(page)])
+def test_every_command_of_a_page_runs_as_printed(
+    page: str, prepared: tuple[Path, LoopbackHub], tmp_path: Path
+) -> None:
+    original, hub = prepared
+    folder = tmp_path / "here"
+    shutil.copytree(original, folder, symlinks=True)
+    wrong = []
+    with chdir(folder), patch.dict(os.environ, sandbox.environment(folder, hub)):
+        for line in dict.fromkeys(line for line in lines(page) if line not in ABSENT):
+            default = Case(env=sandbox.TRIALS) if re.search("sweep|jobs/lr/", line) else Case()
+            case = CASES.get(line, default)
+            start = time.monotonic()
+            code, said = run(line, case, folder)
+            print(f"{time.monotonic() - start:6.1f} s, exit code {code:3}: {line}", flush=True)
+            if code != case.code or "Traceback" in said:
+                wrong.append(f"$ {line}\nexit code {code}, not {case.code}\n{said[-2000:]}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def run(line: str, case: Case, folder: Path) -> tuple[int, str]:
+    """The exit code of a line, and all it printed."""
+    line = line.replace(*case.instead) if case.instead[0] else line
+    with (
+        patch.dict(os.environ, case.env),
+        stopping(folder) if case.stop else running(folder, line) if case.job else nullcontext(),
+    ):
+        if line.startswith("dtt ") and "<" not in line and not case.interrupt and can_fork({}):
+            split = ["bash", "-c", f"dtt() {{ printf '%s\\0' \"$@\"; }}; {line}"]
+            given = subprocess.run(split, capture_output=True, text=True, check=True).stdout
+            code, out, err = run_dtt(given.split("\0")[:-1], folder, {}, 150)
+            return code, out + err
+        where = ROOT if line.startswith("./env.sh pytest") else folder
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {line}" if case.interrupt else line],
+            cwd=where, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        first = ""
+        if case.interrupt:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=300)
+        return process.returncode, first + rest
+
+
+@contextmanager
+def stopping(folder: Path) -> Iterator[None]:
+    """Ask each job that trains meanwhile to stop, as `touch jobs/NAME/control/stop` does."""
+    before = {path: path.stat().st_size for path in folder.glob("jobs/*/metrics.jsonl")}
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            for path in folder.glob("jobs/*/metrics.jsonl"):
+                if path.stat().st_size > before.get(path, 0):
+                    (path.parent / "control").mkdir(exist_ok=True)
+                    (path.parent / "control/stop").touch()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+    for path in folder.glob("jobs/*/control/stop"):
+        path.unlink()
+
+
+@contextmanager
+def running(folder: Path, line: str) -> Iterator[None]:
+    """Meanwhile, train a job for longer than that takes."""
+    job = next(word for word in shlex.split(line) if word.startswith("jobs/"))
+    more = ["train", job, "train.steps=1000000", "--allow-change", "train.steps"]
+    metrics = folder / job / "metrics.jsonl"
+    before = metrics.stat().st_size
+    thread = threading.Thread(target=partial(run_dtt, more, folder, {}, 150))
+    thread.start()
+    while metrics.stat().st_size <= before:
+        thread.join(0.05)
+        assert thread.is_alive()
+    yield
+    (folder / job / "control/stop").touch()
+    thread.join()
