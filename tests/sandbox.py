@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import chdir
 from pathlib import Path
@@ -19,6 +20,7 @@ from loopback_hub import LoopbackHub
 from running import ROOT, Dtt, write_documents
 from tiny_job import make_tokenizer
 from token_files import write_pair
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job
@@ -29,6 +31,7 @@ from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 
 STORIES, EDU = "roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"
+GPT2 = "openai-community/gpt2"
 SAVED = (500, 1000, 3000, 4000, 4500, 4999)
 """Steps whose checkpoints the pages name, and the last step but one of the run they show."""
 
@@ -37,8 +40,8 @@ TINY = {
     "CUDA_VISIBLE_DEVICES": "",
     "DTT_MODEL__DIM": "8",
     "DTT_MODEL__N_LAYERS": "1",
-    "DTT_MODEL__N_HEADS": "1",
-    "DTT_MODEL__N_KV_HEADS": "1",
+    "DTT_MODEL__N_HEADS": "2",
+    "DTT_MODEL__N_KV_HEADS": "2",
     "DTT_TRAIN__SEQ_LEN": "32",
     "DTT_TRAIN__GLOBAL_BATCH_TOKENS": "2048",
     "DTT_TRAIN__MICRO_BATCH": "64",
@@ -63,6 +66,10 @@ SRUN = r"""#!/bin/bash
 while [[ $1 == -* ]]; do if [[ $1 == -? ]]; then shift; fi; shift; done
 exec "$@"
 """
+ENV_SH = f"""#!/bin/bash
+if [[ ${{BASH_SOURCE[0]}} == "$0" ]]; then exec "{ROOT}/env.sh" "$@"; fi
+source "{ROOT}/env.sh"
+"""
 FAKES = {"srun": SRUN, "sbatch": "#!/bin/bash\necho $$\n", "squeue": "#!/bin/bash\n"}
 
 
@@ -83,7 +90,7 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
     `pages` is the text that holds the configurations to use.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    programs = FAKES | {"env.sh": f'#!/bin/bash\nexec {ROOT}/env.sh "$@"\n'}
+    programs = FAKES | {"env.sh": ENV_SH}
     for name, text in programs.items():
         path = folder / "env.sh" if name == "env.sh" else folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -105,31 +112,28 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
         for config in ("run.yaml", "quickstart"):
             dtt("download", "-c", config)
             dtt("tokenize", "-c", config)
-        Path("data/tokens/stories-bpe8192").symlink_to("tinystories-bpe8192")
         begun = JobDir(Path("jobs/stories"))
         begun.stop.parent.mkdir(parents=True)
         begun.stop.touch()
         dtt("train", "-c", "run.yaml", expect=75)
         grow(begun, SAVED)
         shutil.copytree("jobs/stories", "jobs/run")
+        for name in ("latest.log", "latest-n2.log"):
+            JobDir(Path("jobs/run")).logs.mkdir(exist_ok=True)
+            (JobDir(Path("jobs/run")).logs / name).write_text("trained\n")
         config = Path("jobs/run/config.yaml")
         config.write_text(config.read_text().replace("name: stories", "name: run"))
-        for job in ("run", "stories"):
-            dtt("export", f"jobs/{job}")
+        dtt("export", "jobs/stories")
+        shutil.copytree("exports/stories", "exports/run")
         with patch.dict(os.environ, TRIALS):
-            for name in ("quickstart-lr", "lr.yaml"):
-                almost_finish(dtt, Path(name))
-
-
-def almost_finish(dtt: Dtt, file: Path) -> None:
-    """Train one trial of a sweep, and leave all others but the last as if they had been trained."""
-    planned = sweep.plan(file).write()
-    first, *others = (planned.job(trial).root for trial in planned.manifest.trials)
-    dtt("train", first)
-    for other in others[:-1]:
-        kept = (other / "config.yaml").read_bytes()
-        shutil.copytree(first, other, dirs_exist_ok=True)
-        (other / "config.yaml").write_bytes(kept)
+            sweeps = [sweep.plan(Path(file)).write() for file in ("lr.yaml", "quickstart-lr")]
+            trials = [[one.job(id).root for id in one.manifest.trials] for one in sweeps]
+            trained = trials[0][0]
+            dtt("train", trained)
+        for other in (path for paths in trials for path in paths[:-1] if path != trained):
+            kept = (other / "config.yaml").read_bytes()
+            shutil.copytree(trained, other, dirs_exist_ok=True)
+            (other / "config.yaml").write_bytes(kept)
 
 
 def _fill(hub: LoopbackHub, lines: str) -> None:
@@ -141,6 +145,11 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
     card = "---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*.parquet\n---\n"
     hub.add("dataset", STORIES, {"data/train-00000-of-00001.parquet": content})
     hub.add("dataset", EDU, {"sample/10BT/000.parquet": content, "README.md": card.encode()})
+    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 1024}
+    with tempfile.TemporaryDirectory() as model:
+        GPT2LMHeadModel(GPT2Config(**size)).save_pretrained(model)
+        make_tokenizer().save(f"{model}/tokenizer.json")
+        hub.add("model", GPT2, {path.name: path.read_bytes() for path in Path(model).iterdir()})
 
 
 def grow(job: JobDir, steps: Iterable[int]) -> None:
