@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loopback_hub import LoopbackHub
 from running import ROOT, Dtt, write_documents
-from tiny_job import make_tokenizer
+from tiny_job import END_OF_DOCUMENT, make_tokenizer
 from token_files import write_pair
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -146,6 +146,7 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
     hub.add("dataset", STORIES, {"data/train-00000-of-00001.parquet": content})
     hub.add("dataset", EDU, {"sample/10BT/000.parquet": content, "README.md": card.encode()})
     size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 1024}
+    size |= {"bos_token_id": END_OF_DOCUMENT, "eos_token_id": END_OF_DOCUMENT}
     with tempfile.TemporaryDirectory() as model:
         GPT2LMHeadModel(GPT2Config(**size)).save_pretrained(model)
         make_tokenizer().save(f"{model}/tokenizer.json")

@@ -620,7 +620,7 @@ def job_logs(
     "inspect",
     epilog=_examples(
         "dtt data inspect ~/books",
-        "dtt data inspect data/tokens/tinystories-bpe8192 --verify",
+        "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
         "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
     ),
 )

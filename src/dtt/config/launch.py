@@ -78,13 +78,13 @@ OWN_DIRECTIVES = (
 class NoContainer(Section):
     """The processes run in the node's own system."""
 
-    type: Literal["none"] = "none"
+    type: Literal["none"] = free("none")
 
 
 class ApptainerConfig(Section):
     """Apptainer or Singularity: the processes run inside an image."""
 
-    type: Literal["apptainer"] = "apptainer"
+    type: Literal["apptainer"] = free("apptainer")
     command: Literal["apptainer", "singularity"] = free("apptainer")
     """The program, as this cluster calls it."""
     image: Text | None = free(None)
@@ -103,7 +103,7 @@ class ApptainerConfig(Section):
 class PyxisConfig(Section):
     """Pyxis and enroot, or CSCS's container engine: `srun` itself starts the container."""
 
-    type: Literal["pyxis"] = "pyxis"
+    type: Literal["pyxis"] = free("pyxis")
     image: Text | None = free(None)
     """Image, as `--container-image` takes it; null when an option below names the environment."""
     binds: tuple[Text, ...] = free(())
