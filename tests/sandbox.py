@@ -1,5 +1,5 @@
-"""A folder in which every command of the pages can run: data, jobs, exports, sweeps, a Slurm that
-takes jobs and runs none, and a Hub on this machine. All of it is tiny."""
+"""A folder in which every command of the pages can run: data, jobs, sweeps, a Slurm that takes
+jobs and runs none, and a Hub on this machine. All of it is tiny."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAKES = {"srun": SRUN, "sbatch": "#!/bin/bash\necho $$\n", "squeue": "#!/bin/bas
 
 
 def environment(folder: Path, hub: LoopbackHub) -> dict[str, str]:
-    """The variables with which commands run in a sandbox."""
+    """Return the variables with which commands run in a sandbox."""
     return TINY | {
         "HOME": str(folder / "home"),
         "HF_HOME": str(folder / "hf"),
@@ -123,8 +123,6 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
             (JobDir(Path("jobs/run")).logs / name).write_text("trained\n")
         config = Path("jobs/run/config.yaml")
         config.write_text(config.read_text().replace("name: stories", "name: run"))
-        dtt("export", "jobs/stories")
-        shutil.copytree("exports/stories", "exports/run")
         with patch.dict(os.environ, TRIALS):
             sweeps = [sweep.plan(Path(file)).write() for file in ("lr.yaml", "quickstart-lr")]
             trials = [[one.job(id).root for id in one.manifest.trials] for one in sweeps]
@@ -137,7 +135,7 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
 
 
 def _fill(hub: LoopbackHub, lines: str) -> None:
-    """Put the datasets that the pages name on the Hub."""
+    """Put the datasets and the model that the pages name on the Hub."""
     table = pa.table({"text": [json.loads(line)["text"] for line in lines.splitlines()]})
     stream = pa.BufferOutputStream()
     pq.write_table(table, stream)

@@ -32,7 +32,7 @@ OTHERS = re.compile(r"$|pip install \.|uv run |UV_NO_SOURCES=1 uv |salloc |expor
 
 @dataclass(frozen=True)
 class Case:
-    """What a line needs that is not on the page, and how it ends where that is not with 0."""
+    """The needs of a line that are not on its page, and its exit codes where they are not 0."""
 
     codes: tuple[int, ...] = (0,)
     env: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ VERDICT = Case(
         "--steps 200": "",
     },
 )
-"""muP may hold or not on a model that has learned for four steps."""
+"""A model that has learned for a few steps may pass or fail a check of muP."""
 CASES = {
     "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q tests/test_house.py"}),
     "./env.sh pytest tests/model tests/export": Case(env={"PYTEST_ADDOPTS": "--collect-only -q"}),
@@ -107,7 +107,7 @@ CASES = {
 
 
 def case_of(line: str) -> Case:
-    """The case of a line: its own, or that of all lines like it."""
+    """Return the case of a line: its own, or that of all lines like it."""
     if line in CASES:
         return CASES[line]
     if line.startswith("torchrun"):
@@ -118,7 +118,7 @@ def case_of(line: str) -> Case:
 
 
 def lines_of_all_pages() -> dict[str, list[str]]:
-    """The commands by page, as printed but without comments, each where it is printed first."""
+    """Return the commands by page: without comments, each on the first page that prints it."""
     seen: set[str] = set()
     pages = {}
     for page, text in TEXT.items():
@@ -176,7 +176,7 @@ def test_every_command_of_a_page_runs_as_printed(
 
 
 def run(line: str, case: Case, folder: Path) -> tuple[int, str]:
-    """The exit code of a line, and all it printed."""
+    """Run a line; return its exit code and all it printed."""
     for printed, here in case.instead.items():
         line = line.replace(printed, here)
     with (
@@ -227,7 +227,7 @@ def stopping(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def running(folder: Path, line: str) -> Iterator[None]:
-    """Meanwhile, train a job for longer than that takes."""
+    """Train a job meanwhile, for longer than the line takes."""
     job = next(word for word in shlex.split(line) if word.startswith("jobs/"))
     more = ["train", job, "train.steps=1000000", "--allow-change", "train.steps"]
     metrics = folder / job / "metrics.jsonl"
