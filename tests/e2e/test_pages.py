@@ -93,6 +93,13 @@ CASES = {
     "dtt train --branch jobs/stories@3000 schedule.decay=500 train.steps=4000 name=longer": STOPPED,
     "dtt train -c run.yaml name=night train.steps=1000000 train.finish_by=07:00": STOPPED,
     "dtt train --branch jobs/run@3000 schedule.decay=500": STOPPED,
+    "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw": Case(
+        (0, 76), env=VERDICT.env
+    ),
+    # The image of this cluster is on its own disks: any file will do.
+    "dtt submit train -c run.yaml --cluster lumi launch.nodes=4": Case(
+        instead={"--cluster lumi": "--cluster lumi launch.container.image=prompt.txt"}
+    ),
     # They talk to a job that trains, or to one that Slurm has.
     "dtt job stop jobs/stories": RUNNING,
     "dtt job stop jobs/run": RUNNING,
