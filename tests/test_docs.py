@@ -14,7 +14,7 @@ import typer
 from running import ROOT
 
 from dtt.config import explain
-from dtt.config.load import find, resolve
+from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.config.sweep import KINDS, SweepConfig
 from dtt.launch import sweep
@@ -38,16 +38,6 @@ def blocks(language: str) -> list[str]:
     """The fenced blocks in a language, of all pages."""
     fence = re.compile(rf"^```{language}\n(.*?)^```$", re.M | re.S)
     return [block for text in TEXT.values() for block in fence.findall(text)]
-
-
-def commands() -> list[str]:
-    """The arguments of each `dtt …` in a shell block, however it is launched."""
-    found = set()
-    for line in "".join(blocks("sh")).splitlines():
-        words = shlex.split(line.partition(" < ")[0], comments=True)
-        for name in {"dtt", "dtt.main"} & set(words):
-            found.add(shlex.join(words[words.index(name) + 1 :]))
-    return sorted(found)
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
@@ -90,18 +80,6 @@ def find_command(words: list[str]) -> tuple[Any, list[str]]:
         assert words[0] in command.commands, f"there is no dtt {' '.join(words)}"
         command, words = command.commands[words[0]], words[1:]
     return command, words
-
-
-@pytest.mark.parametrize("arguments", [c for c in commands() if "--help" not in c])
-def test_every_dtt_command_shown_is_understood(arguments: str) -> None:
-    command, words = find_command(shlex.split(arguments))
-    values = command.make_context("dtt", words).params  # a usage error if an option is none
-    config = values.get("config")
-    overrides = values.get("overrides") or values.get("job_or_overrides") or []
-    if config == OWN_CONFIG:
-        config = None
-    assert config is None or find(config).is_file()
-    assert resolve(config, [value for value in overrides if "=" in value], env={}).config
 
 
 def test_every_command_named_in_a_sentence_exists() -> None:

@@ -509,7 +509,7 @@ Wait = Annotated[
 ]
 
 
-@job_cli.command("ls", epilog=_examples("dtt job ls", "dtt job ls jobs/sweep --json"))
+@job_cli.command("ls", epilog=_examples("dtt job ls", "dtt job ls jobs/lr --json"))
 def job_ls(
     folder: Annotated[Path, typer.Argument(help="Folder of jobs.")] = Path("jobs"),
     tree: Annotated[
@@ -620,7 +620,7 @@ def job_logs(
     "inspect",
     epilog=_examples(
         "dtt data inspect ~/books",
-        "dtt data inspect data/tokens/stories-bpe8192 --verify",
+        "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
         "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
     ),
 )

@@ -169,7 +169,8 @@ def test_a_job_config_is_the_base_of_a_resume(tmp_path: Path) -> None:
 
 def test_only_keys_that_decide_what_is_trained_count_as_changes() -> None:
     old = resolve(None, env={}).config
-    free = resolve(None, ["train.log_every=1", "checkpoint.keep_last=9"], env={}).config
+    harmless = ["train.log_every=1", "checkpoint.keep_last=9", "launch.container.type=apptainer"]
+    free = resolve(None, [*harmless, "launch.container.image=a.sif"], env={}).config
     other = resolve(None, ["optim.lr=1", "train.steps=5", "schedule.type=constant"], env={}).config
     assert changes_on_resume(old, free) == []
     assert {"optim.lr", "train.steps", "schedule.type"} <= set(changes_on_resume(old, other))

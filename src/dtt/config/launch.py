@@ -80,13 +80,13 @@ OWN_DIRECTIVES = (
 class NoContainer(Section):
     """No container: the processes run directly on the node."""
 
-    type: Literal["none"] = "none"
+    type: Literal["none"] = free("none")
 
 
 class ApptainerConfig(Section):
     """Apptainer or Singularity: the processes run inside an image."""
 
-    type: Literal["apptainer"] = "apptainer"
+    type: Literal["apptainer"] = free("apptainer")
     command: Literal["apptainer", "singularity"] = free("apptainer")
     """Name of the program on this cluster."""
     image: Text | None = free(None)
@@ -106,7 +106,7 @@ class ApptainerConfig(Section):
 class PyxisConfig(Section):
     """Pyxis and enroot, or CSCS's container engine: `srun` itself starts the container."""
 
-    type: Literal["pyxis"] = "pyxis"
+    type: Literal["pyxis"] = free("pyxis")
     image: Text | None = free(None)
     """Image, as `--container-image` takes it; null when an option below names the environment."""
     binds: tuple[Text, ...] = free(())
