@@ -70,7 +70,9 @@ def test_progress_of_other_ranks_shows_nothing(capsys: pytest.CaptureFixture[str
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away_and_spares_stdout() -> None:
     code = (
-        "from dtt.runtime.log import progress\n"
+        "from dtt.runtime.log import progress, setup_logging\n"
+        "from dtt.runtime.ranks import Ranks\n"
+        "setup_logging(Ranks())\n"
         "with progress('tokenizing', 4, 'files') as advance:\n    advance(4)\n"
         "print('result')"
     )
