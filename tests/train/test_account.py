@@ -19,7 +19,7 @@ def test_a_run_tells_what_its_time_went_into(dtt: Dtt, tiny: Settings) -> None:
     job = dtt.folder / "jobs/t"
     (start,) = jsonl.read(job / "metrics.jsonl", "start")
     assert list(start["seconds"]) == [
-        "imports", "process group", "data", "model", "optimizer", "resume", "first evaluation",
+        "imports", "data", "process group", "model", "optimizer", "resume", "first evaluation",
         "first step",
     ]  # fmt: skip
     assert start["matmul_flops"] > 1e8
