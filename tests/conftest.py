@@ -22,8 +22,10 @@ os.environ.update(
 settings.register_profile("same", derandomize=True)
 if os.environ.get("DTT_NO_SKIP") == "1":
     settings.load_profile("same")
-# A shell starts what it puts into the background deaf to Ctrl-C; processes of tests must hear it.
+# A shell starts background commands with SIGINT ignored, nohup with SIGHUP ignored, and children
+# inherit that; processes of tests must receive both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for name in ("DTT_DEBUG", "HF_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(name, None)
 
