@@ -384,7 +384,7 @@ def plan(
         from dtt.commands import plan as body
         from dtt.commands.begin import model_of
 
-        if config is None and not overrides:
+        if config is None and dataset is None and not overrides:
             raise body.nothing_to_plan()
         options = {"download.dataset": dataset}
         cfg = _resolve(config, overrides, options, model_of=model_of)
@@ -792,6 +792,8 @@ def mup_transfer(
         from dtt.commands import mup
 
         options = {"download.dataset": dataset, "train.steps": steps}
+        asked = _resolve(config, overrides, {"download.dataset": dataset})
+        options |= mup.short_warmup(asked, steps)
         mup.transfer(
             _resolve(config, overrides, options),
             widths,

@@ -201,6 +201,7 @@ CONTENT: dict[str, Callable[[Path], None]] = {
     "a ledger that is no number": edit_position(lambda p: p.update(ledger="zz")),
     "sources that are a list": edit_position(lambda p: p.update(sources=[1])),
     "a run id of None": edit_position(lambda p: p.update(run_id=None)),
+    "a number of trained steps of None": edit_position(lambda p: p.update(trained=None)),
     "half a surrogate pair": edit_position(lambda p: p.update(run_id="\ud800")),
 }
 

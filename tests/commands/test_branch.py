@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,15 @@ def test_a_child_of_a_trial_lies_outside_of_its_sweep() -> None:
     trial.config.write_text(config.replace("name: t", "name: sweep/a", 1))
     _, child, _ = branch.find("jobs/sweep/a@8", None, [], [])
     assert child.root == Path("jobs/sweep-a-branch-8-10")
+
+
+def test_a_child_needs_no_weights_that_its_parent_started_from() -> None:
+    text = PARENT.config.read_text()
+    gone = re.sub(r"(?m)^( *from:) null", r"\1 jobs/gone", text, count=1)
+    assert gone != text
+    PARENT.config.write_text(gone)
+    run("name=child", "schedule.decay=2", branch_of="jobs/t@16")
+    assert CHILD.newest_checkpoint_name() == "step-000018"
 
 
 def test_a_damaged_checkpoint_begins_no_child() -> None:

@@ -109,6 +109,13 @@ def test_transfer_trains_every_width_at_every_rate_and_seed(
     assert min(size_of(tmp_path / "transfer.png")) > 300
 
 
+def test_a_warm_up_that_is_longer_than_a_transfer_run_is_shortened(tokens: Path) -> None:
+    cfg = config(tokens, "schedule.warmup=200", "train.steps=1000")
+    assert mup.short_warmup(cfg, 60) == {"schedule.warmup": "10%"}
+    assert mup.short_warmup(cfg, 200) == {}
+    assert mup.short_warmup(config(tokens, "schedule.warmup=10%"), 60) == {}
+
+
 def test_a_best_rate_at_the_end_of_the_grid_is_no_pass(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="best rate at width 16 is at the end of the grid"):
         mup.transfer(

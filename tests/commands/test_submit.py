@@ -262,6 +262,8 @@ def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
     assert "launch.time=23 or more" in done.stderr
     for enough in ({"launch__time": 23}, {"launch__time": 20, "launch__lead_seconds": 400}):
         dtt("submit", "train", *tiny(**enough), "--dry-run", **slurm)
+    job.lead.write_text("no number\n")
+    dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", **slurm)
 
 
 def test_gpus_of_a_type_are_asked_for_and_counted(

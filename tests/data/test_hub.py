@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dtt.data.hub import MODEL_FILES
+
 
 def loopback_hub() -> ModuleType:
     path = Path(__file__).parents[1] / "loopback_hub.py"
@@ -202,3 +204,11 @@ def test_without_the_hub_a_complete_corpus_is_still_done_and_others_are_told(
         cut_off.close()
         assert answer["code"] == 78
         assert word in answer["error"]
+
+
+def test_the_index_of_a_sharded_model_is_fetched_with_its_shards() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    offered = [*wanted, "pytorch_model.bin", "onnx/model.onnx"]
+    assert list(filter_repo_objects(offered, allow_patterns=MODEL_FILES)) == wanted

@@ -181,9 +181,13 @@ def verify(path: Path) -> Checkpoint:
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         list(pool.map(partial(verify_file, path), manifest.files))
     checkpoint = Checkpoint(path, manifest)
-    for kind in (MODEL, STATE):
-        header.check(checkpoint.files(kind))
-    checkpoint.position()
+    try:
+        for kind in (MODEL, STATE):
+            retrying(partial(header.check, checkpoint.files(kind)))
+        retrying(checkpoint.position)
+    except OSError as error:
+        why = f"{error.filename or path} cannot be read: {error}"
+        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
     return checkpoint
 
 

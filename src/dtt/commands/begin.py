@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,12 +149,10 @@ def compare(folder: Path, trained: Trained) -> None:
 
     Skips the comparison, with a warning, if an fp32 model does not fit into free memory.
     """
-    import psutil
-
     from dtt.export.verify import check_import
     from dtt.model import count
 
-    needed, free = 4 * count.parameters(trained.arch), psutil.virtual_memory().available
+    needed, free = 4 * count.parameters(trained.arch), _free_memory()
     if needed > free:
         log.warning(
             "the logits of %s are not compared with those of transformers: "
@@ -165,6 +164,25 @@ def compare(folder: Path, trained: Trained) -> None:
         return
     difference = check_import(folder, trained)
     log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
+
+
+def _free_memory() -> int:
+    """Return the bytes of host memory that are free here, below the limits of all cgroups (v2).
+
+    A Slurm job or a container may use much less than the machine has.
+    """
+    import psutil
+
+    free, root = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    except OSError:  # no Linux
+        return free
+    for folder in (root / own, *(root / own).parents):
+        with suppress(OSError, ValueError):  # no limit, or outside of the cgroups
+            limit = int((folder / "memory.max").read_text())
+            free = min(free, limit - int((folder / "memory.current").read_text()))
+    return free
 
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:

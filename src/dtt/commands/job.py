@@ -328,7 +328,8 @@ def rm(path: Path, *, yes: bool) -> None:
     size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
     steps = len(list(job.checkpoints.glob("step-*")))
     what = f"{job.root}: {found.state}, {steps} checkpoints, {size:.2f} GB"
-    if not yes and not (sys.stdin.isatty() and agreed(f"delete {what}?")):
+    asks = sys.stdin.isatty() and sys.stderr.isatty()  # elsewhere `agreed` takes yes for granted
+    if not yes and not (asks and agreed(f"delete {what}?")):
         raise ConfigError(f"nothing was deleted of {what}", next=f"dtt job rm {job.root} -y")
     with exclusive(folder, "dtt"):
         # Rename first: the rest of an interrupted deletion must not be mistaken for a job.

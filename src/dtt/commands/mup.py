@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
+from dtt.config.base import measure
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig, StandardConfig
 from dtt.errors import ConfigError, Diverged
@@ -104,6 +105,13 @@ def transfer(
             print("\n".join(_losses_table(name, losses, best, faults)))
     drawing = plot.grid(rows, "learning rate", "final loss, nats", log_y=False, panel_width=6.0)
     _finish(said, plot.save(drawing, out / "transfer.png"), as_json=as_json)
+
+
+def short_warmup(cfg: RunConfig, steps: int) -> dict[str, str]:
+    """Return a shorter warm-up for runs of `steps` steps, if that of `cfg` is longer than these."""
+    unit, length = measure(cfg.schedule.warmup)
+    most = {"steps": steps, "tokens": steps * cfg.train.global_batch_tokens}
+    return {"schedule.warmup": "10%"} if unit in most and length > most[unit] else {}
 
 
 def _parametrizations(cfg: RunConfig, widths: Sequence[int], compare: bool) -> dict[str, RunConfig]:

@@ -103,7 +103,7 @@ def prepare(
     if begun is not None:
         begun.check(plan.schedule.decay, plan.steps)  # again, now that the data's length is known
     if ranks.first:
-        _check_resume(cfg, job, dataset, from_step)
+        _check_resume(cfg, job, dataset, from_step, branched=begun is not None)
     laps.lap("data")
     return Start(resolved, job, dataset, plan, from_step, begun, laps)
 
@@ -121,15 +121,18 @@ def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
     return dataset
 
 
-def _check_resume(cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None) -> None:
+def _check_resume(
+    cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None, *, branched: bool
+) -> None:
     """Raise DttError if the checkpoint to resume from does not match the data.
 
-    For a new job, raises DttError if the source of `init.from` cannot be found. Reads only the
-    manifest of the checkpoint, which is verified later, when the job is locked.
+    For a new job, raises DttError if the source of `init.from` cannot be found; a branch starts
+    from the weights of its parent instead. Reads only the manifest of the checkpoint, which is
+    verified later, when the job is locked.
     """
     steps = store.steps(job.checkpoints)
     if not steps and from_step is None:
-        if cfg.init.source is not None:
+        if cfg.init.source is not None and not branched:
             check_source(cfg.init.source)
         return
     step = steps[-1] if from_step is None else from_step

@@ -209,7 +209,8 @@ def problems(request: Request, *, dry_run: bool) -> Iterator[DttError]:
     if command == "train" and not found and trained.newest_checkpoint_name() is None:
         yield from checks.caught(lambda: fit.check_vocabulary(request.resolved, trained))
     yield from checks.launch_problems(command, cfg)
-    yield from checks.time_problems(request.trained, cfg.launch)
+    if command in ("train", "pipeline"):  # the others have no checkpoint to save
+        yield from checks.time_problems(trained, cfg.launch)
     if not dry_run:
         yield from checks.sbatch_problems()
         [status] = ledger.examine([job])
@@ -259,7 +260,8 @@ def agreed(question: str) -> bool:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("", "y", "yes")
+    answer = sys.stdin.readline()  # empty at the end of input, which is no answer
+    return bool(answer) and answer.strip().lower() in ("", "y", "yes")
 
 
 def submit(request: Request, *, copy_code: bool) -> str:

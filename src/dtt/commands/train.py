@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,9 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             peers_named(this),
         ):
             with after_the_first(ranks, requests):
-                world = dist.start(ranks, cfg.train.device)
+                # Rank 0 may wait for space for days; the watchdog ends runs that hang.
+                patience = timedelta(days=7) if waits else timedelta(minutes=30)
+                world = dist.start(ranks, cfg.train.device, patience)
             this.number = world.from_first(this.number)
             this.start.lap("process group")
             train(start, this, world)
@@ -213,6 +216,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
             watchdog.before_end = trainer.saver.close
             if world.first and start.from_step is not None:
                 set_aside(this, start.from_step)
+            stack.push(this.requests.note_failure)  # called first, before the trackers are closed
             finished = trainer.run(resume)
     if not finished:
         raise Preempted(

@@ -35,7 +35,13 @@ from dtt.runtime.log import progress
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
-MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "tokenizer.json")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
 """Files that `read_hf_folder` reads, as patterns."""
 
 

@@ -24,6 +24,7 @@ from dtt.data import fit
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.model import count, families
 from dtt.model.fit_mesh import check_mesh
+from dtt.reading import read_text
 from dtt.runtime.files import check_space, sha256_file
 from dtt.runtime.jobdir import JobDir
 
@@ -190,9 +191,10 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
 def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
     """Yield a problem if the time limit is too short to save, unless `lead_seconds` is set."""
     limit = launch.time_limit
-    if limit is None or launch.lead_seconds is not None or not job.lead.exists():
+    measured = (read_text(job.lead) or "").strip()
+    if limit is None or launch.lead_seconds is not None or not measured.isdecimal():
         return
-    needed = int(job.lead.read_text())
+    needed = int(measured)
     if 2 * needed > limit:
         yield ConfigError(
             f"launch.time ({launch.time}) is too short for this job",

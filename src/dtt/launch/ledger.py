@@ -133,7 +133,7 @@ def find(folder: Path) -> list[JobDir]:
     """Return the jobs in a folder and one level below it, where the trials of sweeps are."""
     if not folder.is_dir():
         raise InputError(f"no folder {folder}", next="run dtt where jobs/ is, or name the folder")
-    paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    paths = (path for pattern in ("[!.]*", "[!.]*/*") for path in folder.glob(pattern))
     return [JobDir(path) for path in sorted(paths) if _is_job(path)]
 
 

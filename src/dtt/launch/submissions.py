@@ -79,7 +79,9 @@ def directory(job: JobDir) -> Path:
 
 def _last(job: JobDir) -> tuple[list[str], Path | None]:
     """Return arguments and working directory of the newest submission that recorded them."""
-    told = list(tail(job.submissions, {"argv": list, "directory": str}))
+    # Successors, which the job script records, have no `argv`.
+    known = tail(job.submissions, SUBMISSION)
+    told = [record for record in known if fits(record, {"argv": list, "directory": str})]
     if not told:  # never submitted: only trained without Slurm
         return ["train", str(job.root)], None
     return [str(argument) for argument in told[-1]["argv"]], Path(told[-1]["directory"])

@@ -102,7 +102,9 @@ def attends(
             raise ValueError("a cache takes the whole prompt first, then one token at a time")
         masks = {w: _recent(cache, w) for w in set(arch.windows)}
         return [Step(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)]
-    allowed = kernels(tokens_BT.device, asked, training=cache is None)
+    # Generation runs in the dtype of the weights, which a kernel chosen for training may not take.
+    chosen = asked if cache is None else "auto"
+    allowed = kernels(tokens_BT.device, chosen, training=cache is None)
     made = {
         w: _attend(arch.attn_scale, tokens_BT, documents_BT, w, allowed=allowed)
         for w in set(arch.windows)

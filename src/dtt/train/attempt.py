@@ -119,6 +119,7 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
         reason = redacted(f"{type(error).__name__}: {error}")
         raise
     finally:
+        this.requests.failing = code != ExitCode.DONE
         # These endings are the same on all ranks, and rank 0 records them for all; any other
         # ending is recorded by the rank that has it.
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)

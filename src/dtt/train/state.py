@@ -28,7 +28,7 @@ FIELDS: dict[str, Kind] = {
 }  # fmt: skip
 """Fields that position.json must have for a run to resume, and their types."""
 OPTIONAL: dict[str, Kind] = {
-    "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
+    "trained": int, "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
     "speed": (dict, NONE),
 }  # fmt: skip
 """Fields that position.json may have, and their types."""

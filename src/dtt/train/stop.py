@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from dtt.errors import DttError, PeerLost, Preempted
-from dtt.reading import read_small, retrying
+from dtt.reading import read_small, retrying, waiting_for_space
 from dtt.runtime import launcher
 from dtt.runtime.files import remove, write_atomically
 from dtt.runtime.jobdir import JobDir
@@ -60,6 +60,8 @@ class Requests:
         self._job: JobDir | None = None
         self._looked = 0.0
         """Time of the last check of the trigger files."""
+        self.failing = False
+        """True once this rank ends with an error: nothing waits for space on a disk any more."""
         self.refusal: DttError | None = None
         """Error for which this rank cannot start. Rank 0 reports it for all ranks, and the launcher
         ends the others."""
@@ -143,9 +145,14 @@ class Requests:
         """
         return world.agree(self._wish(world)) >= Request.STOP
 
+    def note_failure(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Note that an exception ends the run; an exit callback for an ExitStack."""
+        self.failing = kind is not None
+
     def stop_asked_here(self) -> bool:
-        """Return True if this rank has a request to stop, without asking the others."""
-        return bool(self.reason) or (self._job is not None and self._job.stop.exists())
+        """Return True if this rank has to stop, by a request or an error; asks no other rank."""
+        requested = bool(self.reason) or (self._job is not None and self._job.stop.exists())
+        return requested or self.failing
 
     def _wish(self, world: World) -> Request:
         if self.reason:
@@ -170,7 +177,8 @@ class Requests:
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
         try:
-            write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+            with waiting_for_space(None):  # the steps must not wait for this file
+                write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
         if request == Request.SAVE:
