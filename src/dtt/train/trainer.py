@@ -58,7 +58,7 @@ from dtt.train.stop import Request, Requests
 
 @dataclass
 class Trainer:
-    """The training loop and everything it uses; `commands/train.py` makes it."""
+    """The training loop and everything it uses; `commands/build.py` makes it."""
 
     cfg: RunConfig
     plan: Plan
