@@ -14,13 +14,13 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measurement import Table, peak_memory, reset_peak_memory, resident_memory
 from torch import Tensor
 
-from dtt.model.attend import Attend, Causal, Tiled
+from dtt.model.attention_backend import AttentionFn, Causal, Tiled
 
 SCALE = 0.125
 WINDOW = 512
@@ -33,7 +33,7 @@ def documents_of(length: int) -> Tensor:
     return (torch.rand(1, length, generator=generator) < 1 / 500).cumsum(1)
 
 
-def ours(kind: str, length: int) -> Attend:
+def block_sparse(kind: str, length: int) -> AttentionFn:
     """Return the attention back end that the decoder uses."""
     if kind == "causal":
         return Causal(SCALE)
@@ -41,7 +41,7 @@ def ours(kind: str, length: int) -> Attend:
     return Tiled(SCALE, documents, WINDOW if "window" in kind else None)
 
 
-def dense(kind: str, length: int) -> Attend:
+def dense(kind: str, length: int) -> AttentionFn:
     """Return SDPA with a [T, T] mask that each call builds, as training would for each batch."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,30 +62,24 @@ def inputs(length: int) -> list[Tensor]:
     return [torch.randn(1, length, n, 64).transpose(1, 2).requires_grad_() for n in (2, 1, 1)]
 
 
-def gradients(attend: Attend, length: int) -> list[Tensor]:
+def gradients(attend: AttentionFn, length: int) -> list[Tensor]:
     """Return the output and the gradients of its sum."""
     q_k_v = inputs(length)
     out = attend(*q_k_v)
     return [out, *torch.autograd.grad(out.sum(), q_k_v)]
 
 
-def memory(field: str) -> float:
-    """Return a field of /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-def measure(make: Callable[[str, int], Attend], kind: str, length: int) -> tuple[float, float]:
-    """Return the seconds and the MB of one forward and backward pass."""
+def measure(make: Callable[[str, int], AttentionFn], kind: str, length: int) -> tuple[float, float]:
+    """Return the CPU seconds and the MiB of one forward and backward pass."""
     gradients(make(kind, 64), 64)
-    attend, before = make(kind, length), memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+    attend, before = make(kind, length), resident_memory()
+    reset_peak_memory()
     times: list[float] = []
     while sum(times) < 0.5:
         start = time.process_time()
         gradients(attend, length)
         times.append(time.process_time() - start)
-    return min(times), memory("VmHWM") - before
+    return min(times), (peak_memory() - before) / 2**20
 
 
 def main() -> None:
@@ -95,22 +89,23 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind in KINDS:
         torch.testing.assert_close(
-            gradients(ours(kind, 1000), 1000), gradients(dense(kind, 1000), 1000)
+            gradients(block_sparse(kind, 1000), 1000), gradients(dense(kind, 1000), 1000)
         )
-    print(f"{'':<28}{'dense mask':>20}{'dtt':>20}{'time':>9}{'memory':>9}")
+    table = Table("", 28, {"dense mask": 20, "dtt": 20, "time": 9, "memory": 9})
     fork = multiprocessing.get_context("fork")
     for kind in KINDS:
         for length in args.lengths:
             figures = []
-            for make in (dense, ours):
+            for make in (dense, block_sparse):
                 with fork.Pool(1) as pool:
                     figures.append(pool.apply(measure, (make, kind, length)))
-            (theirs, their_mb), (seconds, mb) = figures
-            print(
-                f"{kind:<20}{length:>8}{1e3 * theirs:>9.0f} ms{their_mb:>5.0f} MB"
-                f"{1e3 * seconds:>9.0f} ms{mb:>5.0f} MB"
-                f"{theirs / seconds:>8.1f}x" + (f"{their_mb / mb:>8.1f}x" if mb > 5 else ""),
-                flush=True,
+            (dense_seconds, dense_mib), (seconds, mib) = figures
+            table.row(
+                f"{kind:<20}{length:>8}",
+                f"{1e3 * dense_seconds:.0f} ms{dense_mib:>5.0f} MB",
+                f"{1e3 * seconds:.0f} ms{mib:>5.0f} MB",
+                f"{dense_seconds / seconds:.1f}x",
+                f"{dense_mib / mib:.1f}x" if mib > 5 else "",
             )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,14 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from jobs import DTT, SHARED_DATA, make_novel_tokens
+
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.optim.schedule import Decay
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
-
-SHARED = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
-DTT = [sys.executable, "-m", "dtt.main"]
 
 
 def settings(tokens: Path, seconds: int) -> list[str]:
@@ -40,33 +38,23 @@ def settings(tokens: Path, seconds: int) -> list[str]:
     ]  # fmt: skip
 
 
-def make_tokens(folder: Path, data: Path) -> Path:
-    """Tokenize the first file of the novels with a tokenizer trained on it."""
-    first = sorted(data.glob("train-*.parquet"))[0]
-    for command in ("download", "tokenize"):
-        arguments = [command, "-d", str(first), "tokenizer.vocab_size=2048"]
-        tail = ["tokenize.out=tokens"] if command == "tokenize" else []
-        subprocess.run([*DTT, *arguments, *tail], cwd=folder, check=True, capture_output=True)
-    return folder / "tokens"
-
-
-def attempt(command: list[str], folder: Path, patience: float | None) -> tuple[float, int]:
-    """Run `command` and kill it after `patience` seconds.
+def attempt(command: list[str], folder: Path, limit: float | None) -> tuple[float, int]:
+    """Run `command` and kill it after `limit` seconds.
 
     Return its wall time in seconds and its exit code.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     with (folder / "log").open("a") as log:
         process = subprocess.Popen(command, cwd=folder, stderr=log, stdout=log)
     try:
-        process.wait(patience)
+        process.wait(limit)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    return time.monotonic() - began, process.returncode
+    return time.monotonic() - start, process.returncode
 
 
-def report(job: JobDir, took: float, seconds: int) -> None:
+def report(job: JobDir, seconds: float, budget: int) -> None:
     """Print the final state of the job."""
     newest = store.newest(job.checkpoints)
     assert newest is not None
@@ -75,15 +63,15 @@ def report(job: JobDir, took: float, seconds: int) -> None:
     peak = load_job(job.root).optim.lr
     rates = [record["lr"] / peak for record in jsonl.read(job.metrics, "train")]
     evals = list(jsonl.read(job.metrics, "eval"))
-    trunk = [record["loss"] for record in evals if record["step"] <= decay.begin]
-    print(f"ended             {took:.1f} s of {seconds} s: {seconds - took:+.1f} s left")
+    stable = [record["loss"] for record in evals if record["step"] <= decay.begin]
+    print(f"ended             {seconds:.1f} s of {budget} s: {budget - seconds:+.1f} s left")
     clocks = [json.loads(job.clock(n).read_bytes()) for n in range(1, job.attempt() + 1)]
-    own = ", ".join(f"{clock['seconds']:.1f}" for clock in clocks)
-    print(f"by its own clock  {own} s")
+    attempts = ", ".join(f"{clock['seconds']:.1f}" for clock in clocks)
+    print(f"by dtt's clock    {attempts} s")
     print(f"steps             {newest.step}, planned {decay.end}; decay from {decay.begin + 1}")
     print(f"last rates        {', '.join(f'{rate:.4f}' for rate in rates[-3:])} of the peak")
     print(f"last validation   {evals[-1]['loss']:.4f} nats at step {evals[-1]['step']}")
-    print(f"before the decay  {trunk[-1]:.4f} nats")
+    print(f"before the decay  {stable[-1]:.4f} nats")
     print(f"last checkpoint   step {newest.step}, verified")
 
 
@@ -93,26 +81,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=300)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, default=SHARED / "novels")
+    parser.add_argument("--data", type=Path, default=SHARED_DATA / "novels")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="dtt-budget-") as name:
         folder = Path(name)
-        command = [*DTT, *settings(make_tokens(folder, options.data), options.seconds)]
+        first_file = min(options.data.glob("train-*.parquet"))
+        tokens = make_novel_tokens(folder, first_file, 2048)
+        command = [*DTT, *settings(tokens, options.seconds)]
         # One kill at a random moment of each of equal parts of the budget, so the decay may be hit.
         part = options.seconds / (options.kills + 1)
-        spans: list[float] = []
+        durations: list[float] = []
         for number in range(options.kills):
-            until = part * (number + rng.uniform(0.3, 1.3))
-            took, code = attempt(command, folder, max(1.0, until - sum(spans)))
-            spans.append(took)
-            print(f"attempt {number + 1}: {took:.1f} s, exit code {code}", flush=True)
-        took, code = attempt(command, folder, None)
-        spans.append(took)
-        print(f"attempt {len(spans)}: {took:.1f} s, exit code {code}")
+            kill_at = part * (number + rng.uniform(0.3, 1.3))
+            seconds, code = attempt(command, folder, max(1.0, kill_at - sum(durations)))
+            durations.append(seconds)
+            print(f"attempt {number + 1}: {seconds:.1f} s, exit code {code}", flush=True)
+        seconds, code = attempt(command, folder, None)
+        durations.append(seconds)
+        print(f"attempt {len(durations)}: {seconds:.1f} s, exit code {code}")
         if code != 0:
             sys.exit((folder / "log").read_text())
-        report(JobDir(folder / "jobs/budget"), sum(spans), options.seconds)
+        report(JobDir(folder / "jobs/budget"), sum(durations), options.seconds)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,25 @@ the previous one; dtt does.
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measurement import Table, column_medians, in_turns
 
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
+from dtt.data.samples.loader import MicroBatch
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
 from dtt.model.decoder import Decoder, roles
@@ -38,6 +41,7 @@ from dtt.runtime import dist as dtt_dist
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.ranks import Ranks
 from dtt.train.state import optimizer_tensors, rng_tensors
+from dtt.train.step import forward_backward, next_token, update
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -65,12 +69,10 @@ class Run:
         """Take one optimizer step and return its seconds."""
         start = time.perf_counter()
         ids = torch.randint(50257, (TOKENS[0], TOKENS[1] + 1))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.model(ids[:, :-1], ids[:, 1:])
-        (loss / ids.numel()).backward()
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
+        micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:], None)
+        targets = micro_batch.targets.numel()
+        forward_backward(self.model, [micro_batch], next_token(), terms=targets, precision="bf16")
+        update(self.optimizers, torch.zeros(()), step=0)
         return time.perf_counter() - start
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -79,14 +81,14 @@ class Run:
         return {store.MODEL: weights, store.STATE: optimizer_tensors(self.optimizers)}
 
 
-def ways(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
+def save_methods(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
     """Return the save methods by name.
 
     Each starts a save of step n and returns a function that waits for its end.
     """
     world = dtt_dist.start(Ranks(), "cpu")
 
-    def ours(asynchronous: bool) -> Callable[[int], Wait]:
+    def dtt_save(asynchronous: bool) -> Callable[[int], Wait]:
         job = JobDir(folder / f"dtt-{asynchronous}")
         job.checkpoints.mkdir(parents=True)
         config = CheckpointConfig(asynchronous=asynchronous, keep_last=1)
@@ -116,19 +118,21 @@ def ways(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
 
     return {
         "no save": lambda n: lambda: None,
-        "dtt": ours(True),
-        "dtt, checkpoint.asynchronous=false": ours(False),
+        "dtt": dtt_save(True),
+        "dtt, checkpoint.asynchronous=false": dtt_save(False),
         "torch.save": torch_save,
         "torch DCP save": dcp_save,
         "torch DCP async_save": dcp_async,
     }
 
 
-def round_(run: Run, begin: Callable[[int], Wait], n: int) -> tuple[float, float, float]:
-    """Return the seconds blocked, of the next step, and of the whole round."""
+def save_and_train(
+    run: Run, begin: Callable[[int], Wait], numbers: Iterator[int]
+) -> tuple[float, float, float]:
+    """Return the seconds blocked, of the next step, and of the complete round."""
     run.step()
     start = time.perf_counter()
-    wait = begin(n)
+    wait = begin(next(numbers))
     blocked = time.perf_counter() - start
     following = run.step()
     for _ in range(STEPS - 1):
@@ -144,24 +148,19 @@ def main() -> None:
     dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
     run = Run()
     try:
-        begins = ways(run, folder)
-        results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in begins}
-        for n in range(rounds + 1):
-            for name, begin in begins.items():
-                result = round_(run, begin, n + 1)
-                if n > 0:  # the first round allocates buffers
-                    results[name].append(result)
-        median = {
-            name: [statistics.median(column) for column in zip(*rows, strict=True)]
-            for name, rows in results.items()
+        methods = {
+            name: partial(save_and_train, run, begin, count(1))
+            for name, begin in save_methods(run, folder).items()
         }
+        results = in_turns(methods, rounds)
+        medians = {name: column_medians(rows) for name, rows in results.items()}
         size = sum(t.nbytes for part in run.state().values() for t in part.values())
-        _, step, whole = median["no save"]
+        _, step, round_without_save = medians["no save"]
         print(f"{size / 1e9:.2f} GB, step {step:.2f} s, {rounds} rounds, medians")
-        print(f"{'':<38}{'blocked s':>10}{'next step':>11}{'cost s':>9}")
-        for name, (blocked, following, total) in median.items():
-            slower = following / step - 1
-            print(f"{name:<38}{blocked:>10.3f}{slower:>+11.0%}{total - whole:>9.2f}")
+        table = Table("", 38, {"blocked s": 10, "next step": 11, "cost s": 9})
+        for name, (blocked, following, total) in medians.items():
+            cost = total - round_without_save
+            table.row(name, f"{blocked:.3f}", f"{following / step - 1:+.0%}", f"{cost:.2f}")
     finally:
         shutil.rmtree(folder)
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from keepers import OURS, THEIRS, Content, Dtt, Keeper, content
+from checkpoint_backends import DTT_BACKENDS, PEER_BACKENDS, Backend, Dtt, State, state_of
 
 from dtt import reading
 from dtt.checkpoint import store
@@ -65,20 +65,20 @@ LIMIT = 10.0
 
 
 def save(
-    keeper: Keeper, folder: Path, step: int, victim: int = 0, strace: Sequence[str] = ()
+    backend: Backend, folder: Path, step: int, victim: int = 0, strace: Sequence[str] = ()
 ) -> bool:
     """Save in separate processes, one per rank; with `strace` options, trace rank `victim`.
 
     Returns True if that rank was killed.
     """
-    links: tuple[Connection, ...] = multiprocessing.Pipe() if keeper.ranks == 2 else ()
+    links: tuple[Connection, ...] = multiprocessing.Pipe() if backend.ranks == 2 else ()
     children = []
-    for rank in range(keeper.ranks):
+    for rank in range(backend.ranks):
         child = os.fork()
         if child == 0:
             for link in links[:rank] + links[rank + 1 :]:
                 link.close()  # an open copy would hide the end of the other rank
-            _save_and_exit(keeper, folder, step, rank, links[rank] if links else None)
+            _save_and_exit(backend, folder, step, rank, links[rank] if links else None)
         children.append(child)
     for link in links:
         link.close()
@@ -87,7 +87,7 @@ def save(
     with _watched(children[victim], strace):
         for child in children:
             os.kill(child, signal.SIGCONT)
-        endings = [_bury(child) for child in children]
+        endings = [_wait_or_kill(child) for child in children]
     return os.WIFSIGNALED(endings[victim])
 
 
@@ -100,13 +100,13 @@ def _watched(process: int, options: Sequence[str]) -> Iterator[None]:
     command = ["strace", "-f", "-p", str(process), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         assert strace.stderr is not None
-        said = strace.stderr.readline()
-        assert "attached" in said, said
+        message = strace.stderr.readline()
+        assert "attached" in message, message
         yield
 
 
 def _save_and_exit(
-    keeper: Keeper, folder: Path, step: int, rank: int, link: Connection | None
+    backend: Backend, folder: Path, step: int, rank: int, link: Connection | None
 ) -> None:
     """Run in a child of `save`: stop until strace is attached, then save and exit."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -114,13 +114,13 @@ def _save_and_exit(
     os.dup2(null, 2)
     os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        keeper.save(folder, step, rank, link)
+        backend.save(folder, step, rank, link)
     except BaseException:  # noqa: BLE001  a fork must not continue as its parent
         os._exit(1)
     os._exit(0)
 
 
-def _bury(child: int) -> int:
+def _wait_or_kill(child: int) -> int:
     deadline = time.monotonic() + LIMIT
     while (ending := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
@@ -129,10 +129,10 @@ def _bury(child: int) -> int:
     return ending[1]
 
 
-def system_calls(keeper: Keeper, folder: Path, victim: int, which: str) -> list[tuple[str, int]]:
+def system_calls(backend: Backend, folder: Path, victim: int, which: str) -> list[tuple[str, int]]:
     """Return every system call of an undisturbed save, as (name, index within its thread)."""
     trace = folder / "trace"
-    save(keeper, folder, NEW, victim, ["-e", f"trace={which}", "-o", str(trace)])
+    save(backend, folder, NEW, victim, ["-e", f"trace={which}", "-o", str(trace)])
     counts = Counter(re.findall(r"^(\d+ +\w+)\(", trace.read_text(), flags=re.MULTILINE))
     most: Counter[str] = Counter()
     for call, times in counts.items():  # `when` counts per thread
@@ -143,108 +143,110 @@ def system_calls(keeper: Keeper, folder: Path, victim: int, which: str) -> list[
 
 
 @contextmanager
-def saved_before(keeper: Keeper) -> Iterator[Path]:
+def saved_before(backend: Backend) -> Iterator[Path]:
     """Yield a folder with the saves of steps 5 and OLD."""
     with tempfile.TemporaryDirectory(prefix="dtt-faults-") as name:
         folder = Path(name)
         for step in (5, OLD):
-            save(keeper, folder, step)
+            save(backend, folder, step)
         yield folder
 
 
-def strike(keeper: Keeper, fault: str) -> Counter[str]:
+def inject_faults(backend: Backend, fault: str) -> Counter[str]:
     """Run all saves with one kind of fault and count the outcomes."""
     which, injection = FAULTS[fault]
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="dtt-faults-") as scratch:
-        keeper.save(Path(scratch), 1)  # imports of the first save are not part of a save
+        backend.save(Path(scratch), 1)  # imports of the first save are not part of a save
     with (
-        saved_before(keeper) as before,
+        saved_before(backend) as before,
         tempfile.TemporaryDirectory(prefix="dtt-faults-") as parent,
     ):
         folder = Path(parent) / "job"
-        for victim in range(keeper.ranks):
-            with saved_before(keeper) as example:
-                calls = system_calls(keeper, example, victim, which)
+        for victim in range(backend.ranks):
+            with saved_before(backend) as example:
+                calls = system_calls(backend, example, victim, which)
             for name, n in calls:
                 shutil.copytree(before, folder)
                 inject = f"inject={name}:{injection.format(n)}"
                 options = ["-e", f"trace={name}", "-e", inject, "-o", os.devnull]
-                killed = save(keeper, folder, NEW, victim, options)
-                outcome = after(keeper, folder, before)
-                if isinstance(keeper, Dtt) and outcome not in GOOD:
-                    print(f"{keeper.name}: {fault} at {name} {n}: {outcome}", file=sys.stderr)
+                killed = save(backend, folder, NEW, victim, options)
+                outcome = outcome_of_load(backend, folder, before)
+                if isinstance(backend, Dtt) and outcome not in GOOD:
+                    print(f"{backend.name}: {fault} at {name} {n}: {outcome}", file=sys.stderr)
                 # The calls that synchronise threads differ between runs: a call may be absent.
                 outcomes[outcome if killed or fault != "SIGKILL" else MISSED] += 1
                 shutil.rmtree(folder)
     return outcomes
 
 
-MISSED = "not struck"
-GOOD = ("the one before", "the new one")
+MISSED = "not injected"
+GOOD = ("previous step", "new step")
 
 
-def after(keeper: Keeper, folder: Path, before: Path) -> str:
+def outcome_of_load(backend: Backend, folder: Path, before: Path) -> str:
     """Return the outcome of a load after a save with a fault."""
-    if not isinstance(keeper, Dtt):
-        return in_a_fork(lambda: loaded(keeper, folder))
-    outcome = loaded(keeper, folder)
-    if outcome == "the one before" and not untouched(keeper, folder, before):
-        return "the one before, altered"
-    keeper.go_on(folder, NEXT)
-    return outcome if same(keeper.load(folder), NEXT) else "cannot go on"
+    if not isinstance(backend, Dtt):
+        return in_a_fork(lambda: loaded_state(backend, folder))
+    outcome = loaded_state(backend, folder)
+    if outcome == "previous step" and not unchanged(backend, folder, before):
+        return "previous step, altered"
+    backend.resume(folder, NEXT)
+    return outcome if equal(backend.load(folder), NEXT) else "cannot resume"
 
 
-def loaded(keeper: Keeper, folder: Path) -> str:
+def loaded_state(backend: Backend, folder: Path) -> str:
     """Return the name of the state that loading `folder` returns."""
     try:
-        state = keeper.load(folder)
+        state = backend.load(folder)
     except Exception:  # noqa: BLE001  any error counts as refused
         return "refused"
-    for step, name in ((OLD, "the one before"), (NEW, "the new one"), (5, "an older one")):
-        if same(state, step):
+    for step, name in ((OLD, "previous step"), (NEW, "new step"), (5, "older step")):
+        if equal(state, step):
             return name
-    return "wrong numbers"
+    return "wrong values"
 
 
-def same(state: Content, step: int) -> bool:
-    """Return True if `state` equals the content of `step` bit for bit."""
-    right = content(step)
-    return state.keys() == right.keys() and all(torch.equal(state[k], right[k]) for k in right)
-
-
-def untouched(keeper: Keeper, folder: Path, before: Path) -> bool:
-    """Return True if the files of OLD are the same as before the save."""
-    now, then = keeper.files(folder, OLD), keeper.files(before, OLD)
-    return [p.name for p in now] == [p.name for p in then] and all(
-        a.read_bytes() == b.read_bytes() for a, b in zip(now, then, strict=True)
+def equal(state: State, step: int) -> bool:
+    """Return True if `state` equals the state of `step` bit for bit."""
+    expected = state_of(step)
+    return state.keys() == expected.keys() and all(
+        torch.equal(state[k], expected[k]) for k in expected
     )
 
 
-def in_a_fork(question: Callable[[], str]) -> str:
-    """Return `question()` from a fork, in which a crash, a hang or unbounded allocation is safe.
+def unchanged(backend: Backend, folder: Path, before: Path) -> bool:
+    """Return True if the files of OLD are the same as before the save."""
+    now, previous = backend.files(folder, OLD), backend.files(before, OLD)
+    return [p.name for p in now] == [p.name for p in previous] and all(
+        a.read_bytes() == b.read_bytes() for a, b in zip(now, previous, strict=True)
+    )
+
+
+def in_a_fork(function: Callable[[], str]) -> str:
+    """Return `function()` from a fork, in which a crash, a hang or unbounded allocation is safe.
 
     A fork that crashes or hangs counts as refused.
     """
-    here, there = multiprocessing.Pipe(duplex=False)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             memory = 2**36
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-            there.send(question())
+            sender.send(function())
         finally:
             os._exit(0)
-    there.close()
-    answer = "refused"  # it crashed
-    if here.poll(LIMIT):
+    sender.close()
+    outcome = "refused"  # it crashed
+    if receiver.poll(LIMIT):
         with suppress(EOFError):
-            answer = here.recv()
+            outcome = receiver.recv()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    here.close()
-    return answer
+    receiver.close()
+    return outcome
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -291,22 +293,22 @@ def flipped(data: bytes, bit: int) -> bytes:
     return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
 
 
-def damage(keeper: Keeper, quick: bool) -> dict[str, Counter[str]]:
+def damage(backend: Backend, quick: bool) -> dict[str, Counter[str]]:
     """Damage a finished checkpoint in all ways and count the outcomes by kind."""
     outcomes: dict[str, Counter[str]] = {}
-    with saved_before(keeper) as elsewhere, saved_before(keeper) as folder:
-        save(keeper, elsewhere, NEW)
-        step = NEW if isinstance(keeper, Dtt) else OLD
-        other = {p.name: p.read_bytes() for p in keeper.files(elsewhere, step)}
-        all_files = keeper.files(folder, OLD)
+    with saved_before(backend) as elsewhere, saved_before(backend) as folder:
+        save(backend, elsewhere, NEW)
+        step = NEW if isinstance(backend, Dtt) else OLD
+        other = {p.name: p.read_bytes() for p in backend.files(elsewhere, step)}
+        all_files = backend.files(folder, OLD)
         good = {path: path.read_bytes() for path in all_files}
-        for kind, culprit, new in damages(all_files, other, quick):
+        for kind, damaged_file, new in damages(all_files, other, quick):
             for path, data in new.items():
                 path.unlink() if data is None else path.write_bytes(data)
-            outcome = noticed(keeper, folder, culprit)
+            outcome = outcome_of_damage(backend, folder, damaged_file)
             outcomes.setdefault(kind, Counter())[outcome] += 1
-            if isinstance(keeper, Dtt) and outcome not in ("found", "harmless"):
-                print(f"{keeper.name}: {kind}, {culprit}: {outcome}", file=sys.stderr)
+            if isinstance(backend, Dtt) and outcome not in ("found", "harmless"):
+                print(f"{backend.name}: {kind}, {damaged_file}: {outcome}", file=sys.stderr)
             for path in new:
                 if path in good:
                     path.write_bytes(good[path])
@@ -315,21 +317,21 @@ def damage(keeper: Keeper, quick: bool) -> dict[str, Counter[str]]:
     return outcomes
 
 
-def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
+def outcome_of_damage(backend: Backend, folder: Path, damaged_file: str) -> str:
     """Return the outcome of a load of damaged files.
 
     dtt must also name the damaged file and fall back to the previous checkpoint.
     """
-    if not isinstance(keeper, Dtt):
-        outcome = in_a_fork(lambda: loaded(keeper, folder))
-        return {"refused": "found", "the one before": "harmless"}.get(outcome, "unnoticed")
+    if not isinstance(backend, Dtt):
+        outcome = in_a_fork(lambda: loaded_state(backend, folder))
+        return {"refused": "found", "previous step": "harmless"}.get(outcome, "unnoticed")
     try:
         store.verify(store.folder_of(JobDir(folder).checkpoints, OLD))
     except (DamagedError, InputError) as error:
-        if not re.search(culprit, str(error)):
+        if not re.search(damaged_file, str(error)):
             return "found, not named"
-        return "found" if same(keeper.load(folder), 5) else "found, no fallback"
-    return "harmless" if same(keeper.load(folder), OLD) else "unnoticed"
+        return "found" if equal(backend.load(folder), 5) else "found, no fallback"
+    return "harmless" if equal(backend.load(folder), OLD) else "unnoticed"
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -338,22 +340,26 @@ def noticed(keeper: Keeper, folder: Path, culprit: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="just the ways to save whose name begins so"
+        "--only", nargs="+", default=[""], help="only back ends whose names start with one of these"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer of each")
-    parser.add_argument("--json", type=Path, help="write the counts here, too")
+    parser.add_argument("--quick", action="store_true", help="only SIGKILL, and less damage")
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
     options = parser.parse_args()
     log.setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # from DCP, which warns when it saves without a process group
     reading.PATIENCE = (0.0, 0.0, 0.0)  # retries happen without a pause
-    keepers = [k for k in (*OURS, *THEIRS) if k.name.startswith(tuple(options.only))]
+    backends = [
+        k for k in (*DTT_BACKENDS, *PEER_BACKENDS) if k.name.startswith(tuple(options.only))
+    ]
     faults = ["SIGKILL"] if options.quick else list(FAULTS)
-    strikes = {k.name: {fault: strike(k, fault) for fault in faults} for k in keepers}
-    show("A save struck at each of its system calls", strikes, GOOD, "survived")
-    damaged = {k.name: damage(k, options.quick) for k in keepers if k.ranks == 2 or k in THEIRS}
+    injected = {b.name: {fault: inject_faults(b, fault) for fault in faults} for b in backends}
+    show("A save with a fault at each of its system calls", injected, GOOD, "survived")
+    damaged = {
+        k.name: damage(k, options.quick) for k in backends if k.ranks == 2 or k in PEER_BACKENDS
+    }
     show("A checkpoint damaged", damaged, ("found", "harmless"), "found or harmless")
     if options.json:
-        options.json.write_text(json.dumps({"struck": strikes, "damaged": damaged}, indent=1))
+        options.json.write_text(json.dumps({"faults": injected, "damage": damaged}, indent=1))
 
 
 def show(
@@ -361,12 +367,13 @@ def show(
 ) -> None:
     """Print one line for each back end and each kind of fault or damage."""
     print(f"\n{title:<62}{'times':>7}{name:>19}  of which")
-    for keeper, rows in table.items():
-        for what, outcomes in rows.items():
+    for backend, rows in table.items():
+        for kind, outcomes in rows.items():
             total = outcomes.total() - outcomes[MISSED]
-            well = sum(outcomes[outcome] for outcome in good)
+            successes = sum(outcomes[outcome] for outcome in good)
             parts = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.most_common())
-            print(f"{keeper:<32}{what:<30}{total:>7}{well:>10} = {well / total:>5.1%}  {parts}")
+            rate = f"{successes:>10} = {successes / total:>5.1%}"
+            print(f"{backend:<32}{kind:<30}{total:>7}{rate}  {parts}")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import DTT, make_tokens
+from measurement import Table
 from torch import Tensor
 
 HERE = Path(__file__).parent
+UNCOMPILED = r"training continues uncompiled: .*"
 PACKAGES = ("torch", "triton", "transformers", "pydantic", "gigatoken", "pyarrow", "numpy")
 
 
@@ -87,7 +90,7 @@ class Session:
         start = time.perf_counter()
         try:
             yield figures
-        except Exception as error:  # noqa: BLE001  whatever fails on a new machine, the rest must run
+        except Exception as error:  # noqa: BLE001  after any failure, the other parts must run
             traceback.print_exc()
             self.failed.append(name)
             figures["error"] = f"{type(error).__name__}: {error}"[:2000]
@@ -95,7 +98,7 @@ class Session:
 
     def dtt(self, *arguments: object, expect: int = 0) -> str:
         """Run `dtt ARGUMENTS` in the session's folder and return its output."""
-        command = [sys.executable, "-m", "dtt.main", *map(str, arguments)]
+        command = [*DTT, *map(str, arguments)]
         print("$ dtt", *arguments, flush=True)
         run = subprocess.run(
             command, cwd=self.out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -109,12 +112,10 @@ class Session:
 
     def tokens(self) -> Path:
         """Return the token folder that all blocks train on, created by the first call."""
-        made = self.out / "tokens"
-        if not (made / "manifest.json").exists():
-            from runs import make_tokens
-
+        tokens = self.out / "tokens"
+        if not (tokens / "manifest.json").exists():
             make_tokens(self.out)
-        return made.resolve()
+        return tokens.resolve()
 
 
 def seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
@@ -134,10 +135,10 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def worst(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+def max_relative_error(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
     """Return the largest relative error of any tensor: norm of the difference over the norm."""
-    pairs = zip(got, exact, strict=True)
-    return max(float((g.double() - e.double()).norm() / e.double().norm()) for g, e in pairs)
+    pairs = zip(actual, exact, strict=True)
+    return max(float((a.double() - e.double()).norm() / e.double().norm()) for a, e in pairs)
 
 
 # ---- the blocks ----------------------------------------------------------------------------------
@@ -145,29 +146,29 @@ def worst(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
 
 def versions(session: Session) -> None:
     """Report the hardware and the installed packages."""
-    with session.part("packages") as found:
+    with session.part("packages") as figures:
         for name in PACKAGES:
             try:
-                found[name] = metadata.version(name)
+                figures[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
-                found[name] = None
-        found["python"] = platform.python_version()
-    with session.part("gpu") as found:
-        found |= {"cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+                figures[name] = None
+        figures["python"] = platform.python_version()
+    with session.part("gpu") as figures:
+        figures |= {"cuda": torch.version.cuda, "available": torch.cuda.is_available()}
         if torch.cuda.is_available():
-            found["name"] = torch.cuda.get_device_name()
-            found["capability"] = torch.cuda.get_device_capability()
-            found["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
+            figures["name"] = torch.cuda.get_device_name()
+            figures["capability"] = torch.cuda.get_device_capability()
+            figures["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
             query = "driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
             command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-            found[query] = subprocess.check_output(command, text=True).strip()
+            figures[query] = subprocess.check_output(command, text=True).strip()
     with session.part("doctor"):
         session.dtt("doctor")
 
 
 def attention(session: Session) -> None:
     """Compare each SDPA kernel with MATH in fp32: time and gradients."""
-    from dtt.model.attend import Causal
+    from dtt.model.attention_backend import Causal
     from dtt.model.sdpa import KERNELS
 
     shapes = [(64, 12, 12, 1024, 64), (2, 32, 8, 4096, 128)]
@@ -180,17 +181,19 @@ def attention(session: Session) -> None:
             if session.tiny and name in ("cudnn", "efficient"):
                 continue  # a CPU has no such kernel
             causal = Causal(width**-0.5, (kernel,))
-            with session.part(f"{name} {shape}") as found:
-                few = slice(0, 2)  # MATH holds all scores
-                q_k_v = [x[few].detach().requires_grad_() for x in inputs]
-                wide = [x[few].detach().float().requires_grad_() for x in inputs]
+            with session.part(f"{name} {shape}") as figures:
+                part = slice(0, 2)  # MATH holds all scores in memory
+                q_k_v = [x[part].detach().requires_grad_() for x in inputs]
+                q_k_v_fp32 = [x[part].detach().float().requires_grad_() for x in inputs]
                 exact = Causal(width**-0.5, (KERNELS["math"],))
-                difference = worst(_attended(causal, q_k_v), _attended(exact, wide))
-                found["difference"] = difference
+                difference = max_relative_error(
+                    _attended(causal, q_k_v), _attended(exact, q_k_v_fp32)
+                )
+                figures["difference"] = difference
                 if name != "math":
                     leaves = [x.detach().requires_grad_() for x in inputs]
                     work = partial(_attended, causal, leaves)
-                    found["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 20)
+                    figures["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 20)
                 if not difference < 0.05:
                     raise AssertionError(f"the gradients are wrong by {difference:.1%}")
 
@@ -209,34 +212,34 @@ def small(session: Session) -> None:
     for name, compiled in (("eager", "false"), ("compiled", "true")):
         if session.tiny and name == "compiled":
             continue
-        with session.part(f"train {name}") as found:
+        with session.part(f"train {name}") as figures:
             keys = small_keys(session, name, train__steps=20, train__compile=compiled)
-            said = session.dtt("train", *keys)
-            found["validation"] = re.findall(r"validation loss ([\d.]+)", said)
-            found["attention"] = re.findall(r"attention: (.*)", said)
-            found["uncompiled"] = re.findall(r"training goes on uncompiled: .*", said)
-        with session.part(f"resume {name}") as found:
+            output = session.dtt("train", *keys)
+            figures["validation"] = re.findall(r"validation loss ([\d.]+)", output)
+            figures["attention"] = re.findall(r"attention: (.*)", output)
+            figures["uncompiled"] = re.findall(UNCOMPILED, output)
+        with session.part(f"resume {name}") as figures:
             more = ("train.steps=24", "--allow-change", "train.steps")
-            said = session.dtt("train", f"jobs/{name}", *more)
-            found["resumed"] = re.findall(r"resumed from .*", said)
+            output = session.dtt("train", f"jobs/{name}", *more)
+            figures["resumed"] = re.findall(r"resumed from .*", output)
     lengths = (64, 128) if session.tiny else (64, 128, 256, 1024)
     for length in lengths:
-        with session.part(f"documents and windows at {length}") as found:
+        with session.part(f"documents and windows at {length}") as figures:
             keys = small_keys(
                 session, f"documents-{length}", model__family="mistral", model__window=48,
                 data__mask_documents="true", train__seq_len=length, train__steps=6,
                 train__global_batch_tokens=8 * length,
             )  # fmt: skip
-            said = session.dtt("train", *keys)
-            found["attention"] = re.findall(r"attention: (.*)", said)
-            found["uncompiled"] = re.findall(r"training goes on uncompiled: .*", said)
-    with session.part("context_schedule") as found:
+            output = session.dtt("train", *keys)
+            figures["attention"] = re.findall(r"attention: (.*)", output)
+            figures["uncompiled"] = re.findall(UNCOMPILED, output)
+    with session.part("context_schedule") as figures:
         keys = small_keys(
             session, "schedule", train__steps=8, data__mask_documents="true",
             train__context_schedule="[[0,64],[50%,128]]",
         )  # fmt: skip
-        said = session.dtt("train", *keys)
-        found["validation"] = re.findall(r"validation loss ([\d.]+)", said)
+        output = session.dtt("train", *keys)
+        figures["validation"] = re.findall(r"validation loss ([\d.]+)", output)
 
 
 def small_keys(session: Session, name: str, **changes: object) -> list[str]:
@@ -254,12 +257,12 @@ def small_keys(session: Session, name: str, **changes: object) -> list[str]:
 
 def flex(session: Session) -> None:
     """Compare FlexAttention with a dense mask, outputs and gradients, at several lengths."""
-    from dtt.model import attend
+    from dtt.model import attention_backend
     from dtt.runtime.compilation import compiler
 
     for length in (64, 128) if session.tiny else (64, 128, 256, 1024):
         for window, documents in ((48, False), (None, True), (48, True)):
-            with session.part(f"flex {length}, window {window}, documents {documents}") as found:
+            with session.part(f"flex {length}, window {window}, documents {documents}") as figures:
                 torch.manual_seed(0)
                 shapes = [(2, n, length, 64) for n in (4, 2, 2)]
                 inputs = [
@@ -268,24 +271,26 @@ def flex(session: Session) -> None:
                 ]
                 numbers = (torch.rand(2, length, device=session.device) < 0.03).cumsum(1)
                 tokens = torch.zeros(2, length, device=session.device)
-                made = attend.flex(0.125, tokens, numbers if documents else None, window)
-                exact = _attended(made.dense, inputs)
+                doc_ids = numbers if documents else None
+                attend = attention_backend.flex(0.125, tokens, doc_ids, window)
+                exact = _attended(attend.dense, inputs)
                 # Uncompiled FlexAttention has no gradients on a CPU.
                 if session.tiny:
-                    cut = numbers if documents else None
-                    tiled = attend.Tiled(0.125, cut, window)
-                    found["difference"] = worst(_attended(tiled, inputs), exact)
+                    tiled = attention_backend.Tiled(0.125, doc_ids, window)
+                    figures["difference"] = max_relative_error(_attended(tiled, inputs), exact)
                     continue
-                found["difference"] = worst(_attended(made, inputs), exact)
-                found["ms"] = 1e3 * seconds(session.device, partial(_attended, made, inputs), 10)
-                found["uncompiled"] = compiler.failure
+                figures["difference"] = max_relative_error(_attended(attend, inputs), exact)
+                figures["ms"] = 1e3 * seconds(
+                    session.device, partial(_attended, attend, inputs), 10
+                )
+                figures["uncompiled"] = compiler.failure
 
 
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None
 ) -> None:
     """Run one case of `train_gpu.py`: tokens/s, MFU, memory and, for some cases, a profile."""
-    from train_gpu import CASES, Case, row, train
+    from train_gpu import CASES, COLUMNS, Case, cells, train
 
     case = CASES[name]
     if accumulation is not None:
@@ -298,15 +303,15 @@ def training(
         keys = [key for key in case.keys if not key.startswith("train.precision")]
         keys.append("train.device=cpu")
         case, steps = Case(shape, keys, 2), 8
-    with session.part(f"{name}, {optimizer}") as found:
+    with session.part(f"{name}, {optimizer}") as figures:
         run = f"{name}-{optimizer}"
-        found |= train(session.out, session.tokens(), run, case, optimizer, steps, 1)
+        figures |= train(session.out, session.tokens(), run, case, optimizer, steps, 1)
         print((session.out / f"{run}.log").read_text())
-        print(row(run, found), flush=True)
-        for table in sorted((session.out / "jobs" / run / "profiles").glob("*.txt"))[:1]:
-            print(table.read_text())
-        if "lost" in found:
-            raise RuntimeError(found["lost"])
+        if "error" in figures:
+            raise RuntimeError(figures["error"])
+        Table("", 28, COLUMNS).row(run, *cells(figures))
+        for profile in sorted((session.out / "jobs" / run / "profiles").glob("*.txt"))[:1]:
+            print(profile.read_text())
 
 
 def loss(session: Session) -> None:
@@ -326,14 +331,14 @@ def loss(session: Session) -> None:
             # On a CPU the compilation takes a minute: tests/model/test_loss.py does that.
             for fused in (False,) if session.tiny else (False, True):
                 name = f"{vocab_size:,} entries, chunks of {chunk:,}, fused {fused}"
-                with session.part(name) as found:
+                with session.part(name) as figures:
                     work = partial(_loss_gradients, *tensors, chunk, fused)
                     if session.device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
-                    found["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 5)
+                    figures["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 5)
                     if session.device.type == "cuda":
-                        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                    found["uncompiled"] = compiler.failure
+                        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                    figures["uncompiled"] = compiler.failure
 
 
 def _loss_gradients(
@@ -348,13 +353,13 @@ def _loss_gradients(
 
 def memory(session: Session) -> None:
     """Check the out-of-memory message, and measure the time blocked by saves."""
-    with session.part("out of memory") as found:
+    with session.part("out of memory") as figures:
         dim, layers = (2**20, 2) if session.tiny else (2**14, 64)
         huge: dict[str, object] = {"model__dim": dim, "model__n_layers": layers}
         keys = small_keys(session, "huge", model__n_heads=128, **huge)
-        said = session.dtt("train", *keys, expect=78)
-        found["told"] = [line for line in said.splitlines() if "dtt: " in line]
-    with session.part("first save") as found:
+        output = session.dtt("train", *keys, expect=78)
+        figures["messages"] = [line for line in output.splitlines() if "dtt: " in line]
+    with session.part("first save") as figures:
         large: dict[str, object] = {"model__family": "llama"}
         if not session.tiny:
             large |= {"model__dim": 2048, "model__n_layers": 16, "model__n_heads": 32}
@@ -362,7 +367,7 @@ def memory(session: Session) -> None:
         session.dtt("train", *small_keys(session, "saves", **large, **each))
         metrics = (session.out / "jobs/saves/metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in metrics]
-        found["saves"] = [record for record in records if record["kind"] == "save"]
+        figures["saves"] = [record for record in records if record["kind"] == "save"]
 
 
 BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
@@ -420,8 +425,8 @@ def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
             status = f"ended after {options.minutes:g} minutes"
             os.killpg(process.pid, 9)  # its own session: also kills its children
             process.wait()
-    taken = round(time.perf_counter() - start, 1)
-    return {"status": status, "seconds": taken, "parts": results(options.out, block)}
+    seconds = round(time.perf_counter() - start, 1)
+    return {"status": status, "seconds": seconds, "parts": results(options.out, block)}
 
 
 def main() -> None:
@@ -443,10 +448,10 @@ def main() -> None:
     for block in options.blocks or BLOCKS:
         summary[block] = supervise(block, options)
         (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        bad = [part["part"] for part in summary[block]["parts"] if "error" in part]
+        failed = [part["part"] for part in summary[block]["parts"] if "error" in part]
         print(f"{block:12} {summary[block]['seconds']:7.1f} s  {summary[block]['status']}"
-              f"{': ' + ', '.join(bad) if bad else ''}", flush=True)  # fmt: skip
-    sys.exit(any(found["status"] != "ok" for found in summary.values()))
+              f"{': ' + ', '.join(failed) if failed else ''}", flush=True)  # fmt: skip
+    sys.exit(any(block["status"] != "ok" for block in summary.values()))
 
 
 if __name__ == "__main__":

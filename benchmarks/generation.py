@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from measurement import Table, in_turns
 
 from dtt.config.model import ModelConfig
 from dtt.export.weights import from_hf
@@ -35,20 +36,21 @@ MODELS = {
 PROMPTS = {"one prompt of 64": [64], "one prompt of 512": [512], "8 prompts": range(16, 144, 16)}
 
 
-def both(cfg: ModelConfig) -> tuple[Decoder, Any]:
+def models_with_equal_weights(cfg: ModelConfig) -> tuple[Decoder, Any]:
     """Return a dtt model and a transformers model with the same weights."""
     family = families.get(cfg.family)
     arch = family.architecture(cfg, 32000, 1024)
     config = transformers.AutoConfig.for_model(**family.to_hf_config(arch, 0))
     torch.manual_seed(0)
     make: Any = transformers.AutoModelForCausalLM.from_config
-    theirs = make(config).eval()
-    ours = Decoder(arch).eval()
-    ours.load_state_dict(from_hf(theirs.state_dict(), arch))
-    return ours, theirs
+    hf_model = make(config).eval()
+    model = Decoder(arch).eval()
+    model.load_state_dict(from_hf(hf_model.state_dict(), arch))
+    return model, hf_model
 
 
-def of_dtt(model: Decoder, prompts: list[list[int]], new: int) -> list[list[int]]:
+def generate_with_dtt(model: Decoder, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Generate `new` tokens for each prompt."""
     answers: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_batch(
         model, prompts, max_new_tokens=new, temperature=0, generators=[None] * len(prompts)
@@ -57,7 +59,7 @@ def of_dtt(model: Decoder, prompts: list[list[int]], new: int) -> list[list[int]
     return answers
 
 
-def of_transformers(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+def generate_with_transformers(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     """Generate with prompts padded on the left, as the documentation of transformers requires."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
@@ -76,6 +78,7 @@ def of_transformers(model: Any, prompts: list[list[int]], new: int) -> list[list
 
 
 def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    """Return tokens per second of CPU time, and the tokens."""
     start = time.process_time()
     answers = run()
     return sum(map(len, answers)) / (time.process_time() - start), answers
@@ -87,23 +90,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'tokens/s':<44}{'transformers':>14}{'dtt':>10}{'ratio':>8}")
+    table = Table("tokens/s", 44, {"transformers": 14, "dtt": 10, "ratio": 8})
     for name, cfg in MODELS.items():
-        ours, theirs = both(cfg)
+        model, hf_model = models_with_equal_weights(cfg)
         for what, lengths in PROMPTS.items():
             generator = torch.Generator().manual_seed(1)
             prompts = [torch.randint(1, 32000, (n,), generator=generator).tolist() for n in lengths]
-            best = [0.0, 0.0]
-            for _ in range(args.rounds):
-                their_speed, expected = timed(partial(of_transformers, theirs, prompts, args.new))
-                speed, answers = timed(partial(of_dtt, ours, prompts, args.new))
-                assert answers == expected, "the tokens differ"
-                best = [max(best[0], their_speed), max(best[1], speed)]
-            print(
-                f"{name + ', ' + what:<44}{best[0]:>14.1f}{best[1]:>10.1f}"
-                f"{best[1] / best[0]:>7.2f}x",
-                flush=True,
-            )
+            libraries = {
+                "transformers": partial(generate_with_transformers, hf_model, prompts, args.new),
+                "dtt": partial(generate_with_dtt, model, prompts, args.new),
+            }
+            runs = {library: partial(timed, generate) for library, generate in libraries.items()}
+            results = in_turns(runs, args.rounds, warm_up=0)
+            answers = [tokens for rounds in results.values() for _, tokens in rounds]
+            assert all(tokens == answers[0] for tokens in answers), "the tokens differ"
+            peer, dtt = (max(speed for speed, _ in rounds) for rounds in results.values())
+            table.row(f"{name}, {what}", f"{peer:.1f}", f"{dtt:.1f}", f"{dtt / peer:.2f}x")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Count the jobs that differ after SIGKILLs of random processes, launchers included.
 
-    python benchmarks/kill_any.py [KILLS] [SEED]
+    ./env.sh python benchmarks/kill_any.py [KILLS] [SEED]
+
+Runs inside dtt's environment, which has torchrun and mpirun on PATH.
 
 Half of the kills hit `dtt train` under torchrun (one and two ranks), half `dtt tokenize` under
 mpirun (one to three ranks). The victim is any process of the job: torchrun or mpirun itself, the
@@ -31,8 +33,15 @@ from pathlib import Path
 
 import psutil
 import tokenize_kills
-from kills import content, differs, settings
-from runs import make_tokens, wait_until
+from jobs import (
+    differences,
+    differing_names,
+    make_tokens,
+    require_programs,
+    results,
+    wait_until,
+)
+from kills import STEPS, settings
 
 from dtt.launch import local
 from dtt.runtime.jobdir import JobDir
@@ -60,37 +69,37 @@ class Processes:
 
     def alive(self) -> list[psutil.Process]:
         """Return the processes that have not ended."""
-        found = []
+        alive = []
         for process in psutil.process_iter():
             try:
-                ours = process.environ().get(MARK) == self._mark
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                marked = process.environ().get(MARK) == self._mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
             except psutil.Error:
                 continue
-        return found
+        return alive
 
-    def strike(self, rng: random.Random) -> str | None:
+    def kill_random(self, rng: random.Random) -> str | None:
         """Kill a random one and return its role; None if all had ended."""
         for process in rng.sample(alive := self.alive(), len(alive)):
             try:
-                what = _role(process)
+                role = _role(process)
                 process.kill()
             except psutil.Error:
                 continue
-            return what
+            return role
         return None
 
-    def left(self, since: float) -> list[str]:
+    def wait_and_kill(self, since: float) -> list[str]:
         """Wait for the end of all; kill and return the roles of those left after `LIMIT` s.
 
         `LIMIT` counts from `since`, a time of `time.monotonic`.
         """
         wait_until(lambda: not self.alive(), max(0.0, since + LIMIT - time.monotonic()), pause=0.05)
-        found = self.alive()
-        for process in found:
+        leftover = self.alive()
+        for process in leftover:
             process.kill()
-        return [_role(process) for process in found]
+        return [_role(process) for process in leftover]
 
 
 def _role(process: psutil.Process) -> str:
@@ -103,9 +112,9 @@ def _role(process: psutil.Process) -> str:
     return "rank" if "RANK" in env or "PMI_RANK" in env else "starting"
 
 
-def _moment(rng: random.Random, length: float) -> float:
+def _random_delay(rng: random.Random, duration: float) -> float:
     """Return the time of a kill, in seconds from the start; a third fall into the first two."""
-    return rng.random() * (min(2.0, length) if rng.random() < 1 / 3 else length)
+    return rng.random() * (min(2.0, duration) if rng.random() < 1 / 3 else duration)
 
 
 class Tally:
@@ -121,21 +130,32 @@ class Tally:
         self.slowest = 0.0
         """Seconds from a kill until all processes of that start had ended."""
 
-    def struck(self, kind: str, what: str, after: float) -> None:
+    def add_kill(self, kind: str, role: str, after: float) -> None:
         """Count a kill."""
-        self.kills[f"{kind}: {what}"] += 1
+        self.kills[f"{kind}: {role}"] += 1
         self.early += after < 1.0
-        print(f"{self.kills.total()}: {kind}, {what} after {after:.1f} s", flush=True)
+        print(f"{self.kills.total()}: {kind}, {role} after {after:.1f} s", flush=True)
 
-    def ended(self, processes: Processes, since: float) -> None:
+    def add_manual_step(self, description: str) -> None:
+        """Count and print something that a job needed to continue."""
+        self.manual.append(description)
+        print(description, flush=True)
+
+    def add_job(self, name: str, differing: list[str]) -> None:
+        """Count a finished job; `differing` names the results that differ from the reference."""
+        self.jobs += 1
+        self.different += bool(differing)
+        if differing:
+            print(f"{name}: different: {', '.join(differing)}", flush=True)
+
+    def wait_for_end(self, processes: Processes, since: float) -> None:
         """Wait for the end of all processes, and count those left as a manual step."""
-        if left := processes.left(since):
-            self.manual.append(f"left after {LIMIT:.0f} s: {', '.join(left)}")
-            print(self.manual[-1], flush=True)
+        if leftover := processes.wait_and_kill(since):
+            self.add_manual_step(f"left after {LIMIT:.0f} s: {', '.join(leftover)}")
         self.slowest = max(self.slowest, time.monotonic() - since)
 
 
-def over(process: subprocess.Popen[bytes]) -> bool:
+def ended(process: subprocess.Popen[bytes]) -> bool:
     """Return True if a process has ended."""
     return process.poll() is not None
 
@@ -149,98 +169,96 @@ def start_training(folder: Path, name: str, ranks: int, tokens: Path) -> subproc
 
 def train(folder: Path, tokens: Path, kills: int, rng: random.Random, tally: Tally) -> None:
     """Kill processes of training jobs."""
-    right, lengths = {}, {}
+    references, durations = {}, {}
     for ranks in (1, 2):
-        began = time.monotonic()
-        whole = start_training(folder, f"undisturbed-{ranks}", ranks, tokens)
-        assert whole.wait(PATIENCE) == 0, (folder / f"undisturbed-{ranks}.log").read_text()
-        lengths[ranks] = time.monotonic() - began
-        right[ranks] = content(JobDir(folder / f"jobs/undisturbed-{ranks}"))
+        start = time.monotonic()
+        launcher = start_training(folder, f"undisturbed-{ranks}", ranks, tokens)
+        assert launcher.wait(PATIENCE) == 0, (folder / f"undisturbed-{ranks}.log").read_text()
+        durations[ranks] = time.monotonic() - start
+        references[ranks] = results(JobDir(folder / f"jobs/undisturbed-{ranks}"), STEPS)
     for number in count():
         if kills <= 0:
             return
         ranks, name = 2 - number % 2, f"disturbed-{number}"
-        most = min(KILLS_PER_JOB, kills)
-        kills -= disturb(folder, name, ranks, tokens, most, lengths[ranks], rng, tally)
-        tally.jobs += 1
-        tally.different += differs(JobDir(folder / f"jobs/{name}"), right[ranks])
+        max_kills = min(KILLS_PER_JOB, kills)
+        kills -= run_with_kills(
+            folder, name, ranks, tokens, max_kills, durations[ranks], rng, tally
+        )
+        tally.add_job(name, differences(JobDir(folder / f"jobs/{name}"), STEPS, references[ranks]))
 
 
-def disturb(
+def run_with_kills(
     folder: Path,
     name: str,
     ranks: int,
     tokens: Path,
-    kills: int,
-    length: float,
+    max_kills: int,
+    duration: float,
     rng: random.Random,
     tally: Tally,
 ) -> int:
-    """Run a job to its end through up to `kills` kills, and return how many there were.
+    """Run a job to its end through up to `max_kills` kills, and return their number.
 
-    `length`: duration of the job without kills, in seconds.
+    `duration`: of the job without kills, in seconds.
     """
-    refused = struck = 0
-    before: tuple[Processes, float] | None = None
+    failures = kills = 0
+    previous: tuple[Processes, float] | None = None
     while True:
-        processes, began = Processes(), time.monotonic()
+        processes, start = Processes(), time.monotonic()
         launcher = start_training(folder, name, ranks, tokens)
-        if before is not None:
-            tally.ended(*before)
-            before = None
-        moment = began + (_moment(rng, length) if struck < kills else PATIENCE)
-        wait_until(partial(over, launcher), moment - time.monotonic(), pause=0.01)
-        if launcher.poll() is None and (what := processes.strike(rng)) is not None:
-            killed = time.monotonic()
-            tally.struck(f"train, {ranks} ranks", what, killed - began)
-            struck += 1
-            wait_until(partial(over, launcher), LIMIT)
+        if previous is not None:
+            tally.wait_for_end(*previous)
+            previous = None
+        end = start + (_random_delay(rng, duration) if kills < max_kills else PATIENCE)
+        wait_until(partial(ended, launcher), end - time.monotonic(), pause=0.01)
+        if launcher.poll() is None and (role := processes.kill_random(rng)) is not None:
+            killed_at = time.monotonic()
+            tally.add_kill(f"train, {ranks} ranks", role, killed_at - start)
+            kills += 1
+            wait_until(partial(ended, launcher), LIMIT)
             if rng.random() < 0.5:
-                tally.ended(processes, killed)
+                tally.wait_for_end(processes, killed_at)
             else:
-                before = processes, killed
+                previous = processes, killed_at
         elif launcher.wait() == 0:
-            return struck
+            return kills
         else:
             tail = "\n".join((folder / f"{name}.log").read_text().splitlines()[-30:])
-            tally.manual.append(f"{name} was refused or failed:\n{tail}")
-            print(tally.manual[-1], flush=True)
-            refused += 1
-            if refused == 3:
-                return struck
+            tally.add_manual_step(f"{name} was refused or failed:\n{tail}")
+            failures += 1
+            if failures == 3:
+                return kills
 
 
 def tokenize(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None:
     """Kill processes of `dtt tokenize` runs."""
     tokenize_kills.write_corpus(folder)
-    began = time.monotonic()
-    whole = tokenize_kills.Job(folder, "undisturbed", "mpirun", 1)
-    assert whole.wait(PATIENCE) is not None, whole.said()
-    length = time.monotonic() - began
-    assert whole.succeeded(), whole.said()
-    expected = tokenize_kills.sums(folder / "undisturbed")
+    start = time.monotonic()
+    undisturbed = tokenize_kills.Job(folder, "undisturbed", "mpirun", 1)
+    assert undisturbed.wait(PATIENCE) is not None, undisturbed.output()
+    duration = time.monotonic() - start
+    assert undisturbed.succeeded(), undisturbed.output()
+    expected = tokenize_kills.checksums(folder / "undisturbed")
     while kills > 0:
         ranks, out = rng.choice([1, 2, 3]), folder / "out"
-        processes, began = Processes(), time.monotonic()
+        processes, start = Processes(), time.monotonic()
         job = tokenize_kills.Job(folder, out.name, "mpirun", ranks)
-        job.wait(_moment(rng, length))
-        what = processes.strike(rng) if job.running() else None
-        if what is not None:
+        job.wait(_random_delay(rng, duration))
+        role = processes.kill_random(rng) if job.running() else None
+        if role is not None:
             kills -= 1
-            killed = time.monotonic()
-            tally.struck(f"tokenize, {ranks} ranks", what, killed - began)
+            killed_at = time.monotonic()
+            tally.add_kill(f"tokenize, {ranks} ranks", role, killed_at - start)
             job.wait(LIMIT)
             if rng.random() < 0.5:
-                tally.ended(processes, killed)
-            again_processes = Processes()
-            again = tokenize_kills.Job(folder, out.name, "mpirun", rng.choice([1, 2, 3]))
-            tally.ended(processes, killed)
-            if again.wait(PATIENCE) is None or not again.succeeded():
-                tally.manual.append(f"tokenize, the rerun failed: {again.said()[-1000:]}")
-                print(tally.manual[-1], flush=True)
-            tally.jobs += 1
-            tally.different += tokenize_kills.sums(out) != expected
-            again_processes.left(time.monotonic())
+                tally.wait_for_end(processes, killed_at)
+            rerun_processes = Processes()
+            rerun = tokenize_kills.Job(folder, out.name, "mpirun", rng.choice([1, 2, 3]))
+            tally.wait_for_end(processes, killed_at)
+            if rerun.wait(PATIENCE) is None or not rerun.succeeded():
+                tally.add_manual_step(f"tokenize, the rerun failed: {rerun.output()[-1000:]}")
+            tally.add_job("tokenize", differing_names(tokenize_kills.checksums(out), expected))
+            rerun_processes.wait_and_kill(time.monotonic())
         job.wait(PATIENCE)
         shutil.rmtree(out, ignore_errors=True)
 
@@ -249,17 +267,18 @@ def main() -> None:
     """Kill, run again and compare; print the counts."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    require_programs("torchrun", "mpirun")
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    tally, began = Tally(), time.monotonic()
+    tally, start = Tally(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtt-kill-any-") as name:
         folder = Path(name)
         train(folder, make_tokens(folder), kills - kills // 2, rng, tally)
         tokenize(folder, kills // 2, rng, tally)
-    for what, number in sorted(tally.kills.items()):
-        print(f"{what:<34}{number:>5}")
+    for victim, number in sorted(tally.kills.items()):
+        print(f"{victim:<34}{number:>5}")
     print(
         f"{tally.kills.total()} kills, {tally.early} of them in the first second, in "
-        f"{time.monotonic() - began:.0f} s: {tally.different} of {tally.jobs} jobs differ, "
+        f"{time.monotonic() - start:.0f} s: {tally.different} of {tally.jobs} jobs differ, "
         f"{len(tally.manual)} manual steps; all processes had ended {tally.slowest:.1f} s after "
         "a kill at the latest"
     )

@@ -23,12 +23,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from runs import Run, Torchrun, make_tokens, wait_until
+from jobs import differences, make_tokens, results, wait_until
+from runs import Run, Torchrun
 
-from dtt.checkpoint import store
-from dtt.errors import DttError
 from dtt.runtime.jobdir import JobDir
-from dtt.track import jsonl
 
 STEPS = 120
 KILLS_PER_JOB = 10
@@ -46,52 +44,44 @@ def settings(tokens: Path, name: str, layout: Sequence[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def reached(job: JobDir) -> int:
+def last_step(job: JobDir) -> int:
     """Return the newest recorded step."""
     return job.last_step() or 0
 
 
-def killed(run: Run, job: JobDir, rng: random.Random, doing: Counter[str]) -> bool:
+def kill_random_rank(run: Run, job: JobDir, rng: random.Random, phases: Counter[str]) -> bool:
     """Kill a random rank of a run within its next steps; return False if it ended first."""
     rank = rng.randrange(run.ranks)
     ahead = max(0, rng.randrange(-4, 16))
-    target = reached(job) + ahead
-    wait_until(lambda: not run.running() or reached(job) >= target, 60)
-    moment = rng.random() * (0.15 if ahead else 1.5)  # steps are short, start-up is long
-    wait_until(lambda: not run.running(), moment)
+    target = last_step(job) + ahead
+    wait_until(lambda: not run.running() or last_step(job) >= target, 60)
+    delay = rng.random() * (0.15 if ahead else 1.5)  # steps are short, start-up is long
+    wait_until(lambda: not run.running(), delay)
     if rank not in run.running():
         return False
-    unseen = "unknown, under torchrun" if isinstance(run, Torchrun) else "start-up"
-    doing[run.board.doing(rank) or unseen] += 1
+    unobserved = "unknown, under torchrun" if isinstance(run, Torchrun) else "start-up"
+    phases[run.phases.current(rank) or unobserved] += 1
     run.kill(rank)
     return True
 
 
-def content(job: JobDir) -> dict[str, Any]:
-    """Return what must be equal: the files of the last checkpoint, and all losses and samples."""
-    folder = store.folder_of(job.checkpoints, STEPS)
-    names = [file.path for file in store.verify(folder).manifest.files]
-    found: dict[str, Any] = {name: (folder / name).read_bytes() for name in names}
-    position = store.verify(folder).position()
-    position.pop("run_id", None)  # differs between jobs
-    records = [r for r in jsonl.read(job.metrics) if r["kind"] in ("train", "eval", "sample")]
-    return found | {store.POSITION: position, "metrics": records}
-
-
-def disturbed(
-    run: Callable[[], Run], job: JobDir, most: int, rng: random.Random, doing: Counter[str]
+def run_with_kills(
+    run: Callable[[], Run], job: JobDir, max_kills: int, rng: random.Random, phases: Counter[str]
 ) -> tuple[int, int]:
-    """Run a job to its end through up to `most` kills.
+    """Run a job to its end through up to `max_kills` kills.
 
     Return the number of kills and of manual steps.
     """
     kills = manual = 0
     while True:
         started = run().start()
-        kills += kills < most and killed(started, job, rng, doing)
+        kills += kills < max_kills and kill_random_rank(started, job, rng, phases)
         manual += not started.wait(180)
-        if started.put_down:
-            print(f"{job.root.name}: put down in {', '.join(started.put_down)}", file=sys.stderr)
+        if started.killed_in:
+            print(
+                f"{job.root.name}: ranks needed SIGKILL in {', '.join(started.killed_in)}",
+                file=sys.stderr,
+            )
         codes = set(started.codes.values())
         if codes == {0}:
             return kills, manual
@@ -112,48 +102,37 @@ def main() -> None:
     }
     kills: Counter[str] = Counter()
     jobs: Counter[str] = Counter()
-    doing: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
     different = manual = 0
     with tempfile.TemporaryDirectory(prefix="dtt-kills-") as name:
         folder = Path(name)
         tokens = make_tokens(folder)
-        right = {}
+        references: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
         for i, (ranks, layout) in enumerate({kind[1:] for kind in kinds.values()}):
             job = JobDir(folder / f"jobs/undisturbed-{i}")
             run = Run(folder, ranks, settings(tokens, job.root.name, layout)).start()
             run.wait(300)
             assert set(run.codes.values()) == {0}, (folder / "log").read_text()
-            right[ranks, layout] = content(job)
+            references[ranks, layout] = results(job, STEPS)
         for kind in cycle(kinds):
             if kills.total() >= count:
                 break
             start, ranks, layout = kinds[kind]
             job = JobDir(folder / f"jobs/{jobs.total()}-disturbed")
             make = partial(start, folder, ranks, settings(tokens, job.root.name, layout))
-            most = min(KILLS_PER_JOB, count - kills.total())
-            struck, by_hand = disturbed(make, job, most, rng, doing)
+            max_kills = min(KILLS_PER_JOB, count - kills.total())
+            job_kills, job_manual = run_with_kills(make, job, max_kills, rng, phases)
             jobs[kind] += 1
-            kills[kind] += struck
-            manual += by_hand
-            different += differs(job, right[ranks, layout])
+            kills[kind] += job_kills
+            manual += job_manual
+            if names := differences(job, STEPS, references[ranks, layout]):
+                different += 1
+                print(f"{job.root.name}: different: {', '.join(names)}", file=sys.stderr)
     print(f"{'':<26}{'jobs':>6}{'kills':>7}")
     for kind in kinds:
         print(f"{kind:<26}{jobs[kind]:>6}{kills[kind]:>7}")
-    print("killed during:", ", ".join(f"{what} {n}" for what, n in doing.most_common()))
+    print("killed during:", ", ".join(f"{what} {n}" for what, n in phases.most_common()))
     print(f"{kills.total()} kills: {different} jobs that differ in any bit, {manual} manual steps")
-
-
-def differs(job: JobDir, right: dict[str, Any]) -> bool:
-    """Return True if the results of a finished job differ from `right`; print where."""
-    try:
-        found = content(job)
-    except DttError as error:
-        print(f"{job.root.name}: {error}", file=sys.stderr)
-        return True
-    wrong = [name for name in right.keys() | found.keys() if found.get(name) != right.get(name)]
-    if wrong:
-        print(f"{job.root.name}: other {', '.join(sorted(wrong))}", file=sys.stderr)
-    return bool(wrong)
 
 
 if __name__ == "__main__":

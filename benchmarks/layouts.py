@@ -1,7 +1,7 @@
 """Check that the loss curve is the same on every parallel layout.
 
     python benchmarks/layouts.py            all: families, layouts, optimizers, accumulation
-    python benchmarks/layouts.py --quick    two families on each layout, the rest in turn
+    python benchmarks/layouts.py --quick    one family on each layout, the rest in turn
     python benchmarks/layouts.py tensor     only layouts with this in their name
 
 Runs real `dtt train` processes on a CPU in fp32 with gloo, for 20 steps. Every curve is compared
@@ -22,7 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import Run, make_tokens
+from jobs import make_tokens
+from runs import Run
 
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
@@ -67,15 +68,14 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool, only: str) -> Iterator[Case]:
-    """Yield all combinations; with `quick`, two per layout that cycle through the other options."""
+    """Yield all combinations; with `quick`, one per layout, cycling through the other options."""
     layouts = [layout for layout in LAYOUTS if only.lower() in layout.lower()]
     if not quick:
         yield from map(Case._make, product(FAMILIES, layouts, OPTIMIZERS, ACCUMULATION))
         return
     families, rest = list(FAMILIES), list(product(OPTIMIZERS, ACCUMULATION))
-    for i, layout in enumerate(layouts):
-        for family, which in ((i, i), (i + 2, 3 - i)):  # both optimizers, both accumulations
-            yield Case(families[family % 4], layout, *rest[which % 4])
+    for i, layout in enumerate(layouts):  # the last two take other options with their families
+        yield Case(families[i % 4], layout, *rest[(i + 2 * (i // 4)) % 4])
 
 
 def losses(folder: Path, tokens: Path, case: Case, layout: tuple[int, list[str]]) -> list[float]:
@@ -83,13 +83,13 @@ def losses(folder: Path, tokens: Path, case: Case, layout: tuple[int, list[str]]
     ranks, keys = layout
     name = re.sub(r"[ /]+", "-", " ".join(map(str, case)))
     alone = not keys and ranks == 1
-    shares = ranks // 2 if "context" in case.layout or "tensor" in case.layout else ranks
-    rows = SEQUENCES if alone else SEQUENCES // (shares * case.accumulation)
+    replicas = ranks // 2 if "context" in case.layout or "tensor" in case.layout else ranks
+    micro_batch = SEQUENCES if alone else SEQUENCES // (replicas * case.accumulation)
     arguments = [
         "train", f"name={name}", f"data.tokens={tokens}", f"model.family={case.family}",
         "model.dim=64", "model.n_layers=2", "model.n_heads=4", f"train.steps={STEPS}",
         "train.seq_len=64", f"train.global_batch_tokens={SEQUENCES * 64}",
-        f"train.micro_batch={rows}", "train.precision=fp32", "train.eval_tokens=512",
+        f"train.micro_batch={micro_batch}", "train.precision=fp32", "train.eval_tokens=512",
         "train.sample_tokens=0", "schedule.warmup=2", *FAMILIES[case.family], *keys,
         *OPTIMIZERS[case.optimizer], *ACCUMULATION[case.accumulation],
     ]  # fmt: skip
@@ -110,36 +110,37 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[Case, float] = {}
-    right: dict[Case, list[float]] = {}
+    largest: dict[Case, float] = {}
+    references: dict[Case, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="dtt-layouts-") as name:
         folder = Path(name)
         tokens = make_tokens(folder)
         for case in cases(options.quick, options.only):
             alone = case._replace(layout="alone")
-            if alone not in right:
-                right[alone] = losses(folder, tokens, alone, (1, []))
-            got = losses(folder, tokens, case, LAYOUTS[case.layout])
-            assert len(got) == len(right[alone]) >= STEPS
-            found[case] = max(abs(a - b) for a, b in zip(got, right[alone], strict=True))
-            print(f"{' '.join(map(str, case)):50} {found[case]:.1e}", file=sys.stderr)
-    print(table(found))
+            if alone not in references:
+                references[alone] = losses(folder, tokens, alone, (1, []))
+            reference = references[alone]
+            actual = losses(folder, tokens, case, LAYOUTS[case.layout])
+            assert len(actual) == len(reference) >= STEPS
+            largest[case] = max(abs(a - b) for a, b in zip(actual, reference, strict=True))
+            print(f"{' '.join(map(str, case)):50} {largest[case]:.1e}", file=sys.stderr)
+    print(table(largest))
     if options.json:
-        options.json.write_text(json.dumps({" ".join(map(str, c)): d for c, d in found.items()}))
-    bad = [case for case, difference in found.items() if difference > TOLERANCE]
+        options.json.write_text(json.dumps({" ".join(map(str, c)): d for c, d in largest.items()}))
+    bad = [case for case, difference in largest.items() if difference > TOLERANCE]
     if bad:
         sys.exit(f"differ by more than {TOLERANCE}: {bad}")
 
 
-def table(found: dict[Case, float]) -> str:
+def table(largest: dict[Case, float]) -> str:
     """Return the table: a row per layout and family, a column per optimizer and accumulation."""
     columns = list(product(OPTIMIZERS, ACCUMULATION))
     lines = ["largest difference of a loss to one process, 20 steps and two evaluations, nats"]
     lines.append(f"{'':32}" + "".join(f"{f'{o} x{a}':>12}" for o, a in columns))
-    for layout, family in dict.fromkeys((case.layout, case.family) for case in found):
-        cells = [found.get(Case(family, layout, *column)) for column in columns]
-        told = "".join(f"{'-' if cell is None else f'{cell:.1e}':>12}" for cell in cells)
-        lines.append(f"{layout:20}{family:12}{told}")
+    for layout, family in dict.fromkeys((case.layout, case.family) for case in largest):
+        cells = [largest.get(Case(family, layout, *column)) for column in columns]
+        row = "".join(f"{'-' if cell is None else f'{cell:.1e}':>12}" for cell in cells)
+        lines.append(f"{layout:20}{family:12}{row}")
     return "\n".join(lines)
 
 

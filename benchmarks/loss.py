@@ -12,14 +12,20 @@ cover torch's linear_cross_entropy, so it gets bf16 copies.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from measurement import (
+    column_medians,
+    in_turns,
+    peak_memory,
+    reset_peak_memory,
+    resident_memory,
+)
 from torch import Tensor
 
 from dtt.model.loss import linear_cross_entropy
@@ -34,7 +40,12 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
 
 
-def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def plain_wide(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the reference loss, without casts: the inputs are float64."""
+    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+
+
+def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of torch's linear_cross_entropy, available since torch 2.13."""
     kind = DEVICE.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -70,8 +81,8 @@ def gradients(loss: Loss, tensors: list[Tensor], bf16: bool) -> tuple[Tensor, ..
 
 def error(loss: Loss, vocab_size: int, bf16: bool, exact: tuple[Tensor, ...]) -> float:
     """Return the largest relative error of a gradient."""
-    got = gradients(loss, problem(TOKENS_FOR_ERROR, vocab_size), bf16)
-    pairs = zip(got, exact, strict=True)
+    actual = gradients(loss, problem(TOKENS_FOR_ERROR, vocab_size), bf16)
+    pairs = zip(actual, exact, strict=True)
     return max(float((g.double() - e).norm() / e.norm()) for g, e in pairs)
 
 
@@ -92,55 +103,39 @@ def reset_peak() -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
+    reset_peak_memory()
+    return resident_memory()
 
 
 def peak() -> int:
     """Return the peak of bytes in use since the reset."""
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else status("VmHWM")
-
-
-def status(key: str) -> int:
-    """Return a size from /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else peak_memory()
 
 
 def main() -> None:
     """Print one line per vocabulary, precision and implementation."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    ways: dict[str, Loss] = {"plain": plain, "dtt": linear_cross_entropy}
+    losses: dict[str, Loss] = {"plain": plain, "dtt": linear_cross_entropy}
     if hasattr(F, "linear_cross_entropy"):
-        ways["torch"] = torchs
+        losses["torch"] = torch_chunked
     print(f"torch {torch.__version__}, {DEVICE}, {torch.get_num_threads()} threads, N={n}, D={D}")
     for vocab_size in (50_304, 128_256):
         exact = gradients(plain_wide, problem(TOKENS_FOR_ERROR, vocab_size, torch.float64), False)
         for bf16 in (False, True):
-            errors = {name: error(way, vocab_size, bf16, exact) for name, way in ways.items()}
+            errors = {name: error(loss, vocab_size, bf16, exact) for name, loss in losses.items()}
             tensors = problem(n, vocab_size)
-            results: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-            for _ in range(rounds):
-                for name, way in ways.items():
-                    results[name].append(once(way, tensors, bf16))
-            median = {
-                name: [statistics.median(column) for column in zip(*rows, strict=True)]
-                for name, rows in results.items()
-            }
-            seconds, memory = median["plain"]
-            for name, (s, m) in median.items():
+            runs = {name: partial(once, loss, tensors, bf16) for name, loss in losses.items()}
+            results = in_turns(runs, rounds, warm_up=0)
+            medians = {name: column_medians(rows) for name, rows in results.items()}
+            seconds, memory = medians["plain"]
+            for name, (s, m) in medians.items():
                 print(
                     f"V={vocab_size:<7,} {'bf16' if bf16 else 'fp32'}  {name:<6}"
                     f"{s:8.2f} s ({s / seconds:4.2f}) {m:8,.0f} MB ({m / memory:4.2f})"
                     f"   error {errors[name]:.1e}",
                     flush=True,
                 )
-
-
-def plain_wide(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the reference loss, without casts: the inputs are float64."""
-    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
 
 if __name__ == "__main__":

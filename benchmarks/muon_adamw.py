@@ -12,7 +12,6 @@ complete in DIR are not repeated. Time is the number of steps times the median t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -22,7 +21,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from dtt.track import summary
+from jobs import DTT
+
+from dtt.track import jsonl, summary
 
 LRS = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
 SEEDS = (0, 1, 2)
@@ -53,9 +54,9 @@ class Runs:
         }
         if optimizer == "muon":
             values["optim.adamw.lr"] = lr
-        given = [f"{key}={value}" for key, value in values.items()]
-        command = [sys.executable, "-m", "dtt.main", "train", "-c", "novels"]
-        subprocess.run([*command, *given, *self.overrides], check=True, cwd=self.work)
+        settings = [f"{key}={value}" for key, value in values.items()]
+        command = [*DTT, "train", "-c", "novels", *settings, *self.overrides]
+        subprocess.run(command, check=True, cwd=self.work)
         last = summary.summarize(job / "metrics.jsonl").last_eval
         assert last is not None
         assert last["step"] == steps
@@ -66,8 +67,7 @@ class Runs:
         """Return the median time of a step over all runs of an optimizer."""
         times: list[float] = []
         for path in self.work.glob(f"jobs/{optimizer}-*/metrics.jsonl"):
-            records = map(json.loads, path.read_text().splitlines())
-            times += [r["seconds_per_step"] for r in records if r["kind"] == "perf"]
+            times += [record["seconds_per_step"] for record in jsonl.read(path, "perf")]
         return statistics.median(times)
 
 
@@ -122,10 +122,10 @@ def main() -> None:
     seconds = {optimizer: runs.step_seconds(optimizer) for optimizer in LRS}
     shares = [steps / options.steps for steps in needed]
     ratio = seconds["muon"] / seconds["adamw"]
-    most = "at most " if min(shares) <= HORIZONS[0] else ""
-    print(f"\nto the loss that adamw ends with, muon takes {most}{spread(shares)} of its steps")
+    bound = "at most " if min(shares) <= HORIZONS[0] else ""
+    print(f"\nto the loss that adamw ends with, muon takes {bound}{spread(shares)} of its steps")
     print(f"  a step: adamw {seconds['adamw']:.3f} s, muon {seconds['muon']:.3f} s ({ratio:.2f}x)")
-    print(f"  so {most}{spread([share * ratio for share in shares])} of its time")
+    print(f"  so {bound}{spread([share * ratio for share in shares])} of its time")
 
 
 if __name__ == "__main__":

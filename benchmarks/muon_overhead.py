@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,20 +27,24 @@ from math import prod
 from pathlib import Path
 
 import torch
+from jobs import free_port, rank_environment
+from measurement import Table, in_turns
 from torch.multiprocessing.spawn import spawn
 
 from dtt.config.load import resolve
 from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.parallel import Sizes
+from dtt.data.samples.loader import MicroBatch
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
-from dtt.optim.muon import Muon
-from dtt.parallel.apply import apply, autocast
+from dtt.optim.muon.optimizer import Muon
+from dtt.parallel.apply import apply
 from dtt.parallel.mesh import make_layout
 from dtt.runtime.dist import World, native_bf16, start, stop
 from dtt.runtime.ranks import Ranks
+from dtt.train.step import forward_backward, next_token
 
 LLAMA = (
     "model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8",
@@ -51,8 +54,6 @@ SIZES = {
     "tiny": resolve("models/llama-tiny"),
     "34M": resolve(None, LLAMA),
     "124M": resolve("models/gpt2-124m"),
-    "355M": resolve("models/gpt2-355m"),
-    "1B": resolve("models/llama3.2-1b"),
 }
 LAYOUTS = {
     "alone": Sizes(),
@@ -89,74 +90,68 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
     muon = optimizers["muon"]["muon"]
     assert isinstance(muon, Muon)
     torch.manual_seed(layout.data_rank)
-    tokens = torch.randint(vocabulary, (MICRO_BATCH, SEQ_LEN + 1), device=world.device)
+    ids = torch.randint(vocabulary, (MICRO_BATCH, SEQ_LEN + 1), device=world.device)
+    micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:].contiguous(), None)
 
-    def forward_backward() -> None:
+    def passes() -> None:
         for p in parameters.values():
             p.grad = None
-        with autocast(world.device, "bf16"):
-            loss = module(tokens[:, :-1], tokens[:, 1:].contiguous()) / tokens.numel()
-        loss.backward()
+        targets = micro_batch.targets.numel()
+        forward_backward(module, [micro_batch], next_token(), terms=targets, precision="bf16")
 
     def step(name: str) -> None:
         for optimizer in optimizers[name].values():
             optimizer.step()
 
     work: dict[str, Callable[[], None]] = {
-        "pass": forward_backward,
+        "pass": passes,
         "adamw": partial(step, "adamw"),
         "muon": partial(step, "muon"),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in (*work, "waited")}
-    for round_ in range(rounds + 1):
-        for name, do in work.items():
-            world.barrier()
-            waited = muon.waited_seconds
-            begun = time.perf_counter()
-            do()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            if round_ > 0:  # the first round is a warm-up
-                seconds[name].append(time.perf_counter() - begun)
-                if name == "muon":
-                    seconds["waited"].append(muon.waited_seconds - waited)
-    return seconds
+
+    def timed(function: Callable[[], None]) -> tuple[float, float]:
+        """Return the seconds of a call, and of waiting in Muon meanwhile."""
+        world.barrier()
+        waited, start = muon.waited_seconds, time.perf_counter()
+        function()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, muon.waited_seconds - waited
+
+    results = in_turns({name: partial(timed, function) for name, function in work.items()}, rounds)
+    seconds = {name: [spent for spent, _ in times] for name, times in results.items()}
+    return seconds | {"waited": [waited for _, waited in results["muon"]]}
 
 
 def worker(rank: int, port: int, layout: str, size: str, given: argparse.Namespace) -> None:
     """Run one process of a layout and write its figures."""
     processes = prod(LAYOUTS[layout])
     torch.set_num_threads(given.threads)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(processes),
-        LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes),
-    )  # fmt: skip
+    os.environ.update(rank_environment(rank, processes, port))
     world = start(Ranks(rank, processes, rank, processes, "torchrun"), "auto")
-    found = measure(world, LAYOUTS[layout], size, given.rounds)
-    Path(given.out, str(rank)).write_text(json.dumps(found))
+    seconds = measure(world, LAYOUTS[layout], size, given.rounds)
+    Path(given.out, str(rank)).write_text(json.dumps(seconds))
     world.barrier()
     stop()
 
 
-def row(layout: str, size: str, given: argparse.Namespace) -> str:
-    """Measure a layout and return its row of the table."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def cells(layout: str, size: str, given: argparse.Namespace) -> list[str]:
+    """Measure a layout and return the cells of its row."""
     with tempfile.TemporaryDirectory(prefix="dtt-muon-") as given.out:
-        arguments = port, layout, size, given
+        arguments = free_port(), layout, size, given
         spawn(worker, arguments, prod(LAYOUTS[layout]))  # type: ignore[no-untyped-call]
-        found = [json.loads(path.read_text()) for path in Path(given.out).iterdir()]
+        by_rank = [json.loads(path.read_text()) for path in Path(given.out).iterdir()]
     slowest = {
-        name: max(statistics.median(of_rank[name]) for of_rank in found) for name in found[0]
+        name: max(statistics.median(times[name]) for times in by_rank) for name in by_rank[0]
     }
     passes = given.tokens / (MICRO_BATCH * SEQ_LEN) * slowest["pass"]
-    step, other = passes + slowest["muon"], passes + slowest["adamw"]
-    return (
-        f"{size:8}{layout:12}{1e3 * slowest['pass']:10.0f}{1e3 * slowest['adamw']:10.1f}"
-        f"{1e3 * slowest['muon']:10.1f}{1e3 * slowest['waited']:10.1f}"
-        f"{slowest['waited'] / slowest['muon']:9.0%}{step / other - 1:11.2%}"
-    )
+    muon_step, adamw_step = passes + slowest["muon"], passes + slowest["adamw"]
+    return [
+        f"{1e3 * slowest['pass']:.0f}",
+        *(f"{1e3 * slowest[name]:.1f}" for name in ("adamw", "muon", "waited")),
+        f"{slowest['waited'] / slowest['muon']:.0%}",
+        f"{muon_step / adamw_step - 1:.2%}",
+    ]
 
 
 def main() -> None:
@@ -171,14 +166,15 @@ def main() -> None:
     given = parser.parse_args()
     gpus = torch.cuda.device_count()
     print(f"ms of {MICRO_BATCH} x {SEQ_LEN} tokens; a step has {given.tokens:,} on each process")
-    print(f"{'':20}{'pass':>10}{'AdamW':>10}{'Muon':>10}{'waits':>10}{'share':>9}{'overhead':>11}")
+    columns = {"pass": 10, "AdamW": 10, "Muon": 10, "waits": 10, "share": 9, "overhead": 11}
+    table = Table("", 20, columns)
     for size in given.sizes.split(","):
         for layout in given.layouts.split(","):
             needed = prod(LAYOUTS[layout])
             if gpus and needed > gpus:
                 print(f"{layout} needs {needed} GPUs", file=sys.stderr)
                 continue
-            print(row(layout, size, given), flush=True)
+            table.row(f"{size:8}{layout}", *cells(layout, size, given))
 
 
 if __name__ == "__main__":

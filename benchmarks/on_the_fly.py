@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,17 +21,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jobs import SHARED_DATA
+from measurement import Table, peak_memory
+
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus import Corpus
-from dtt.data.download import download
-from dtt.data.encoder import Encoder
-from dtt.data.sources.row import Documents
-from dtt.data.sources.text import TextSource
+from dtt.data.corpus.download import download
+from dtt.data.corpus.units import Corpus
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.text_source import TextSource
+from dtt.data.tokenize.encoder import Encoder
 
 SEQ_LEN = 1024
 SEQUENCES = 64
 """Sequences read at once, as by a training step of one process."""
-FEEDERS = ("datasets", "dtt hf", "dtt gigatoken")
+LOADERS = ("datasets", "dtt hf", "dtt gigatoken")
 
 
 def of_dtt(data: Path, tokenizer: Path, engine: Any, work: Path) -> Iterator[int]:
@@ -43,8 +45,8 @@ def of_dtt(data: Path, tokenizer: Path, engine: Any, work: Path) -> Iterator[int
     source = TextSource(
         documents, encoder, name="text", seq_len=SEQ_LEN, seed=0, validation_fraction=0.0
     )
-    for place in range(0, sys.maxsize, SEQUENCES):
-        yield source.read(source.samples_at(place, SEQUENCES)).size
+    for position in range(0, sys.maxsize, SEQUENCES):
+        yield source.read(source.samples_at(position, SEQUENCES)).ids.size
 
 
 def of_datasets(data: Path, tokenizer: Path) -> Iterator[int]:
@@ -70,41 +72,41 @@ def of_datasets(data: Path, tokenizer: Path) -> Iterator[int]:
             yield batch["ids"].size
 
 
-def measure(feeder: str, data: Path, tokenizer: Path, seconds: float) -> None:
+def measure(loader: str, data: Path, tokenizer: Path, seconds: float) -> None:
     """Print tokens per second and peak memory in MB; the first batch is not counted."""
     with tempfile.TemporaryDirectory() as work:
-        if feeder == "datasets":
+        if loader == "datasets":
             batches = of_datasets(data, tokenizer)
         else:
-            batches = of_dtt(data, tokenizer, feeder.split()[1], Path(work))
+            batches = of_dtt(data, tokenizer, loader.split()[1], Path(work))
         next(batches)
         tokens, start = 0, time.perf_counter()
         while (spent := time.perf_counter() - start) < seconds:
             tokens += next(batches)
-    print(tokens / spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(tokens / spent, peak_memory() / 2**20)
 
 
 def main() -> None:
     """Measure each in a separate process and print a table."""
-    shared = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, default=shared / "novels")
-    parser.add_argument("--tokenizer", type=Path, default=shared / "tokenizers/gpt2/tokenizer.json")
+    parser.add_argument("--data", type=Path, default=SHARED_DATA / "novels")
+    tokenizer = SHARED_DATA / "tokenizers/gpt2/tokenizer.json"
+    parser.add_argument("--tokenizer", type=Path, default=tokenizer)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--feeder", choices=FEEDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--loader", choices=LOADERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.feeder:
-        measure(args.feeder, args.data, args.tokenizer, args.seconds)
+    if args.loader:
+        measure(args.loader, args.data, args.tokenizer, args.seconds)
         return
     env = os.environ | {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    first = None
-    print(f"{'':<16}{'tokens/s':>14}{'ratio':>10}{'memory':>10}")
-    for feeder in FEEDERS:
-        argv = [sys.executable, __file__, *sys.argv[1:], "--feeder", feeder]
+    reference = None
+    table = Table("", 16, {"tokens/s": 14, "ratio": 10, "memory": 10})
+    for loader in LOADERS:
+        argv = [sys.executable, __file__, *sys.argv[1:], "--loader", loader]
         out = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
         speed, memory = map(float, out.split()[-2:])
-        first = first or speed
-        print(f"{feeder:<16}{speed:>14,.0f}{speed / first:>9.1f}x{memory:>7.0f} MB", flush=True)
+        reference = reference or speed
+        table.row(loader, f"{speed:,.0f}", f"{speed / reference:.1f}x", f"{memory:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 The matrices are those of a Llama of that shape (12x768 by default); threads and device are torch's
 defaults. torch.optim.Muon always iterates in bf16; `--fp32` makes dtt iterate in fp32, as it does
-on hardware without bf16. The optimizers take turns, so that other load on the machine affects all
-alike; the first round is a warm-up and is not counted.
+on hardware without bf16. The optimizers take turns; the first round is a warm-up.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
+from measurement import Table, in_turns
 from torch import nn
 from torch.optim import Optimizer
 
 from dtt.config.optim import MuonConfig
-from dtt.optim.muon import Muon
+from dtt.optim.muon.optimizer import Muon
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LR = 1e-3
@@ -36,9 +37,10 @@ def matrices(layers: int, dim: int) -> list[nn.Parameter]:
 
 
 def optimizers(layers: int, dim: int, dtype: torch.dtype) -> dict[str, Optimizer]:
-    guarded = Muon(matrices(layers, dim), MuonConfig(), dtype)
-    guarded.found_inf = torch.zeros((), device=DEVICE)
-    express = MuonConfig(ns_coefficients="polar-express")
+    """Return the optimizers by name; dtt's iterate in `dtype`."""
+    skipping = Muon(matrices(layers, dim), MuonConfig(), dtype)
+    skipping.found_inf = torch.zeros((), device=DEVICE)
+    polar_express = MuonConfig(ns_coefficients="polar-express")
     everything = MuonConfig(
         ns_coefficients="polar-express",
         momentum_warmup=100,
@@ -47,8 +49,8 @@ def optimizers(layers: int, dim: int, dtype: torch.dtype) -> dict[str, Optimizer
     )
     return {
         "dtt Muon": Muon(matrices(layers, dim), MuonConfig(), dtype),
-        "  that can skip": guarded,
-        "  Polar Express": Muon(matrices(layers, dim), express, dtype),
+        "  that can skip": skipping,
+        "  Polar Express": Muon(matrices(layers, dim), polar_express, dtype),
         "  every option": Muon(matrices(layers, dim), everything, dtype),
         "torch Muon, bf16": torch.optim.Muon(
             matrices(layers, dim), lr=LR, adjust_lr_fn="match_rms_adamw"
@@ -58,6 +60,7 @@ def optimizers(layers: int, dim: int, dtype: torch.dtype) -> dict[str, Optimizer
 
 
 def seconds(optimizer: Optimizer) -> float:
+    """Return the seconds of one update."""
     start = time.perf_counter()
     optimizer.step()
     if DEVICE.type == "cuda":
@@ -74,19 +77,16 @@ def main() -> None:
     layers, dim = map(int, given.shape.split("x"))
     dtype = torch.float32 if given.fp32 else torch.bfloat16
     candidates = optimizers(layers, dim, dtype)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_ in range(given.rounds + 1):
-        for name, optimizer in candidates.items():
-            taken = seconds(optimizer)
-            if round_ > 0:
-                times[name].append(1e3 * taken)
+    steps = {name: partial(seconds, optimizer) for name, optimizer in candidates.items()}
+    times = in_turns(steps, given.rounds)
     count = sum(p.numel() for p in matrices(layers, dim))
     print(f"{count / 1e6:.1f}M parameters in matrices, {dtype}, {DEVICE}, {given.rounds} rounds")
-    print(f"{'ms':<22}{'median':>10}{'min':>10}{'of dtt Muon':>14}")
-    ours = statistics.median(times["dtt Muon"])
-    for name, ms in times.items():
-        median = statistics.median(ms)
-        print(f"{name:<22}{median:>10.1f}{min(ms):>10.1f}{median / ours:>14.2f}")
+    table = Table("ms", 22, {"median": 10, "min": 10, "of dtt Muon": 14})
+    reference = statistics.median(times["dtt Muon"])
+    for name, spent in times.items():
+        median = statistics.median(spent)
+        ratio = median / reference
+        table.row(name, f"{1e3 * median:.1f}", f"{1e3 * min(spent):.1f}", f"{ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from dtt.export.read import Trained, read_hf_folder
 from dtt.export.weights import from_hf, to_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
+from dtt.model.kv_cache import KVCache
 
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 4, "n_heads": 4}
 GROUPED = SIZES | {"n_kv_heads": 2}
@@ -86,20 +86,22 @@ def main() -> None:
 
 def row(arch: Architecture) -> str:
     """Return the columns of one model."""
-    theirs = random_model(arch)
+    hf_model = random_model(arch)
     model = Decoder(arch)
-    model.load_state_dict(from_hf(theirs.state_dict(), arch))
-    logits, gradients = of_theirs(theirs, lambda: theirs(TOKENS).logits)
-    apart, their_gradients = of_theirs(theirs, lambda: each_alone(theirs))
+    model.load_state_dict(from_hf(hf_model.state_dict(), arch))
+    logits, gradients = logits_and_gradients(hf_model, lambda: hf_model(TOKENS).logits)
+    document_logits, document_gradients = logits_and_gradients(
+        hf_model, lambda: logits_by_document(hf_model)
+    )
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         cells = (
-            (worst(model(TOKENS), logits), 9),
-            (worst_of(of_ours(model, None), gradients), 10),
-            (worst(model(TOKENS, documents_BT=NUMBERS), apart), 9),
-            (worst_of(of_ours(model, NUMBERS), their_gradients), 10),
-            (worst(imported(theirs, Path(folder)), logits), 9),
-            (worst(exported(model, Path(folder)), model(TOKENS)), 9),
-            (worst(step_by_step(model), logits[:, PROMPT - 1 :]), 9),
+            (max_difference(model(TOKENS), logits), 9),
+            (max_difference_of_all(dtt_gradients(model, None), gradients), 10),
+            (max_difference(model(TOKENS, doc_ids_BT=NUMBERS), document_logits), 9),
+            (max_difference_of_all(dtt_gradients(model, NUMBERS), document_gradients), 10),
+            (max_difference(imported(hf_model, Path(folder)), logits), 9),
+            (max_difference(exported(model, Path(folder)), model(TOKENS)), 9),
+            (max_difference(step_by_step(model), logits[:, PROMPT - 1 :]), 9),
         )
     largest = max(gradient.abs().max().item() for gradient in gradients.values())
     shown = "".join(f"{value:{width}.1e}" for value, width in cells)
@@ -120,46 +122,49 @@ def random_model(arch: Architecture) -> Any:
     return model
 
 
-def of_theirs(theirs: Any, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def logits_and_gradients(
+    hf_model: Any, forward: Callable[[], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits and the gradients of the mean cross-entropy of transformers."""
-    theirs.zero_grad()
+    hf_model.zero_grad()
     logits = forward()
     loss: Any = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
     loss.backward()
-    return logits.detach(), {name: p.grad for name, p in theirs.named_parameters()}
+    return logits.detach(), {name: p.grad for name, p in hf_model.named_parameters()}
 
 
 @torch.enable_grad()
-def of_ours(model: Decoder, documents: Tensor | None) -> dict[str, Tensor]:
+def dtt_gradients(model: Decoder, documents: Tensor | None) -> dict[str, Tensor]:
     """Return dtt's gradients of the same loss, under the names of transformers."""
     model.zero_grad()
-    (model(TOKENS, TARGETS, documents_BT=documents) / TARGETS.numel()).backward()
-    return to_hf(
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model.arch
+    (model(TOKENS, TARGETS, doc_ids_BT=documents) / TARGETS.numel()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return dict(to_hf(grads, model.arch))
+
+
+def logits_by_document(hf_model: Any) -> Tensor:
+    """Return the logits of transformers for each document alone, concatenated to sequences."""
+    parts = [tokens.split(lengths) for tokens, lengths in zip(TOKENS, DOCUMENTS, strict=True)]
+    return torch.stack(
+        [torch.cat([hf_model(part[None]).logits[0] for part in one]) for one in parts]
     )
 
 
-def each_alone(theirs: Any) -> Tensor:
-    """Return the logits of transformers for each document alone, concatenated to sequences."""
-    parts = [tokens.split(lengths) for tokens, lengths in zip(TOKENS, DOCUMENTS, strict=True)]
-    return torch.stack([torch.cat([theirs(part[None]).logits[0] for part in one]) for one in parts])
-
-
-def imported(theirs: Any, folder: Path) -> Tensor:
+def imported(hf_model: Any, folder: Path) -> Tensor:
     """Return the logits of dtt from a folder that transformers saved."""
-    theirs.save_pretrained(folder / "theirs")
-    tokenizer(folder / "theirs" / "tokenizer.json")
-    found = read_hf_folder(folder / "theirs")
-    model = Decoder(found.arch)
-    model.load_state_dict(dict(found.state))
+    hf_model.save_pretrained(folder / "hf")
+    tokenizer(folder / "hf" / "tokenizer.json")
+    weights = read_hf_folder(folder / "hf")
+    model = Decoder(weights.arch)
+    model.load_state_dict(dict(weights.state))
     logits: Tensor = model(TOKENS)
     return logits
 
 
 def exported(model: Decoder, folder: Path) -> Tensor:
     """Return the logits of transformers from a folder that dtt exported."""
-    trained = Trained(model.arch, model.state_dict(), tokenizer(folder / "tokenizer.json"), 0)
-    out, origin = folder / "ours", hf.Origin("parity", 0, "")
+    trained = Trained(model.arch, model.state_dict(), tokenizer(folder / "tokenizer.json"), 0, (0,))
+    out, origin = folder / "dtt", hf.Origin("parity", 0, "")
     hf.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
     logits: Tensor = transformers.AutoModelForCausalLM.from_pretrained(out)(TOKENS).logits
     return logits
@@ -174,27 +179,27 @@ def step_by_step(model: Decoder) -> Tensor:
 
 def tokenizer(path: Path) -> Path:
     """Write a byte-level BPE tokenizer, which every export requires."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    bpe.train_from_iterator(
         [""],
         trainers.BpeTrainer(
             special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
         ),
     )
-    made.save(str(path))
+    bpe.save(str(path))
     return path
 
 
-def worst(got: Tensor, expected: Tensor) -> float:
+def max_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference."""
-    return (got - expected).abs().max().item()
+    return (actual - expected).abs().max().item()
 
 
-def worst_of(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def max_difference_of_all(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest absolute difference over all tensors."""
-    return max(worst(got[name], expected[name]) for name in expected)
+    return max(max_difference(actual[name], expected[name]) for name in expected)
 
 
 if __name__ == "__main__":

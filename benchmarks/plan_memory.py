@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 from fnmatch import fnmatchcase
 
+from jobs import free_port, rank_environment
+from measurement import Table
+
 from dtt.config.load import resolve
+from dtt.estimate import gpus
+from dtt.estimate.case import Case, make_case
+from dtt.estimate.measurement import probe
+from dtt.estimate.memory import memory
 from dtt.runtime.dist import start, stop
 from dtt.runtime.ranks import Ranks
-from dtt.train.estimate import gpus
-from dtt.train.estimate.case import Case, make_case
-from dtt.train.estimate.memory import memory
-from dtt.train.estimate.probe import probe
 
 MIB = 2**20
 GPT2 = ("model.family=gpt2", "model.dim=512", "model.n_layers=8", "model.n_heads=8")
@@ -90,19 +92,17 @@ def one_rank(name: str, rank: int) -> None:
     stop()
 
 
-def measured(name: str) -> int:
+def measured_peak(name: str) -> int:
     """Return the largest peak memory of the processes, in bytes."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    ranks = CONFIGS[name][0]
+    port, ranks = free_port(), CONFIGS[name][0]
     processes = []
     for rank in range(ranks):
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        where |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        environment = rank_environment(rank, ranks, port) | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--rank", name, str(rank)]
         processes.append(
-            subprocess.Popen(command, env=os.environ | where, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=os.environ | environment, stdout=subprocess.PIPE, text=True
+            )
         )
     return max(int(process.communicate()[0].splitlines()[-1]) for process in processes)
 
@@ -113,19 +113,17 @@ def main() -> None:
         one_rank(sys.argv[2], int(sys.argv[3]))
         return
     errors = []
-    print(f"{'MiB':<32}{'planned':>9}{'measured':>10}{'error':>8}  peak at")
+    table = Table("MiB", 32, {"planned": 9, "measured": 10, "error": 8, "  peak at": 9})
     patterns = sys.argv[1:] or ["*"]
     for name in CONFIGS:
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
             continue
         peak = memory(case_of(name))
         planned = peak.total - sum(peak.parts[part] for part in ("framework", "batches"))
-        held = measured(name)
-        errors.append(planned / held - 1)
-        print(
-            f"{name:<32}{planned / MIB:>9.0f}{held / MIB:>10.0f}{errors[-1]:>+8.1%}  {peak.moment}",
-            flush=True,
-        )
+        actual = measured_peak(name)
+        errors.append(planned / actual - 1)
+        cells = f"{planned / MIB:.0f}", f"{actual / MIB:.0f}", f"{errors[-1]:+.1%}"
+        table.row(name, *cells, note=peak.moment)
     mean = statistics.fmean(map(abs, errors))
     print(f"mean error {mean:.1%}, largest {max(errors, key=abs):+.1%}")
 

@@ -40,8 +40,6 @@ SHAPES: dict[str, ScheduleConfig] = {
     "linear": WsdConfig(decay=1.0, shape="linear"),
     "cosine": WsdConfig(decay=1.0, shape="cosine"),
     "exponential, floor 0.05": WsdConfig(decay=1.0, shape="exponential", floor=0.05),
-    "power, exponent 2": WsdConfig(decay=1.0, shape="power"),
-    "power, exponent 0.5": WsdConfig(decay=1.0, shape="power", exponent=0.5),
 }
 
 

@@ -23,14 +23,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from runs import DOING, Run, make_tokens, wait_until
+from jobs import make_tokens, wait_until
+from runs import PHASES as ALL_PHASES
+from runs import Run
 
 from dtt.checkpoint import store
 from dtt.errors import DttError
 from dtt.runtime.jobdir import JobDir
 
 HOW = ("SIGTERM", "SIGINT", "SIGUSR2", "control/stop", "control/save")
-PHASES = [name for name in DOING if name]
+PHASES = [name for name in ALL_PHASES if name]
 
 
 def settings(tokens: Path, name: str) -> list[str]:
@@ -51,38 +53,38 @@ def request(run: Run, job: JobDir, how: str, phase: str, rng: random.Random) -> 
     """
     alone = how.startswith("control") or phase == "sample"  # rank 0 handles these
     rank = 0 if alone else rng.randrange(run.ranks)
-    wait_until(lambda: run.board.doing(rank) == phase or not run.running(), 60, pause=0.0002)
+    wait_until(lambda: run.phases.current(rank) == phase or not run.running(), 60, pause=0.0002)
     time.sleep(rng.random() * (0.002 if phase == "save" else 0.02))
     if not run.running():
         return None
     if how.startswith("control"):
-        doing = run.board.doing(rank)
+        actual = run.phases.current(rank)
         path = job.stop if how == "control/stop" else job.save
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"benchmark: {how} {phase}\n")
-        return doing
+        return actual
     os.kill(run.pids[rank], signal.Signals[how])
-    wait_until(lambda: run.board.heard(rank) or rank not in run.running(), 30, pause=0.0002)
-    # In start-up a separate thread handles the signal at once, so the board never shows it.
-    unheard = "start-up" if phase == "start-up" else "never heard"
-    return run.board.heard(rank) or unheard
+    wait_until(lambda: run.phases.at_signal(rank) or rank not in run.running(), 30, pause=0.0002)
+    # In start-up a separate thread handles the signal at once, so no phase is recorded.
+    unrecorded = "start-up" if phase == "start-up" else "signal not received"
+    return run.phases.at_signal(rank) or unrecorded
 
 
-def stopped(run: Run, job: JobDir, doing: str) -> str:
+def stop_outcome(run: Run, job: JobDir, phase: str) -> str:
     """Return `saved`, or the reason why the stop request failed."""
     if not run.wait():
         return "did not end"
-    if doing == "start-up":  # nothing to save
+    if phase == "start-up":  # nothing to save
         return "saved" if set(run.codes.values()) == {75} else f"codes {run.codes}"
     record = job.exit_record(job.attempt())
     if record is None:
         return "no exit.json"
     if record["code"] != 75:
         return f"code {record['code']}: {record['reason'].splitlines()[0]}"
-    return whole(job, record["step"])
+    return verify(job, record["step"])
 
 
-def whole(job: JobDir, step: int | None) -> str:
+def verify(job: JobDir, step: int | None) -> str:
     """Return `saved` if the checkpoint of `step` (None: step 0) verifies, else the error."""
     try:
         store.verify(store.folder_of(job.checkpoints, step or 0))
@@ -91,7 +93,7 @@ def whole(job: JobDir, step: int | None) -> str:
     return "saved"
 
 
-def saved(run: Run, job: JobDir) -> str:
+def save_outcome(run: Run, job: JobDir) -> str:
     """Return `saved`, or the reason why the save request failed; the run continues after it."""
 
     def acknowledged() -> int | None:
@@ -110,14 +112,14 @@ def saved(run: Run, job: JobDir) -> str:
     wanted = {step + 1, step} if step else {1}
     if not wait_until(lambda: wanted & set(store.steps(job.checkpoints)), 60):
         return f"no checkpoint of step {step + 1}"
-    return whole(job, max(wanted & set(store.steps(job.checkpoints))))
+    return verify(job, max(wanted & set(store.steps(job.checkpoints))))
 
 
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 240
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     fired: Counter[tuple[str, str]] = Counter()
-    good: Counter[tuple[str, str]] = Counter()
+    followed: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="dtt-signals-") as name:
         folder = Path(name)
         tokens = make_tokens(folder)
@@ -129,27 +131,30 @@ def main() -> None:
             job = JobDir(folder / f"jobs/job-{jobs}")
             job.acknowledged.unlink(missing_ok=True)
             run = Run(folder, 2, settings(tokens, job.root.name)).start()
-            doing = request(run, job, how, phase, rng)
-            if doing is None:
+            actual = request(run, job, how, phase, rng)
+            if actual is None:
                 print(f"{how}: the run ended before {phase}", file=sys.stderr)
                 continue
-            fired[doing, how] += 1
-            outcome = saved(run, job) if how == "control/save" else stopped(run, job, doing)
-            good[doing, how] += outcome == "saved"
+            fired[actual, how] += 1
+            if how == "control/save":
+                outcome = save_outcome(run, job)
+            else:
+                outcome = stop_outcome(run, job, actual)
+            followed[actual, how] += outcome == "saved"
             if outcome != "saved":
-                print(f"{how} in {doing}: {outcome}", file=sys.stderr)
+                print(f"{how} in {actual}: {outcome}", file=sys.stderr)
             for rank in run.running():
                 os.kill(run.pids[rank], signal.SIGTERM)
             run.wait()
     print(f"{'saved of fired':<22}" + "".join(f"{how:>14}" for how in HOW) + f"{'all':>12}")
-    rows = [*PHASES, *sorted({doing for doing, _ in fired} - set(PHASES))]
+    rows = [*PHASES, *sorted({phase for phase, _ in fired} - set(PHASES))]
     for row in [*rows, "all"]:
         cells = []
         for how in [*HOW, "all"]:
             keys = [k for k in fired if row in (k[0], "all") and how in (k[1], "all")]
-            cells.append(f"{sum(good[k] for k in keys)} of {sum(fired[k] for k in keys)}")
+            cells.append(f"{sum(followed[k] for k in keys)} of {sum(fired[k] for k in keys)}")
         print(f"{row:<22}" + "".join(f"{cell:>14}" for cell in cells[:-1]) + f"{cells[-1]:>12}")
-    print(f"{good.total() / fired.total():.1%} of {fired.total()} requests were followed")
+    print(f"{followed.total() / fired.total():.1%} of {fired.total()} requests were followed")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from measurement import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -32,19 +33,22 @@ from torch.utils._pytree import tree_leaves
 
 from dtt.config.load import resolve, shipped_configs
 from dtt.config.source import read_file
-from dtt.model.attend import attends_from_chunks
+from dtt.data.samples.loader import MicroBatch
+from dtt.estimate.case import Case, make_case
+from dtt.estimate.communication import collective_costs
+from dtt.estimate.gpus import GIB, Gpu
+from dtt.estimate.memory import moments
+from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, roles
-from dtt.optim import groups, muon, routes
-from dtt.parallel.apply import apply, autocast, gradient_sync
+from dtt.optim import groups
+from dtt.optim.muon import optimizer, redistribution
+from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.mesh import make_layout
 from dtt.runtime.dist import World
 from dtt.runtime.ranks import Ranks
 from dtt.runtime.sharding import local
-from dtt.train.estimate.case import Case, make_case
-from dtt.train.estimate.communication import exchanges
-from dtt.train.estimate.gpus import GIB, Gpu
-from dtt.train.estimate.memory import moments
+from dtt.train.step import forward_backward, next_token
 
 NODE = 8
 """Ranks of a node."""
@@ -59,7 +63,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.received: Counter[str] = Counter()
-        """Bytes by kind of collective, counted as in `dtt.train.estimate.communication`."""
+        """Bytes by kind of collective, counted as in `dtt.estimate.communication`."""
         self.sent: Counter[str] = Counter()
         """Bytes sent, for kinds in which they differ from those received (all-to-all)."""
         self._now = 0
@@ -97,7 +101,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         out = func(*args, **(kwargs or {}))
         if "c10d" in name:
-            self._exchange(name, args, out)
+            self._count_collective(name, args, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.see(tensor)
@@ -120,16 +124,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(key)
         del self._watches[key]
 
-    def _exchange(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+    def _count_collective(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         if "alltoall" in name:
             received, sent = (args[0].itemsize * sum(counts[1:]) for counts in args[3:5])
             self.received["all_to_all"] += received
             self.sent["all_to_all"] += sent
             return
         kind = next(kind for kind in KINDS if kind.replace("_", "") in name.replace("_", ""))
-        whole = max(_bytes(part) for part in (*args, out))
+        full = max(_bytes(part) for part in (*args, out))
         ranks = max(map(_group_size, args))
-        self.received[kind] += KINDS[kind] * whole * (ranks - 1) // ranks
+        self.received[kind] += KINDS[kind] * full * (ranks - 1) // ranks
 
 
 def _key(storage: torch.UntypedStorage) -> int:
@@ -151,10 +155,10 @@ def _group_size(argument: Any) -> int:
         return 0
 
 
-def _for_real(*given: Any) -> list[routes.Bucket]:
+def _plan_with_real_tensors(*arguments: Any) -> list[redistribution.Bucket]:
     """Return Muon's plan, which reads ranks from the mesh and so needs real tensors."""
     with _disable_current_modes():
-        return routes.plan(*given)
+        return redistribution.plan(*arguments)
 
 
 def simulate(case: Case) -> tuple[int, int, Counter[str]]:
@@ -181,66 +185,70 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         reshard=case.cfg.parallel.reshard,
     )
     if case.sizes.context > 1:
-        attends = partial(attends_from_chunks, case.arch)
+        attends = partial(make_context_attention_fns, case.arch)
         module = ContextParallel(model, layout, document_positions, attends)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())
         optimizers = groups.build(
-            case.cfg.optim, parameters, roles(model), case.precision.products
+            case.cfg.optim, parameters, roles(model), case.precision.compute_dtype
         ).values()
         shape = (case.micro_batch, train.seq_len)
-        with trace, patch.object(muon, "plan", _for_real):
+        with trace, patch.object(optimizer, "plan", _plan_with_real_tensors):
             for parameter in parameters.values():
                 trace.see(parameter)
             for _ in range(2):  # in the first step DTensor tries operations on full tensors
                 trace.forget_peak()
                 trace.received.clear()
                 trace.sent.clear()
-                for i in range(case.accumulation):
-                    tokens = torch.zeros(shape, dtype=torch.long)
-                    with gradient_sync(module, last=i == case.accumulation - 1):
-                        with autocast(world.device, case.precision):
-                            loss = module(tokens, tokens)
-                        loss.backward()
+                tokens = torch.zeros(shape, dtype=torch.long)
+                forward_backward(
+                    module,
+                    [MicroBatch(tokens, tokens, None)] * case.accumulation,
+                    next_token(),
+                    terms=case.accumulation * tokens.numel(),
+                    precision=case.precision,
+                )
                 passes = trace.peak
                 trace.forget_peak()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                for single in optimizers:
+                    single.step()
+                    single.zero_grad()
     dist.destroy_process_group()
     return passes, trace.peak, trace.received | trace.sent
 
 
-def case_of(given: argparse.Namespace) -> Case:
+def case_of(options: argparse.Namespace) -> Case:
     """Return the case that the arguments describe."""
-    _, layer = read_file(shipped_configs() / "models" / f"{given.model}.yaml")
+    _, layer = read_file(shipped_configs() / "models" / f"{options.model}.yaml")
     sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
-    if given.layers:
-        sizes.append(f"model.n_layers={given.layers}")
-    inner = given.context * given.tensor
-    rows = given.ranks // inner * given.micro_batch * given.accumulation
+    if options.layers:
+        sizes.append(f"model.n_layers={options.layers}")
+    inner = options.context * options.tensor
+    rows = options.ranks // inner * options.micro_batch * options.accumulation
     cfg = resolve(
         None,
         [
             *sizes,
-            f"train.seq_len={given.seq_len}",
-            f"train.micro_batch={given.micro_batch}",
-            f"train.global_batch_tokens={given.seq_len * rows}",
-            f"train.remat={given.remat}",
+            f"train.seq_len={options.seq_len}",
+            f"train.micro_batch={options.micro_batch}",
+            f"train.global_batch_tokens={options.seq_len * rows}",
+            f"train.remat={options.remat}",
             "train.precision=bf16",
-            f"optim.type={given.optimizer}",
-            f"parallel.shard={given.shard or given.ranks // inner}",
-            f"parallel.context={given.context}",
-            f"parallel.tensor={given.tensor}",
+            f"optim.type={options.optimizer}",
+            f"parallel.shard={options.shard or options.ranks // inner}",
+            f"parallel.context={options.context}",
+            f"parallel.tensor={options.tensor}",
         ],
     ).config
     cpu = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
-    return make_case(cfg, cpu, given.ranks // NODE or 1, min(NODE, given.ranks), vocabulary, 1000)
+    return make_case(
+        cfg, cpu, options.ranks // NODE or 1, min(NODE, options.ranks), vocabulary, 1000
+    )
 
 
-def options() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the command-line arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="llama3-70b")
@@ -259,26 +267,27 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     """Print the formulas' figures, the simulated ones and their ratio."""
-    case = case_of(options())
-    begin = time.perf_counter()
+    case = case_of(parse_arguments())
+    start = time.perf_counter()
     *peaks, received = simulate(case)
     print(
         f"{case.arch.family}, {sum(w.numel for w in case.weights) / 1e9:.2f}B parameters, "
-        f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - begin:.0f} s"
+        f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - start:.0f} s"
     )
-    print(f"{'':<46}{'formula':>12}{'simulated':>12}{'ratio':>8}")
+    table = Table("", 46, {"formula": 12, "simulated": 12, "ratio": 8})
     *passes, step = moments(case)
     for planned, peak in zip((max(passes, key=lambda one: one.total), step), peaks, strict=True):
         held = planned.total - sum(planned.parts[part] for part in ("framework", "batches"))
-        _row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
-    total = sum(one.bytes for one in exchanges(case))
-    _row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
+        add_row(table, f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
+    total = sum(one.bytes for one in collective_costs(case))
+    add_row(table, "received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
     for kind, size in received.items():
-        print(f"  {kind:<44}{size / 1e9:>12.3f}")
+        table.row(f"  {kind}", "", f"{size / 1e9:.3f}")
 
 
-def _row(what: str, formula: float, simulated: float) -> None:
-    print(f"{what:<46}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
+def add_row(table: Table, label: str, formula: float, simulated: float) -> None:
+    """Print two figures and their ratio."""
+    table.row(label, f"{formula:.3f}", f"{simulated:.3f}", f"{formula / simulated:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,47 @@
 """Measure the cost of real Slurm time limits: a job with them against the same job without.
 
-    python benchmarks/slurm_chain.py [LIMITS]
+    ./env.sh python benchmarks/slurm_chain.py [LIMITS]
 
-Needs $SLURM_CONF of a Slurm with two nodes and short limits, such as start-slurm.sh creates. The
-limit is one minute, Slurm's minimum, and dtt is asked to save 30 s before it; Slurm checks limits
-about twice a minute. The job is long enough to reach LIMITS (3) of them.
+Runs inside dtt's environment, which has torchrun on PATH. Needs $SLURM_CONF of a Slurm with two
+nodes and short limits, such as start-slurm.sh creates. The limit is one minute, Slurm's minimum,
+and dtt is asked to save 30 s before it; Slurm checks limits about twice a minute. The job is long
+enough to reach LIMITS (3) of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-SECONDS_BEFORE_A_LIMIT = 30
+from jobs import METRICS, differences, dtt, make_tokens, require_programs, results
+from measurement import Table
+
+from dtt.launch import local
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+
+LEAD_SECONDS = 30
+"""Seconds before a time limit at which dtt is asked to save."""
 PROBE_STEPS = 200
 
 
-def dtt(*arguments: str) -> str:
-    """Return the output of a dtt command."""
-    command = [sys.executable, "-m", "dtt.main", *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+def train_without_slurm(folder: Path, arguments: list[str]) -> None:
+    """Train on two processes of this machine, in `folder`."""
+    command = local.torchrun_argv(2, ["train", *arguments])
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
-def train(keys: list[str]) -> None:
-    """Train on two processes, without Slurm."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node=2", "-m", "dtt.main", "train", *keys]
-    subprocess.run(command, check=True, capture_output=True)
+def seconds_per_step(folder: Path) -> float:
+    """Return the mean duration of a training step, measured by a job without Slurm."""
+    train_without_slurm(folder, settings("probe", PROBE_STEPS))
+    records = jsonl.read(JobDir(folder / "jobs/probe").metrics, "perf")
+    return statistics.fmean([record["seconds_per_step"] for record in records][1:])
 
 
 def settings(name: str, steps: int) -> list[str]:
@@ -45,62 +54,56 @@ def settings(name: str, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def make_tokens() -> None:
-    lines = (" ".join(str((i * 7 + j * j) % 97) for j in range(40)) for i in range(2000))
-    Path("text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    dtt("download", "-d", "text.jsonl")
-    dtt(
-        "tokenize", "-d", "text.jsonl", "tokenizer.vocab_size=300", "tokenize.out=tokens",
-        "tokenize.validation_fraction=0.1",
-    )  # fmt: skip
-
-
-def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
-    lines = (job / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] in kinds]
-
-
-def through_slurm(steps: int) -> float:
-    """Submit the job, wait for its end and return the seconds; it continues after each limit."""
-    began = time.monotonic()
-    limits = ("launch.nodes=2", "launch.time=1", f"launch.lead_seconds={SECONDS_BEFORE_A_LIMIT}")
-    dtt("submit", "train", *settings("limited", steps), *limits, "-y")
-    while json.loads(dtt("job", "status", "jobs/limited", "--json"))["state"] != "done":
+def train_through_slurm(folder: Path, steps: int) -> float:
+    """Submit the job, wait for its end and return the seconds; it resumes after each limit."""
+    start = time.monotonic()
+    limits = ("launch.nodes=2", "launch.time=1", f"launch.lead_seconds={LEAD_SECONDS}")
+    dtt("submit", "train", *settings("limited", steps), *limits, "-y", folder=folder)
+    while state(folder) != "done":
         time.sleep(2)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
-def tensors(job: Path, steps: int) -> dict[str, bytes]:
-    folder = job / f"checkpoints/step-{steps:06d}"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+def state(folder: Path) -> str:
+    """Return the state of the job."""
+    status: dict[str, str] = json.loads(
+        dtt("job", "status", "jobs/limited", "--json", folder=folder)
+    )
+    return status["state"]
+
+
+def print_attempts(job: JobDir) -> None:
+    """Print a row for each attempt of the job."""
+    table = Table("attempt", 9, {"exit code": 11, "step": 8})
+    for number in range(1, job.attempt() + 1):
+        record = job.exit_record(number)
+        assert record is not None
+        reasons = [line.strip() for line in record["reason"].splitlines() if "why:" in line]
+        reason = reasons[0].removeprefix("why:").strip() if reasons else record["reason"]
+        table.row(str(number), str(record["code"]), str(record["step"]), note=reason)
 
 
 def main() -> None:
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    """Train with limits and without, and compare."""
+    require_programs("torchrun", "sbatch")
+    limits = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        make_tokens()
-        train(settings("probe", PROBE_STEPS))
-        perf = records(Path("jobs/probe"), "perf")[1:]
-        seconds_per_step = sum(record["seconds_per_step"] for record in perf) / len(perf)
-        steps = round(wanted * SECONDS_BEFORE_A_LIMIT / seconds_per_step)
-        took = through_slurm(steps)
-        began = time.monotonic()
-        train(settings("free", steps))
-        without = time.monotonic() - began
-        limited, free = Path("jobs/limited"), Path("jobs/free")
-        print(f"{'attempt':<9}{'exit code':<11}{'step':<8}reason")
-        for path in sorted((limited / "attempts").iterdir()):
-            record = json.loads((path / "exit.json").read_text())
-            why = [x.strip() for x in record["reason"].splitlines() if "why:" in x]
-            reason = why[0].removeprefix("why:").strip() if why else record["reason"]
-            print(f"{path.name:<9}{record['code']:<11}{record['step']:<8}{reason}")
-        same = tensors(limited, steps) == tensors(free, steps) != {}
-        measured = ("train", "eval")
-        print(f"{steps} steps: {took:.0f} s with limits, {without:.0f} s without")
-        print(f"final weights and states equal bit for bit: {same}")
-        print(f"metrics equal: {records(limited, *measured) == records(free, *measured)}")
+    with tempfile.TemporaryDirectory(prefix="dtt-slurm-") as name:
+        folder = Path(name)
+        make_tokens(folder)
+        steps = round(limits * LEAD_SECONDS / seconds_per_step(folder))
+        with_limits = train_through_slurm(folder, steps)
+        start = time.monotonic()
+        train_without_slurm(folder, settings("free", steps))
+        without = time.monotonic() - start
+        limited, free = JobDir(folder / "jobs/limited"), JobDir(folder / "jobs/free")
+        print_attempts(limited)
+        differing = differences(limited, steps, results(free, steps))
+        print(f"{steps} steps: {with_limits:.0f} s with limits, {without:.0f} s without")
+        print(f"final weights and states equal bit for bit: {set(differing) <= {METRICS}}")
+        print(f"metrics equal: {METRICS not in differing}")
+        if differing:
+            sys.exit(f"different: {', '.join(differing)}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Measure the speed of tokenization: dtt, its encoder alone, and other tools.
 
-    python benchmarks/tokenization.py [--shared DIR] [--peers-python PYTHON] [--runs N]
-    python benchmarks/tokenization.py --gigabytes N   the novels repeated to so many GB
-    python benchmarks/tokenization.py --memory        most memory on a file, and on one 20 times it
+    python benchmarks/tokenization.py [--data DIR] [--peers-python PYTHON] [--runs N]
+    python benchmarks/tokenization.py --gigabytes N   on the novels, repeated to N GB
+    python benchmarks/tokenization.py --memory        peak memory on 1 and on 20 copies of the text
 
 Every figure is the time of a process with all of its workers, from start to end, as the median of
 interleaved runs. This includes the encoder alone, which reads the same Parquet files itself and
-discards the ids (`encoder x 1`, `x 2`). The last lines give the encoder's speed without start-up,
-from memory or from these files, and dtt's speed relative to it, with and without dtt's start-up.
-All tools use two processes or workers where they allow it; `1 core` is a process pinned to one
-core, as the encoder is. The ids of all tools must be equal.
+discards the ids (`encoder x 1`, `x 2`; peer `encoder-process`). The last lines give the encoder's
+speed on these files without start-up (peer `encoder`), and dtt's speed relative to it, with and
+without dtt's start-up. All tools use two processes or workers where they allow it; `1 core` is a
+process pinned to one core, as the encoder is. The ids of all tools must be equal.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jobs import SHARED_DATA
+from measurement import Table, column_medians
 from xxhash import xxh3_64_intdigest
 
 from dtt.artifacts import TokensManifest
-from dtt.data.tokenfile import TokenFile, token_dtype
-from dtt.data.tokenizer import open_tokenizer
+from dtt.data.token_file import TokenFile, token_dtype
+from dtt.data.tokenize.tokenizer import open_tokenizer
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-ENCODER = {"raw": "from memory", "files": "from the files"}
-"""Peers that are the encoder alone, and the source of its text."""
-INSTALL = {
-    "raw": "gigatoken",
-    "files": "gigatoken",
-    "alone": "gigatoken",
+PACKAGES = {
+    "encoder": "gigatoken",
+    "encoder-process": "gigatoken",
     "hf": "tokenizers",
     "pool": "tokenizers",
 }
-OURS = {"dtt, 1 core": 1, "dtt, 1 rank": 1, "dtt, 2 ranks": 2}
+"""Package of each peer that is named differently."""
+DTT_RUNS = {"dtt, 1 core": 1, "dtt, 1 rank": 1, "dtt, 2 ranks": 2}
 """Number of ranks of each way to run dtt."""
-PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-ENV = PLAIN | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, every start is slow
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Corpus:
 
 
 def make_corpus(name: str, files: list[Path], work: Path, repeats: int = 1) -> Corpus:
+    """Copy the files `repeats` times and download them with dtt."""
     folder = work / name
     folder.mkdir()
     for i in range(repeats):
@@ -83,8 +84,9 @@ def make_corpus(name: str, files: list[Path], work: Path, repeats: int = 1) -> C
 
 
 def run(command: list[str | Path]) -> str:
+    """Run a command, which must succeed, and return its standard output."""
     done = subprocess.run(
-        list(map(str, command)), check=False, capture_output=True, text=True, env=ENV
+        list(map(str, command)), check=False, capture_output=True, text=True, env=ENVIRONMENT
     )
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
@@ -102,7 +104,7 @@ def dtt(corpus: Corpus, tokenizer: Path, out: Path, ranks: int) -> list[str | Pa
     """Return the command; all documents go into one split, as the peers hold out none."""
     start: list[str | Path] = [BIN / "mpirun", "-n", str(ranks)] if ranks > 1 else []
     keys = {
-        "tokenize.corpus": corpus.downloaded,
+        "download.out": corpus.downloaded,
         "tokenize.out": out,
         "tokenize.validation_fraction": 0,
         "tokenizer.type": "file",
@@ -141,38 +143,38 @@ def fingerprint(out: Path, end: int) -> tuple[int, int, int]:
 def compare(corpus: Corpus, tokenizer: Path, peers: dict[str, list[str | Path]], runs: int) -> None:
     """Time dtt and its peers in turns, compare their ids and print a table."""
     end = open_tokenizer(tokenizer).get_vocab()["<|endoftext|>"]
-    prints: dict[str, tuple[int, int, int]] = {}
-    rates: dict[str, list[list[float]]] = {}
-    for round_ in range(runs + 1):  # the first only warms the file cache and bytecode
+    fingerprints: dict[str, tuple[int, int, int]] = {}
+    encoder_speeds: list[list[float]] = []
+    for number in range(runs + 1):  # the first only warms the file cache and bytecode
         with tempfile.TemporaryDirectory() as scratch:
-            for name, ranks in OURS.items():
+            for name, ranks in DTT_RUNS.items():
                 out = Path(scratch, name)
                 command = dtt(corpus, tokenizer, out, ranks)
-                seconds, printed = timed(on_one_core(command) if "core" in name else command)
-                if round_:
+                seconds, output = timed(on_one_core(command) if "core" in name else command)
+                if number > 0:
                     corpus.times.setdefault(name, []).append(seconds)
-                    rate = json.loads(printed)["mb_per_second"]
+                    rate = json.loads(output)["mb_per_second"]
                     corpus.rates.setdefault(name, []).append(rate)
-                prints[name] = fingerprint(out, end)
-            for name, command in peers.items() if round_ else ():
-                out_folder = Path(scratch, name)
-                out_folder.mkdir()
-                full = [*command, tokenizer, corpus.folder, out_folder]
-                if name == "alone":
+                fingerprints[name] = fingerprint(out, end)
+            for name, command in peers.items() if number > 0 else ():
+                out = Path(scratch, name)
+                out.mkdir()
+                command = [*command, tokenizer, corpus.folder, out]
+                if name == "encoder-process":
                     for n in (1, 2):
-                        corpus.times.setdefault(f"encoder x {n}", []).append(whole(full, n))
-                    continue
-                if name in ENCODER:
-                    speeds = [encoder_speed(on_one_core(full), 1), encoder_speed(full, 2)]
-                    rates.setdefault(name, []).append(speeds)
-                    continue
-                corpus.times.setdefault(name, []).append(timed(full)[0])
-                prints[name] = fingerprint(out_folder, end)
-    medians = {
-        name: [statistics.median(rate) for rate in zip(*found, strict=True)]
-        for name, found in rates.items()
-    }
-    report(corpus, prints, medians)
+                        seconds = seconds_of_processes(command, n)
+                        corpus.times.setdefault(f"encoder x {n}", []).append(seconds)
+                elif name == "encoder":
+                    encoder_speeds.append(
+                        [encoder_speed(on_one_core(command), 1), encoder_speed(command, 2)]
+                    )
+                else:
+                    corpus.times.setdefault(name, []).append(timed(command)[0])
+                    fingerprints[name] = fingerprint(out, end)
+    report(corpus, fingerprints)
+    report_shares(corpus, column_medians(encoder_speeds))
+    if len(set(fingerprints.values())) > 1:
+        sys.exit("ids differ")
 
 
 def encoder_speed(command: list[str | Path], processes: int) -> float:
@@ -181,7 +183,7 @@ def encoder_speed(command: list[str | Path], processes: int) -> float:
         return sum(map(float, pool.map(run, [command] * processes)))
 
 
-def whole(command: list[str | Path], processes: int) -> float:
+def seconds_of_processes(command: list[str | Path], processes: int) -> float:
     """Return the seconds until the last of `processes` encoders, which share the files, ends."""
     commands = [[*command, str(number), str(processes)] for number in range(processes)]
     start = time.perf_counter()
@@ -193,41 +195,44 @@ def whole(command: list[str | Path], processes: int) -> float:
 def timed(command: list[str | Path]) -> tuple[float, str]:
     """Run a command; return its seconds and its output."""
     start = time.perf_counter()
-    printed = run(command)
-    return time.perf_counter() - start, printed
+    output = run(command)
+    return time.perf_counter() - start, output
 
 
-def report(
-    corpus: Corpus, prints: dict[str, tuple[int, int, int]], rates: dict[str, list[float]]
-) -> None:
+def report(corpus: Corpus, fingerprints: dict[str, tuple[int, int, int]]) -> None:
+    """Print a row for each tool."""
     megabytes = corpus.text_bytes / 1e6
-    count, tokens, _ = expected = prints["dtt, 1 rank"]
+    count, tokens, _ = expected = fingerprints["dtt, 1 rank"]
     print(f"\n{corpus.name}: {megabytes:.1f} MB, {count:,} documents, {tokens:,} tokens")
-    print(f"{'':<14}{'seconds':>9}{'MB/s':>8}{'tokens/s':>13}{'dtt, 2 ranks':>14}  ids")
-    ours = statistics.median(corpus.times["dtt, 2 ranks"])
+    columns = {"seconds": 9, "MB/s": 8, "tokens/s": 13, "dtt, 2 ranks": 14, "  ids": 5}
+    table = Table("", 14, columns)
+    reference = statistics.median(corpus.times["dtt, 2 ranks"])
     for name, times in corpus.times.items():
         seconds = statistics.median(times)
-        same = "thrown away"
-        if name in prints:
-            same = "equal" if prints[name] == expected else f"DIFFERENT: {prints[name]}"
+        ids = "discarded"
+        if name in fingerprints:
+            actual = fingerprints[name]
+            ids = "equal" if actual == expected else f"DIFFERENT: {actual}"
+        table.row(
+            name, f"{seconds:.2f}", f"{megabytes / seconds:.1f}", f"{tokens / seconds:,.0f}",
+            f"{seconds / reference:.1f}x", note=ids,
+        )  # fmt: skip
+
+
+def report_shares(corpus: Corpus, speeds: list[float]) -> None:
+    """Print dtt's share of the encoder's speed; `speeds` are those of one and of two encoders."""
+    megabytes = corpus.text_bytes / 1e6
+    for name, ranks in DTT_RUNS.items() if speeds else ():
+        speed = speeds[ranks - 1]
+        share = megabytes / statistics.median(corpus.times[name]) / speed
+        share_after_start = statistics.median(corpus.rates[name]) / speed
         print(
-            f"{name:<14}{seconds:>9.2f}{megabytes / seconds:>8.1f}{tokens / seconds:>13,.0f}"
-            f"{seconds / ours:>13.1f}x  {same}"
+            f"encoder x {ranks:<12}{speed:>8.1f}  from the files, without start-up; "
+            f"{name}: {share:.0%} of it, {share_after_start:.0%} without start-up"
         )
-    for source, speeds in rates.items():
-        for name, ranks in OURS.items():
-            rate = speeds[ranks - 1]
-            kept = megabytes / statistics.median(corpus.times[name]) / rate
-            kept_after_start = statistics.median(corpus.rates[name]) / rate
-            print(
-                f"encoder x {ranks:<12}{rate:>8.1f}  {ENCODER[source]}, without start-up; "
-                f"{name}: {kept:.0%} of it, {kept_after_start:.0%} without start-up"
-            )
-    if any(found != expected for found in prints.values()):
-        sys.exit("ids differ")
 
 
-WATCH = """
+PRINT_PEAK_OF_CHILD = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
@@ -240,7 +245,7 @@ def peak_memory(command: list[str | Path]) -> float:
     A small process starts it, because Linux counts the parent's memory as the child's at first.
     """
     unit = 1 if sys.platform == "darwin" else 1024
-    return int(run([sys.executable, "-c", WATCH, *command])) * unit / 1e6
+    return int(run([sys.executable, "-c", PRINT_PEAK_OF_CHILD, *command])) * unit / 1e6
 
 
 def memory(files: list[Path], tokenizer: Path, work: Path) -> None:
@@ -249,27 +254,27 @@ def memory(files: list[Path], tokenizer: Path, work: Path) -> None:
     Each is one unit of work.
     """
     table = pa.concat_tables(pq.read_table(path, columns=["text"]) for path in files)
-    found = []
-    for times in (1, 20):
-        path = work / f"times{times}.parquet"
-        whole = pa.concat_tables([table] * times)
-        pq.write_table(whole, path, row_group_size=len(whole), compression="zstd")
-        corpus = make_corpus(f"memory{times}", [path], work)
-        found.append(peak_memory(dtt(corpus, tokenizer, work / f"out{times}", 1)))
-        print(f"{corpus.text_bytes / 1e6:>8.0f} MB of text: at most {found[-1]:.0f} MB of memory")
-    print(f"20 times the text takes {found[1] / found[0]:.2f} times the memory")
+    peaks = []
+    for copies in (1, 20):
+        path = work / f"copies{copies}.parquet"
+        repeated = pa.concat_tables([table] * copies)
+        pq.write_table(repeated, path, row_group_size=len(repeated), compression="zstd")
+        corpus = make_corpus(f"memory{copies}", [path], work)
+        peaks.append(peak_memory(dtt(corpus, tokenizer, work / f"out{copies}", 1)))
+        print(f"{corpus.text_bytes / 1e6:>8.0f} MB of text: peak of {peaks[-1]:.0f} MB")
+    print(f"20 copies of the text take {peaks[1] / peaks[0]:.2f} times the memory")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shared", type=Path, default=HERE.parents[1] / "shared")
+    parser.add_argument("--data", type=Path, default=SHARED_DATA)
     parser.add_argument("--peers-python", default=sys.executable)
-    parser.add_argument("--peers", default="raw,files,alone,datatrove,pool,datasets,hf")
+    parser.add_argument("--peers", default="encoder,encoder-process,datatrove,pool,datasets,hf")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--gigabytes", type=int)
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
-    data = options.shared / "data"
+    data = options.data
     tokenizer = data / "tokenizers/gpt2/tokenizer.json"
     novels = sorted((data / "novels").glob("train-*.parquet"))
     multilingual = sorted((data / "multilingual").glob("*.parquet"))
@@ -290,7 +295,7 @@ def main() -> None:
 def installed(python: str, names: list[str]) -> Iterator[tuple[str, list[str | Path]]]:
     """Yield the names and commands of the peers that `python` can import."""
     for name in names:
-        package = INSTALL.get(name, name)
+        package = PACKAGES.get(name, name)
         try:
             run([python, "-c", f"import {package}"])
         except subprocess.CalledProcessError:

@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 
 import psutil
+from jobs import DTT, dtt
 
 LIMIT = 10.0
 """Seconds within which all ranks must have ended."""
@@ -36,16 +37,15 @@ STEPS = count()
 
 def write_corpus(folder: Path) -> None:
     """Download a corpus from the first files of Python's library, one document per file."""
-    left = TEXT_BYTES
+    remaining = TEXT_BYTES
     with (folder / "library.jsonl").open("w") as file:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             text = path.read_text(encoding="utf-8", errors="replace")
             file.write(json.dumps({"text": text}) + "\n")
-            left -= len(text)
-            if left < 0:
+            remaining -= len(text)
+            if remaining < 0:
                 break
-    dtt = [sys.executable, "-m", "dtt.main", "download", "-d", "library.jsonl"]
-    subprocess.run(dtt, cwd=folder, check=True, capture_output=True)
+    dtt("download", "-d", "library.jsonl", folder=folder)
 
 
 class Job:
@@ -53,9 +53,9 @@ class Job:
 
     def __init__(self, folder: Path, out: str, launcher: str, ranks: int) -> None:
         self.ranks, self.launcher, self._out = ranks, launcher, folder / out
-        self._said = folder / "said.txt"
+        self._log = folder / "output.log"
         command = [
-            sys.executable, "-m", "dtt.main", "tokenize", "-d", "library.jsonl",
+            *DTT, "tokenize", "-d", "library.jsonl",
             f"tokenize.out={out}", "tokenizer.vocab_size=1000", "tokenize.unit_bytes=60000",
             "tokenize.validation_fraction=0.1", "tokenize.engine=hf",
         ]  # fmt: skip
@@ -67,10 +67,10 @@ class Job:
             step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": str(next(STEPS))}
             step["SLURM_STEP_NUM_TASKS"] = str(ranks)
             commands = [(command, env | step | {"SLURM_PROCID": str(r)}) for r in range(ranks)]
-        with self._said.open("w") as said:
+        with self._log.open("w") as log:
             self.processes = [
-                subprocess.Popen(argv, cwd=folder, env=own, stdout=said, stderr=said)
-                for argv, own in commands
+                subprocess.Popen(argv, cwd=folder, env=environment, stdout=log, stderr=log)
+                for argv, environment in commands
             ]
 
     def running(self) -> bool:
@@ -94,7 +94,7 @@ class Job:
     def kill(self, rank: int) -> bool:
         """Send SIGKILL to one rank; return False if it has not started or has ended."""
         if self.launcher != "mpirun":
-            alive = any(self._out.glob(f".units/meeting/*/{rank:05d}.beat"))
+            alive = any(self._out.glob(f".units/rendezvous/*/{rank:05d}.beat"))
             if alive and self.processes[rank].poll() is None:
                 self.processes[rank].kill()
                 return True
@@ -118,16 +118,16 @@ class Job:
             process.kill()
             process.wait()
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output of all ranks."""
-        return self._said.read_text()
+        return self._log.read_text()
 
     def succeeded(self) -> bool:
         """Return True if every process ended with code 0."""
         return all(process.wait() == 0 for process in self.processes)
 
 
-def sums(out: Path) -> dict[str, str]:
+def checksums(out: Path) -> dict[str, str]:
     """Return the sha256 of each output file, without the work files."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -136,7 +136,7 @@ def sums(out: Path) -> dict[str, str]:
     }
 
 
-def phase(out: Path) -> str:
+def phase_of(out: Path) -> str:
     """Return the phase of a run, derived from the files in `out`."""
     work = out / ".units"
     if (out / "manifest.json").exists():
@@ -151,17 +151,17 @@ def main() -> None:
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     phases: Counter[str] = Counter()
-    wrong: list[str] = []
+    problems: list[str] = []
     slowest: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_corpus(folder)
         start = time.monotonic()
         reference = Job(folder, "undisturbed", "mpirun", 1)
-        assert reference.wait(600) is not None, reference.said()
-        length = time.monotonic() - start
-        assert reference.succeeded(), reference.said()
-        expected = sums(folder / "undisturbed")
+        assert reference.wait(600) is not None, reference.output()
+        duration = time.monotonic() - start
+        assert reference.succeeded(), reference.output()
+        expected = checksums(folder / "undisturbed")
         units = len(list((folder / "undisturbed").glob(".units/0*.json")))
         done = 0
         while done < kills:
@@ -170,11 +170,11 @@ def main() -> None:
             out = folder / f"out{done}"
             job = Job(folder, out.name, launcher, ranks)
             if rng.random() < 0.4:
-                job.wait(rng.random() * length)
+                job.wait(rng.random() * duration)
             else:
                 job.wait_for_units(rng.randint(0, units))
                 job.wait(rng.random() * 0.1)
-            doing = phase(out)
+            phase = phase_of(out)
             if not job.kill(rng.randrange(ranks)):
                 job.wait(600)  # the kill came too late or too early
                 job.end()
@@ -183,28 +183,28 @@ def main() -> None:
             done += 1
             took = job.wait(60)
             job.end()
-            name = f"{done}: {launcher}, {ranks} ranks, {doing}"
+            name = f"{done}: {launcher}, {ranks} ranks, {phase}"
             if took is None or took > LIMIT:
-                wrong.append(f"{name}: took {took} s to end")
-            if not job.said().strip():
-                wrong.append(f"{name}: without a message")
-            phases[doing] += 1
+                problems.append(f"{name}: took {took} s to end")
+            if not job.output().strip():
+                problems.append(f"{name}: without a message")
+            phases[phase] += 1
             slowest[launcher] = max(slowest.get(launcher, 0.0), took or 60.0)
-            other = rng.choice([n for n in (1, 2, 3) if n != ranks])
-            again = Job(folder, out.name, "mpirun" if other == 1 else launcher, other)
-            if again.wait(600) is None or not again.succeeded():
-                wrong.append(f"{name}: the rerun failed: {again.said()[-500:]}")
-            elif sums(out) != expected:
-                wrong.append(f"{name}: other files after {other} ranks")
-            again.end()
+            rerun_ranks = rng.choice([n for n in (1, 2, 3) if n != ranks])
+            rerun = Job(folder, out.name, "mpirun" if rerun_ranks == 1 else launcher, rerun_ranks)
+            if rerun.wait(600) is None or not rerun.succeeded():
+                problems.append(f"{name}: the rerun failed: {rerun.output()[-500:]}")
+            elif checksums(out) != expected:
+                problems.append(f"{name}: different files after a rerun with {rerun_ranks} ranks")
+            rerun.end()
             shutil.rmtree(out)
-            print(f"{name}: ended after {took or 60:.1f} s, rerun with {other}", flush=True)
+            print(f"{name}: ended after {took or 60:.1f} s, rerun with {rerun_ranks}", flush=True)
     print(f"\n{kills} kills:", ", ".join(f"{n} in {what}" for what, n in phases.most_common()))
     for launcher, seconds in slowest.items():
         print(f"{launcher}: all ranks had ended {seconds:.1f} s after the kill at the latest")
-    print(f"different from an undisturbed run, or not ended in {LIMIT:.0f} s: {len(wrong)}")
-    print("\n".join(wrong))
-    sys.exit(bool(wrong))
+    print(f"different from an undisturbed run, or not ended in {LIMIT:.0f} s: {len(problems)}")
+    print("\n".join(problems))
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ WORKERS = 2
 
 
 def texts(folder: Path) -> Iterator[list[str]]:
+    """Yield batches of documents of the Parquet files, in order."""
     import pyarrow.parquet as pq
 
     for path in sorted(folder.glob("*.parquet")):
@@ -34,27 +35,14 @@ def write(out: Path, documents: Iterator[Any], end: int) -> None:
     lengths = []
     with (out / "ids.bin").open("wb") as file:
         for ids in documents:
-            ended = np.array([*ids, end], np.uint16 if end < 65_500 else np.int32)
-            file.write(ended.tobytes())
-            lengths.append(len(ended))
+            with_end = np.array([*ids, end], np.uint16 if end < 65_500 else np.int32)
+            file.write(with_end.tobytes())
+            lengths.append(len(with_end))
     np.save(out / "lengths.npy", np.array(lengths))
 
 
-def raw(tokenizer: Path, folder: Path, out: Path) -> None:
-    """Run the encoder alone on texts in memory, discard the ids, and print MB/s."""
-    from gigatoken import Tokenizer
-
-    documents = [text for batch in texts(folder) for text in batch]
-    size = sum(len(text.encode()) for text in documents)
-    encode = Tokenizer.from_json(tokenizer.read_bytes()).backend.encode
-    start = time.perf_counter()
-    for text in documents:
-        encode(text)
-    print(size / 1e6 / (time.perf_counter() - start))
-
-
-def files(tokenizer: Path, folder: Path, out: Path) -> None:
-    """Run the encoder on Parquet files on one thread, discard the ids, and print MB/s."""
+def encoder_on_files(tokenizer: Path, folder: Path, out: Path) -> None:
+    """Encode on one thread, discard the ids, and print MB/s without start-up."""
     from gigatoken import ParquetFileSource, Tokenizer
 
     size = sum(len(text.encode()) for batch in texts(folder) for text in batch)
@@ -65,7 +53,7 @@ def files(tokenizer: Path, folder: Path, out: Path) -> None:
     print(size / 1e6 / (time.perf_counter() - start))
 
 
-def alone(tokenizer: Path, folder: Path, out: Path, number: Path, of: Path) -> None:
+def encoder_process(tokenizer: Path, folder: Path, out: Path, number: Path, of: Path) -> None:
     """Run process `number` of `of` encoders that share the files, and discard the ids."""
     from gigatoken import ParquetFileSource, Tokenizer
 
@@ -120,9 +108,9 @@ def datasets(tokenizer: Path, folder: Path, out: Path) -> None:
         return {"ids": [e.ids for e in encodings]}
 
     files = sorted(map(str, folder.glob("*.parquet")))
-    made = hub.load_dataset("parquet", data_files=files, split="train", cache_dir=str(out / "hf"))
-    made = made.map(encode, batched=True, num_proc=WORKERS, remove_columns=made.column_names)
-    batches = made.with_format("arrow").iter(1000)
+    rows = hub.load_dataset("parquet", data_files=files, split="train", cache_dir=str(out / "hf"))
+    rows = rows.map(encode, batched=True, num_proc=WORKERS, remove_columns=rows.column_names)
+    batches = rows.with_format("arrow").iter(1000)
     documents = (ids.values.to_numpy() for batch in batches for ids in batch["ids"])
     write(out, documents, encoder.get_vocab()[END])
 
@@ -142,9 +130,8 @@ def datatrove(tokenizer: Path, folder: Path, out: Path) -> None:
 
 
 PEERS: dict[str, Callable[..., None]] = {
-    "raw": raw,
-    "files": files,
-    "alone": alone,
+    "encoder": encoder_on_files,
+    "encoder-process": encoder_process,
     "hf": hf,
     "pool": pool,
     "datasets": datasets,

@@ -12,30 +12,29 @@ complete process, which also imports and reads. Merges are compared with those o
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jobs import SHARED_DATA
+from measurement import Table, column_medians, in_turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-SHARED = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
 END = "<|endoftext|>"
 ONE_CORE = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 GPT2 = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # rustbpe's
 )
-WAYS = {
+TOOLS = {
     "dtt": None, "dtt, 2 ranks": None, "tokenizers": "tokenizers",
     "gigatoken": "gigatoken", "rustbpe": "rustbpe",
 }  # fmt: skip
@@ -47,14 +46,14 @@ WAYS = {
 def dtt(folder: Path, vocab_size: int) -> tuple[float, list[list[str]] | None]:
     """Train as `dtt tokenize` does; return the seconds and, on rank 0, the merges."""
     from dtt.config.data import TrainedTokenizerConfig
-    from dtt.data.corpus import Corpus
-    from dtt.data.pretokens import count_pre_tokens, sum_over_ranks
-    from dtt.data.sampling import tokenizer_sample
-    from dtt.data.tokenizer import train_tokenizer
+    from dtt.data.corpus.units import Corpus
+    from dtt.data.tokenize.document_sampling import tokenizer_sample
+    from dtt.data.tokenize.pretokens import count_pre_tokens, sum_over_ranks
+    from dtt.data.tokenize.tokenizer import train_tokenizer
     from dtt.runtime.comm import open_comm
     from dtt.runtime.ranks import Ranks
 
-    comm = open_comm(Ranks.detect(), folder / "meeting")
+    comm = open_comm(Ranks.detect(), folder / "rendezvous")
     cfg = TrainedTokenizerConfig(vocab_size=vocab_size, train_bytes=10**12)
     corpus = Corpus(folder / "corpus")
     units = corpus.units(corpus.unit_bytes())
@@ -70,11 +69,13 @@ def dtt(folder: Path, vocab_size: int) -> tuple[float, list[list[str]] | None]:
 
 
 def texts_of(folder: Path) -> list[str]:
+    """Return the documents in memory."""
     texts: list[str] = pq.read_table(folder / "texts.parquet").column("text").to_pylist()
     return texts
 
 
 def by_tokenizers(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
+    """Train with Hugging Face's `tokenizers`."""
     texts = texts_of(folder)
     start = time.perf_counter()
     tokenizer = Tokenizer(models.BPE())
@@ -93,6 +94,7 @@ def by_tokenizers(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]
 
 
 def by_gigatoken(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
+    """Train with gigatoken."""
     import gigatoken
 
     texts = texts_of(folder)
@@ -113,13 +115,13 @@ def by_rustbpe(folder: Path, vocab_size: int) -> tuple[float, list[list[str]]]:
     tokenizer = rustbpe.Tokenizer()
     tokenizer.train_from_iterator(iter(texts), vocab_size - 1, pattern=GPT2)
     seconds = time.perf_counter() - start
-    made = (token for token, _ in tokenizer.get_mergeable_ranks()[256:])
-    return seconds, [["", as_text(token)] for token in made]
+    tokens = (token for token, _ in tokenizer.get_mergeable_ranks()[256:])
+    return seconds, [["", as_text(token)] for token in tokens]
 
 
 VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
-ALPHABET = {byte: chr(byte) for byte in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+REMAINING = [byte for byte in range(256) if byte not in VISIBLE]
+ALPHABET = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(REMAINING)}
 
 
 def as_text(token: bytes) -> str:
@@ -130,16 +132,18 @@ def as_text(token: bytes) -> str:
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def command(way: str, folder: Path, vocab_size: int) -> list[str]:
-    ranks = 2 if "2 ranks" in way else 1
+def command(tool: str, folder: Path, vocab_size: int) -> list[str]:
+    """Return the command that trains with a tool."""
+    ranks = 2 if "2 ranks" in tool else 1
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    start = [str(mpirun), "-n", str(ranks)] if ranks > 1 else []
-    return [*start, sys.executable, __file__, "--way", way, str(folder), str(vocab_size)]
+    launcher = [str(mpirun), "-n", str(ranks)] if ranks > 1 else []
+    return [*launcher, sys.executable, __file__, "--tool", tool, str(folder), str(vocab_size)]
 
 
-def work(way: str, folder: Path, vocab_size: int) -> None:
-    ways = {"tokenizers": by_tokenizers, "gigatoken": by_gigatoken, "rustbpe": by_rustbpe}
-    seconds, merges = ways.get(way, dtt)(folder, vocab_size)
+def train(tool: str, folder: Path, vocab_size: int) -> None:
+    """Train with a tool in this process and write the seconds and the merges to a file."""
+    peers = {"tokenizers": by_tokenizers, "gigatoken": by_gigatoken, "rustbpe": by_rustbpe}
+    seconds, merges = peers.get(tool, dtt)(folder, vocab_size)
     if merges is not None:
         (folder / "result.json").write_text(json.dumps([seconds, merges]))
 
@@ -150,10 +154,10 @@ def prepare(folder: Path, size: int) -> int:
     Documents are not cut; return the actual size in bytes.
     """
     from dtt.config.data import DownloadConfig
-    from dtt.data.download import download
+    from dtt.data.corpus.download import download
 
     texts: list[str] = []
-    for path in sorted((SHARED / "novels").glob("train-*.parquet")):
+    for path in sorted((SHARED_DATA / "novels").glob("train-*.parquet")):
         for text in pq.read_table(path).column("text").to_pylist():
             if size > 0:
                 texts.append(text)
@@ -166,13 +170,14 @@ def prepare(folder: Path, size: int) -> int:
 
 def bytes_per_token(tokenizer: Tokenizer) -> float:
     """Return the bytes per token of a tokenizer on the held-out novels."""
-    paths = (SHARED / "novels").glob("val-*.parquet")
+    paths = (SHARED_DATA / "novels").glob("val-*.parquet")
     texts = [text for path in paths for text in pq.read_table(path).column("text").to_pylist()]
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return sum(len(t.encode()) for t in texts) / sum(len(encoding.ids) for encoding in encodings)
 
 
-def learnt(merges: list[list[str]]) -> Tokenizer:
+def tokenizer_of(merges: list[list[str]]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer with these merges."""
     vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))
@@ -183,52 +188,54 @@ def learnt(merges: list[list[str]]) -> Tokenizer:
 
 
 def agreement(merges: list[list[str]], reference: list[list[str]]) -> str:
-    made = [["".join(pair)] for pair in merges], [["".join(pair)] for pair in reference]
-    if merges == reference or (not merges[0][0] and made[0] == made[1]):
+    """Return `equal`, or how many of the first merges are; rustbpe's are compared as tokens."""
+    tokens, expected = (["".join(pair) for pair in pairs] for pairs in (merges, reference))
+    if merges == reference or (not merges[0][0] and tokens == expected):
         return "equal"
-    pairs: Iterable[tuple[Any, Any]] = zip(*made, strict=False)
-    return f"first {next((i for i, (a, b) in enumerate(pairs) if a != b), len(merges)):,} equal"
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    return f"first {next((i for i, (a, b) in pairs if a != b), len(merges)):,} equal"
+
+
+def timed(tool: str, folder: Path, vocab_size: int) -> tuple[float, float, list[list[str]]]:
+    """Run a tool; return the seconds of training and of the process, and the merges."""
+    argv = command(tool, folder, vocab_size)
+    start = time.perf_counter()
+    subprocess.run(argv, check=True, capture_output=True, env=os.environ | ONE_CORE)
+    process = time.perf_counter() - start
+    training, merges = json.loads((folder / "result.json").read_text())
+    return training, process, merges
 
 
 def main() -> None:
     megabytes = float(sys.argv[1]) if len(sys.argv) > 1 else 14.6
     vocab_size = int(sys.argv[2]) if len(sys.argv) > 2 else 16384
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 5
-    ways = [way for way, module in WAYS.items() if not module or importlib.util.find_spec(module)]
-    training: dict[str, list[float]] = {way: [] for way in ways}
-    whole: dict[str, list[float]] = {way: [] for way in ways}
-    merges: dict[str, list[list[str]]] = {}
+    tools = [tool for tool, module in TOOLS.items() if not module or find_spec(module)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = prepare(folder, int(megabytes * 1e6))
-        for _ in range(rounds):
-            for way in ways:
-                start = time.perf_counter()
-                line = command(way, folder, vocab_size)
-                subprocess.run(line, check=True, capture_output=True, env=os.environ | ONE_CORE)
-                whole[way].append(time.perf_counter() - start)
-                seconds, merges[way] = json.loads((folder / "result.json").read_text())
-                training[way].append(seconds)
-    print(f"{size / 1e6:.1f} MB of novels, vocabulary of {vocab_size}, {rounds} rounds, seconds")
-    print(f"{'':<16}{'training':>9}{'ratio':>8}{'process':>9}{'ratio':>8}  merges")
-    ours = {
-        "training": statistics.median(training["dtt"]),
-        "whole": statistics.median(whole["dtt"]),
+        runs = {tool: partial(timed, tool, folder, vocab_size) for tool in tools}
+        results = in_turns(runs, rounds, warm_up=0)
+    merges = {tool: result[-1][2] for tool, result in results.items()}
+    medians = {
+        tool: column_medians((training, process) for training, process, _ in result)
+        for tool, result in results.items()
     }
-    for way in ways:
-        alone, process = statistics.median(training[way]), statistics.median(whole[way])
-        print(
-            f"{way:<16}{alone:>9.2f}{alone / ours['training']:>8.2f}{process:>9.2f}"
-            f"{process / ours['whole']:>8.2f}  {agreement(merges[way], merges['tokenizers'])}"
-        )
+    print(f"{size / 1e6:.1f} MB of novels, vocabulary of {vocab_size}, {rounds} rounds, seconds")
+    columns = {"training": 9, "ratio": 8, "process": 9, "ratio ": 8, "  merges": 8}
+    table = Table("", 16, columns)
+    for tool, (training, process) in medians.items():
+        ratios = training / medians["dtt"][0], process / medians["dtt"][1]
+        cells = f"{training:.2f}", f"{ratios[0]:.2f}", f"{process:.2f}", f"{ratios[1]:.2f}"
+        table.row(tool, *cells, note=agreement(merges[tool], merges["tokenizers"]))
     print("bytes per token on held-out novels:", end="")
-    print(f" dtt {bytes_per_token(learnt(merges['dtt'])):.3f},", end="")
-    gpt2 = Tokenizer.from_file(str(SHARED / "tokenizers/gpt2/tokenizer.json"))
+    print(f" dtt {bytes_per_token(tokenizer_of(merges['dtt'])):.3f},", end="")
+    gpt2 = Tokenizer.from_file(str(SHARED_DATA / "tokenizers/gpt2/tokenizer.json"))
     print(f" GPT-2 (vocabulary of {gpt2.get_vocab_size()}) {bytes_per_token(gpt2):.3f}")
 
 
 if __name__ == "__main__":
-    if "--way" in sys.argv:
-        work(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    if "--tool" in sys.argv:
+        train(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
     else:
         main()

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import make_tokens
-from train_peers import SHAPES, WORKERS, Shape
+from jobs import make_tokens
+from measurement import Table, peak_memory
+from train_peers import PEERS, SHAPES, Shape
 
 from dtt.model import count, families
 
@@ -36,72 +37,70 @@ class Worker:
     """A training process that waits for its turn before each step."""
 
     def __init__(self, command: list[str], threads: int) -> None:
-        """Start the process; set `lost` if it cannot train here."""
+        """Start the process; set `failed` if it cannot train here."""
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, env=env,
         )  # fmt: skip
         self.seconds: list[float] = []
-        self.lost = self._answer() is None
+        self.failed = self._read() is None
 
     def step(self) -> None:
         """Run one step and record its seconds."""
-        self._say("step")
-        answer = self._answer()
-        assert answer is not None
-        self.seconds.append(answer["seconds"])
+        self._write("step")
+        record = self._read()
+        assert record is not None
+        self.seconds.append(record["seconds"])
 
     def end(self) -> int:
         """End the process and return its peak resident memory, in bytes."""
-        self._say("end")
-        answer = self._answer()
-        assert answer is not None
-        return int(answer["peak"])
+        self._write("end")
+        record = self._read()
+        assert record is not None
+        return int(record["peak"])
 
-    def why(self) -> str:
+    def error(self) -> str:
         """Return the last line of its stderr."""
         _, errors = self._process.communicate()
-        return (errors.strip().splitlines() or ["nothing said"])[-1]
+        return (errors.strip().splitlines() or ["no error message"])[-1]
 
-    def _say(self, word: str) -> None:
+    def _write(self, command: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(word + "\n")
+        self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any] | None:
+        """Return the next JSON object on standard output, or None if the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
+                record: dict[str, Any] = json.loads(line)
+                return record
         return None
 
 
 def train(shape: Shape, precision: str) -> None:
     """Run `dtt train` as a worker that waits for its turn before each step."""
-    import resource
-
     from dtt.main import main
     from dtt.train.trainer import Trainer
 
     step = Trainer.step
-    began: float | None = None
+    start: float | None = None
 
-    def waiting(self: Trainer, *arguments: Any) -> None:
-        nonlocal began
+    def wait_and_step(self: Trainer, *arguments: Any) -> None:
+        nonlocal start
         now = time.perf_counter()
         print(
-            json.dumps({"ready": True} if began is None else {"seconds": now - began}), flush=True
+            json.dumps({"ready": True} if start is None else {"seconds": now - start}), flush=True
         )
         if sys.stdin.readline().strip() == "end":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(json.dumps({"peak": peak}), flush=True)
+            print(json.dumps({"peak": peak_memory()}), flush=True)
             os._exit(0)
-        began = time.perf_counter()
+        start = time.perf_counter()
         step(self, *arguments)
 
-    Trainer.step = waiting  # type: ignore[assignment,method-assign]
+    Trainer.step = wait_and_step  # type: ignore[assignment,method-assign]
     with tempfile.TemporaryDirectory(prefix="dtt-train-") as name:
         os.chdir(name)
         tokens = make_tokens(Path(name))
@@ -122,7 +121,7 @@ def keys(shape: Shape) -> list[str]:
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """Return the FLOP/s of the fastest of a few products of square matrices."""
+    """Return the FLOP/s of the fastest of a few matrix multiplications of square matrices."""
     a, b = torch.randn(2, size, size).to(dtype)
     fastest = float("inf")
     for _ in range(8):
@@ -143,13 +142,13 @@ def flops_per_token(shape: Shape) -> int:
 
 def compare(name: str, precision: str, peers: str | None, rounds: int, threads: int) -> None:
     """Print the table of one shape."""
-    own = [sys.executable, __file__, "--worker", name, precision, "--threads", str(threads)]
-    workers = {"dtt train": Worker(own, threads)}
-    for peer in WORKERS if peers else ():
+    dtt = [sys.executable, __file__, "--worker", name, precision, "--threads", str(threads)]
+    workers = {"dtt train": Worker(dtt, threads)}
+    for peer in PEERS if peers else ():
         command = [peers or "", str(HERE / "train_peers.py"), peer, name, precision, str(threads)]
         workers[peer] = Worker(command, threads)
-    lost = {peer: worker.why() for peer, worker in workers.items() if worker.lost}
-    running = {peer: worker for peer, worker in workers.items() if not worker.lost}
+    errors = {peer: worker.error() for peer, worker in workers.items() if worker.failed}
+    running = {peer: worker for peer, worker in workers.items() if not worker.failed}
     for _ in range(WARM_UP + rounds):
         for worker in running.values():
             worker.step()
@@ -157,19 +156,23 @@ def compare(name: str, precision: str, peers: str | None, rounds: int, threads: 
     tokens = shape["batch"] * shape["seq_len"]
     peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32)
     median = {p: statistics.median(w.seconds[WARM_UP:]) for p, w in running.items()}
-    share = flops_per_token(shape) / peak
+    seconds_per_token_at_peak = flops_per_token(shape) / peak
     print(f"\n{name}, {precision}, batch {shape['batch']} x {shape['seq_len']}, {threads} threads; "
           f"matmul peak {peak / 1e9:.0f} GFLOP/s")  # fmt: skip
-    print(f"{'':22}{'s/step':>8}{'tokens/s':>10}{'of peak':>9}{'peak GB':>9}{'dtt is':>9}")
+    columns = {"s/step": 8, "tokens/s": 10, "of peak": 9, "peak GB": 9, "dtt is": 9}
+    table = Table("", 22, columns)
     for peer, worker in running.items():
         rate = tokens / median[peer]
-        ratio = median[peer] / median["dtt train"]
-        memory = worker.end() / 1e9
-        print(
-            f"{peer:22}{median[peer]:8.3f}{rate:10.0f}{rate * share:8.0%}{memory:9.2f}{ratio:8.2f}x"
+        table.row(
+            peer,
+            f"{median[peer]:.3f}",
+            f"{rate:.0f}",
+            f"{rate * seconds_per_token_at_peak:.0%}",
+            f"{worker.end() / 1e9:.2f}",
+            f"{median[peer] / median['dtt train']:.2f}x",
         )
-    for peer, why in lost.items():
-        print(f"{peer:22} does not run: {why[:90]}")
+    for peer, error in errors.items():
+        table.row(peer, note=f"does not run: {error[:90]}")
 
 
 def main() -> None:
@@ -180,10 +183,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--fp32", action="store_true", help="in fp32, too")
+    parser.add_argument("--fp32", action="store_true", help="also train in fp32")
     parser.add_argument("--worker", nargs=2, metavar=("SHAPE", "PRECISION"))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)  # importing `runs` sets OMP_NUM_THREADS=1
+    torch.set_num_threads(options.threads)
     if options.worker:
         train(SHAPES[options.worker[0]], options.worker[1])
         return

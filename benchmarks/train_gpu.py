@@ -27,8 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from runs import make_tokens
+from jobs import DTT, make_tokens
+from measurement import Table
 from train_peers import Shape, hf_model
+
+from dtt.launch import local
 
 
 class Case(NamedTuple):
@@ -79,12 +82,13 @@ CASES = {
     ),
 }  # fmt: skip
 SIZES = ("family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+COLUMNS = {"tokens/s": 10, "s/step": 9, "MFU": 7, "causal": 8, "of matmul": 11, "GB": 7}
 
 
 def train(
     folder: Path, tokens: Path, name: str, case: Case, optimizer: str, steps: int, processes: int
 ) -> dict[str, Any]:
-    """Run `dtt train`; return the medians of its logged figures, or under `lost` the error."""
+    """Run `dtt train`; return the medians of its logged figures, or its error as `error`."""
     shape = case.shape
     step_tokens = shape["batch"] * shape["seq_len"] * case.accumulation * processes
     sizes = [f"model.{key}={shape[key]}" for key in SIZES]
@@ -97,11 +101,10 @@ def train(
     ]  # fmt: skip
     if case.profiled:
         keys.append(f"profile.steps=[{steps - 2},{steps - 1}]")
-    launcher = []
+    command = [*DTT, "train", *keys]
     if processes > 1:
         keys += ["parallel.shard=-1", "parallel.replicate=1"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *launcher, "-m", "dtt.main", "train", *keys]
+        command = local.torchrun_argv(processes, ["train", *keys])
     env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, check=False)
     (folder / f"{name}.log").write_text(run.stdout + run.stderr)
@@ -112,10 +115,10 @@ def train(
     perf = [record for record in records if record["kind"] == "perf"]
     perf = perf[steps // 2 : -3 if case.profiled else None]
     if not perf:
-        told = (line for line in run.stderr.splitlines() if "dtt:" in line)
-        return {"lost": next(told, f"too few steps: see {name}.log")}
-    keep = [key for key, value in perf[0].items() if isinstance(value, int | float)]
-    return {key: statistics.median(record[key] for record in perf) for key in keep}
+        messages = (line for line in run.stderr.splitlines() if "dtt:" in line)
+        return {"error": next(messages, f"too few steps: see {name}.log")}
+    numbers = [key for key, value in perf[0].items() if isinstance(value, int | float)]
+    return {key: statistics.median(record[key] for record in perf) for key in numbers}
 
 
 def peer(shape: Shape, steps: int) -> tuple[float, float]:
@@ -126,7 +129,7 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
     compiled: Any = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     size = shape["batch"], shape["seq_len"] + 1
-    spent = []
+    durations = []
     for _ in range(steps):
         start = time.perf_counter()
         ids = torch.randint(0, shape["vocab_size"], size, device="cuda")
@@ -137,8 +140,8 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-        spent.append(time.perf_counter() - start)
-    rate = shape["batch"] * shape["seq_len"] / statistics.median(spent[steps // 2 :])
+        durations.append(time.perf_counter() - start)
+    rate = shape["batch"] * shape["seq_len"] / statistics.median(durations[steps // 2 :])
     return rate, torch.cuda.max_memory_allocated() / 1e9
 
 
@@ -155,37 +158,40 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU here: benchmarks/train_cpu.py is for CPUs")
     print(f"{options.processes} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':28}{'tokens/s':>10}{'s/step':>9}{'MFU':>7}{'causal':>8}{'of matmul':>11}{'GB':>7}")
+    table = Table("", 28, COLUMNS)
     with tempfile.TemporaryDirectory(prefix="dtt-train-gpu-") as name:
         folder = Path(name)
         tokens = make_tokens(folder)
         for case, optimizer in product(options.cases, ("adamw", "muon")):
             run, steps = f"{case}-{optimizer}", options.steps or CASES[case].steps
-            found = train(folder, tokens, run, CASES[case], optimizer, steps, options.processes)
-            print(row(f"{case}, {optimizer}", found), flush=True)
-            for table in sorted((folder / "jobs" / run / "profiles").glob("*.txt"))[:1]:
-                print("\n".join(table.read_text().splitlines()[:24]))
+            figures = train(folder, tokens, run, CASES[case], optimizer, steps, options.processes)
+            if "error" in figures:
+                table.row(f"{case}, {optimizer}", note=figures["error"])
+            else:
+                table.row(f"{case}, {optimizer}", *cells(figures))
+            for profile in sorted((folder / "jobs" / run / "profiles").glob("*.txt"))[:1]:
+                print("\n".join(profile.read_text().splitlines()[:24]))
         for case in options.cases if options.peer else ():
             try:
                 rate, memory = peer(CASES[case].shape, options.steps or 30)
             except torch.OutOfMemoryError:
-                print(f"{case + ', transformers':28} out of memory")
+                table.row(f"{case}, transformers", note="out of memory")
                 continue
-            print(f"{case + ', transformers':28}{rate:10.0f}{'':35}{memory:7.1f}", flush=True)
+            cells_of_peer = f"{rate:.0f}", "", "", "", "", f"{memory:.1f}"
+            table.row(f"{case}, transformers", *cells_of_peer)
 
 
-def row(name: str, found: dict[str, Any]) -> str:
-    """Format the figures of one run as a row."""
-    if "lost" in found:
-        return f"{name:28} {found['lost']}"
-    shares = "".join(
-        f"{found[key]:{width}.1%}" if key in found else f"{'n/a':>{width}}"
-        for key, width in (("mfu", 7), ("mfu_causal", 8), ("matmul_share", 11))
-    )
-    rate, seconds, memory = (
-        found[key] for key in ("tokens_per_second", "seconds_per_step", "memory_gb")
-    )
-    return f"{name:28}{rate:10.0f}{seconds:9.3f}{shares}{memory:7.1f}"
+def cells(figures: dict[str, Any]) -> list[str]:
+    """Format the figures of one run as the cells of a row."""
+    return [
+        f"{figures['tokens_per_second']:.0f}",
+        f"{figures['seconds_per_step']:.3f}",
+        *(
+            f"{figures[key]:.1%}" if key in figures else "n/a"
+            for key in ("mfu", "mfu_causal", "matmul_share")
+        ),
+        f"{figures['memory_gb']:.1f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ step per `next`, including clipping and a read of the loss, as in the libraries'
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from measurement import peak_memory
 from torch import Tensor, nn
 
 Shape = dict[str, Any]
@@ -31,8 +31,8 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-def follow(steps: Steps) -> None:
-    """Do a step for every line of standard input, and print its seconds and loss as JSON."""
+def step_on_request(steps: Steps) -> None:
+    """Run a step for every line of standard input, and print its seconds and loss as JSON."""
     next(steps)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -41,8 +41,7 @@ def follow(steps: Steps) -> None:
         start = time.perf_counter()
         loss = next(steps)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"peak": peak}), flush=True)
+    print(json.dumps({"peak": peak_memory()}), flush=True)
 
 
 def batches(shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
@@ -108,7 +107,7 @@ def transformers_loop(shape: Shape, precision: str) -> Steps:
     return loop(model, loss_of, shape, precision)
 
 
-def trainer(shape: Shape, precision: str) -> Steps:
+def transformers_trainer(shape: Shape, precision: str) -> Steps:
     """Train with transformers.Trainer, which waits for `next` before each step."""
     import queue
     import tempfile
@@ -116,15 +115,15 @@ def trainer(shape: Shape, precision: str) -> Steps:
 
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    go: queue.Queue[None] = queue.Queue()
-    done: queue.Queue[float] = queue.Queue()
+    start_step: queue.Queue[None] = queue.Queue()
+    step_done: queue.Queue[float] = queue.Queue()
 
     class Wait(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            go.get()
+            start_step.get()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            done.put(0.0)
+            step_done.put(0.0)
 
     data = batches(shape)
     rows = [row for _ in range(64) for row in next(data)[0]]
@@ -134,17 +133,17 @@ def trainer(shape: Shape, precision: str) -> Steps:
         weight_decay=0.1, report_to=[], logging_strategy="no", save_strategy="no",
         disable_tqdm=True, max_grad_norm=1.0,
     )  # fmt: skip
-    made = Trainer(
+    trainer = Trainer(
         model=hf_model(shape),
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[Wait()],
     )
-    threading.Thread(target=made.train, daemon=True).start()
+    threading.Thread(target=trainer.train, daemon=True).start()
     yield 0.0
     while True:
-        go.put(None)
-        yield done.get()
+        start_step.put(None)
+        yield step_done.get()
 
 
 def litgpt_loop(shape: Shape, precision: str) -> Steps:
@@ -166,7 +165,7 @@ def litgpt_loop(shape: Shape, precision: str) -> Steps:
                         mlp_class_name="LLaMAMLP", parallel_residual=False)  # fmt: skip
     model = GPT(config)
     model.lm_head.weight = model.transformer.wte.weight
-    fill(model)
+    initialize(model)
     return loop(
         model, lambda x, y: chunked_cross_entropy(model(x), y, chunk_size=128), shape, precision
     )
@@ -179,7 +178,7 @@ def torchtitan_loop(shape: Shape, precision: str) -> Steps:
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 
     if shape["family"] != "llama":
-        raise SystemExit("no such model")
+        raise SystemExit("torchtitan has no such model")
     dim, vocab = shape["dim"], shape["vocab_size"]
     normal = {"weight": lambda w: nn.init.normal_(w, std=0.02)}
     model = Llama3Model.Config(
@@ -201,30 +200,30 @@ def torchtitan_loop(shape: Shape, precision: str) -> Steps:
             attn_backend="sdpa",
         ),
     ).build()
-    fill(model)
-    tokens_of_batch = shape["batch"] * shape["seq_len"]
+    initialize(model)
+    batch_tokens = shape["batch"] * shape["seq_len"]
     return loop(
-        model, lambda x, y: cross_entropy_loss(model(x), y) / tokens_of_batch, shape, precision
+        model, lambda x, y: cross_entropy_loss(model(x), y) / batch_tokens, shape, precision
     )
 
 
-def fill(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """Re-initialise weights with a standard deviation of 0.02 in place of the library's default."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.02)
 
 
-WORKERS: dict[str, Callable[[Shape, str], Steps]] = {
+PEERS: dict[str, Callable[[Shape, str], Steps]] = {
     "transformers, loop": transformers_loop,
-    "transformers.Trainer": trainer,
+    "transformers.Trainer": transformers_trainer,
     "litgpt, loop": litgpt_loop,
     "torchtitan, loop": torchtitan_loop,
 }
 
 
 if __name__ == "__main__":
-    worker, shape, precision, threads = sys.argv[1:]
+    peer, shape, precision, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
-    follow(WORKERS[worker](SHAPES[shape], precision))
+    step_on_request(PEERS[peer](SHAPES[shape], precision))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from forked import PACKAGE
 from hypothesis import settings
 from running import ROOT, Dtt, write_documents
 
@@ -17,6 +20,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     WANDB_MODE="offline",
     TOKENIZERS_PARALLELISM="false",
+    # A process on a disk that is full would leave half a file; see pytest_configure.
+    PYTHONDONTWRITEBYTECODE="1",
 )
 # What must pass before a merge tries the same examples every time; others try new ones.
 settings.register_profile("same", derandomize=True)
@@ -79,9 +84,60 @@ def tiny(tokens: Path) -> Settings:
     return settings
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests on Slurm: they take longest, in one process, and mostly wait."""
-    items.sort(key=lambda item: "tests/slurm/" not in item.path.as_posix())
+WITHOUT_SLOW = "slow tests are left out; ./env.sh pytest --all runs everything"
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add --all; without xdist (-p no:xdist) accept its options in pyproject.toml."""
+    parser.addoption("--all", action="store_true", help="run the slow tests, too")
+    if not pluginmanager.hasplugin("xdist"):
+        for option in ("--numprocesses", "--maxprocesses", "--dist"):
+            parser.addoption(option)
+        parser.addoption("--no-loadscope-reorder", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile dtt once, so that not every process that tests start compiles it."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(PACKAGE, quiet=2)
+
+
+def leaves_out_slow(config: pytest.Config) -> bool:
+    """Return True unless all tests, a marker or a single test is asked for, or pages that tests
+    write."""
+    chosen = config.option.all or config.option.markexpr or "DTT_WRITE_DOCS" in os.environ
+    return not chosen and not any("::" in argument for argument in config.args)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Return True if a test is marked as slow and its parameters are not excepted."""
+    marker = item.get_closest_marker("slow")
+    callspec = getattr(item, "callspec", None)
+    case = callspec.id if callspec is not None else None
+    return marker is not None and case not in marker.kwargs.get("except_for", ())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that have the most slow tests, so that no process ends long after the
+    others; then leave the slow tests out."""
+    slow = Counter(item.path for item in items if is_slow(item))
+    items.sort(key=lambda item: -slow[item.path])
+    if leaves_out_slow(config):
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Report that slow tests are left out, before the tests."""
+    return WITHOUT_SLOW if leaves_out_slow(config) else None
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Report it after the tests, too."""
+    if leaves_out_slow(config):
+        terminalreporter.write_line(WITHOUT_SLOW)
 
 
 @pytest.hookimpl(wrapper=True)

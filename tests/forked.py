@@ -1,41 +1,55 @@
 """Processes that are forked from a clean one, which has imported the slow libraries and run
-nothing: half of a short run of dtt is the import of torch."""
+nothing: most of a short run of dtt is the import of torch and of dtt itself."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import dtt
+
+PACKAGE = Path(dtt.__file__).parent
+READ_ENVIRONMENT = ("dtt/export/", "dtt/data/corpus/hub.py", "/__")
+"""Modules that are not imported ahead: huggingface_hub reads variables when it is imported."""
+FILES = (path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py")))
+MODULES = [
+    ".".join(path.with_suffix("").parts)
+    for path in FILES
+    if not any(part in str(path) for part in READ_ENVIRONMENT)
+]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    [
-        "dtt.main", "dtt.config.run", "pyarrow.parquet", "tokenizers", "torch._dynamo",
-        "dtt.model.decoder", "dtt.runtime.dist",
-    ]
-)  # fmt: skip
-READ_AT_IMPORT = ("OMP_", "PYTHON", "TORCH", "DTT_")
+    ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch", *MODULES]
+)
+READ_AT_IMPORT = ("OMP_", "PYTHON", "TORCH")
 """Variables that have had their effect on what is imported already."""
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
-    """Whether a run with these variables, on top of our own, may be forked."""
+    """Return True if a run with these variables, on top of our own, may be forked."""
     return "coverage" not in sys.modules and not any(
-        name.startswith(READ_AT_IMPORT) for name in env
+        name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value
+        for name, value in env.items()
     )
 
 
 def run_dtt(
-    arguments: list[str], folder: Path, env: Mapping[str, str], timeout: float
+    arguments: list[str], folder: Path, env: Mapping[str, str], timeout: float, stdin: bytes = b""
 ) -> tuple[int, str, str]:
     """`dtt ARGUMENTS` in `folder`: exit code, standard output, standard error."""
     with tempfile.TemporaryDirectory() as said:
-        out, err = Path(said, "out"), Path(said, "err")
-        everything = dict(os.environ) | dict(env)
-        process = CONTEXT.Process(target=_run, args=(arguments, folder, everything, out, err))
+        given, out, err = Path(said, "in"), Path(said, "out"), Path(said, "err")
+        given.write_bytes(stdin)
+        process = CONTEXT.Process(
+            target=become_dtt, args=(arguments, surroundings(folder, env), given, out, err)
+        )
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -44,15 +58,83 @@ def run_dtt(
         return process.exitcode, out.read_text("utf-8"), err.read_text("utf-8")
 
 
-def _run(arguments: list[str], folder: Path, env: dict[str, str], out: Path, err: Path) -> None:
+class ForkedDtt(subprocess.Popen[str]):
+    """A running `dtt ARGUMENTS`, with pipes for what it prints."""
+
+    def __init__(self, arguments: list[str], folder: Path, env: Mapping[str, str]) -> None:
+        # Not that of Popen, which would start a program.
+        (out, there), (err, there_too) = (CONTEXT.Pipe(duplex=False) for _ in range(2))
+        self._process = CONTEXT.Process(
+            target=become_dtt,
+            args=(arguments, surroundings(folder, env), Path(os.devnull), there, there_too),
+        )
+        self._process.start()
+        self.args, self.stdin, self.returncode = arguments, None, None
+        self.pid = self._process.pid or 0
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(p.fileno()), encoding="utf-8") for p in (out, err)
+        )
+        for pipe in (out, err, there, there_too):
+            pipe.close()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def communicate(
+        self, input: str | None = None, timeout: float | None = None
+    ) -> tuple[str, str]:
+        """Return what else it prints until its end; again the same, if it is called again."""
+        assert self.stdout is not None
+        assert self.stderr is not None
+        if not self.stdout.closed:
+            with self.stdout, self.stderr, ThreadPoolExecutor(1) as beside:
+                err = beside.submit(self.stderr.read)
+                self._said = self.stdout.read(), err.result()
+        self.wait(timeout)
+        return self._said
+
+
+Surroundings = tuple[Path, dict[str, str], int]
+
+
+def surroundings(folder: Path, env: Mapping[str, str]) -> Surroundings:
+    """Return what a shell would hand on: folder, environment and umask."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return folder, dict(os.environ) | dict(env), umask
+
+
+def become_dtt(
+    arguments: list[str],
+    around: Surroundings,
+    given: Path,
+    out: Path | Connection,
+    err: Path | Connection,
+) -> None:
     """Become the process that a shell would start."""
     import dtt.main
 
+    folder, env, umask = around
     os.chdir(folder)
+    os.umask(umask)
     os.environ.clear()
     os.environ.update(env)
-    for number, path in ((0, Path(os.devnull)), (1, out), (2, err)):
-        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, number)
+    os.dup2(os.open(given, os.O_RDONLY), 0)
+    for number, where in ((1, out), (2, err)):
+        if isinstance(where, Path):
+            os.dup2(os.open(where, os.O_WRONLY | os.O_CREAT), number)
+        else:
+            os.dup2(where.fileno(), number)
+            where.close()
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.argv = ["dtt", *arguments]
     dtt.main.main()

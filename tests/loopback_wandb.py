@@ -17,6 +17,7 @@ class Run:
     """What the server knows of one run."""
 
     name: str
+    group: str | None
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     finished: int = 0
@@ -110,7 +111,7 @@ class LoopbackWandb:
     def _upsert(self, variables: dict[str, Any]) -> dict[str, Any]:
         run_id = variables["name"]
         inserted = run_id not in self.runs
-        run = self.runs.setdefault(run_id, Run(variables["displayName"]))
+        run = self.runs.setdefault(run_id, Run(variables["displayName"], variables["groupName"]))
         if variables.get("config"):
             run.config = json.loads(variables["config"])
         project = {"name": variables["project"], "entity": {"name": "me"}}

@@ -12,21 +12,23 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from conversation_files import conversation, jsonl
 from loopback_hub import LoopbackHub
 from running import ROOT, Dtt, write_documents
-from tiny_job import END_OF_DOCUMENT, make_tokenizer
+from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
 from token_files import write_pair
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.data.dataset import open_dataset
-from dtt.data.order import EMPTY_LEDGER, extend_ledger
-from dtt.launch import sweep
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
+from dtt.launch.sweep import trials
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 
@@ -98,13 +100,24 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
         path.chmod(0o755)
     shown = re.findall(r"^```yaml\n(.*?)^```$", pages, re.M | re.S)
     (folder / "run.yaml").write_text(next(t for t in shown if t.startswith("name: stories")))
+    (folder / "stages.yaml").write_text(next(t for t in shown if t.startswith("name: chain")))
+    for name, file in (("answers", "sft.yaml"), ("preferred", "dpo.yaml")):
+        (folder / file).write_text(next(t for t in shown if t.startswith(f"name: {name}")))
+    (folder / "faq.jsonl").write_bytes(jsonl([conversation(i) for i in range(80)]))
+    (folder / "preferences.jsonl").write_bytes(jsonl([_preference(i) for i in range(40)]))
     (folder / "lr.yaml").write_text(next(t for t in shown if t.startswith("name: lr")))
+    (folder / "capitals.yaml").write_text(next(t for t in shown if t.startswith("type:")))
+    capitals = [{"country": c, "cities": ["Lyon", "Paris"], "capital": 1} for c in ("a", "b")]
+    (folder / "capitals.jsonl").write_bytes(jsonl(capitals))
     (folder / "prompt.txt").write_text("one two")
     (folder / "prompts.txt").write_text("one\ntwo\n")
+    (folder / "questions.txt").write_text("How are you?\nAnd now?\n")
+    (folder / "conversations.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}')
     (folder / "home/books").mkdir(parents=True)
     write_documents(folder / "home/books/book.jsonl")
     _fill(hub, (folder / "home/books/book.jsonl").read_text())
     make_tokenizer().save(str(folder / "tokenizer.json"))
+    write_chat_job(folder, "Fine.", name="assistant")
     (folder / "megatron").mkdir()
     write_pair(folder / "megatron/pile_text_document", [[5, 9, 7, 0]] * 50)
     with chdir(folder), patch.dict(os.environ, environment(folder, hub)):
@@ -112,11 +125,11 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
         for config in ("run.yaml", "quickstart"):
             dtt("download", "-c", config)
             dtt("tokenize", "-c", config)
-        begun = JobDir(Path("jobs/stories"))
-        begun.stop.parent.mkdir(parents=True)
-        begun.stop.touch()
+        started = JobDir(Path("jobs/stories"))
+        started.stop.parent.mkdir(parents=True)
+        started.stop.touch()
         dtt("train", "-c", "run.yaml", expect=75)
-        grow(begun, SAVED)
+        grow(started, SAVED)
         shutil.copytree("jobs/stories", "jobs/run")
         for name in ("latest.log", "latest-n2.log"):
             JobDir(Path("jobs/run")).logs.mkdir(exist_ok=True)
@@ -124,22 +137,53 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
         config = Path("jobs/run/config.yaml")
         config.write_text(config.read_text().replace("name: stories", "name: run"))
         with patch.dict(os.environ, TRIALS):
-            sweeps = [sweep.plan(Path(file)).write() for file in ("lr.yaml", "quickstart-lr")]
-            trials = [[one.job(id).root for id in one.manifest.trials] for one in sweeps]
-            trained = trials[0][0]
+            sweeps = [trials.plan(Path(file)).write() for file in ("lr.yaml", "quickstart-lr")]
+            folders = [[one.job(id).root for id in one.manifest.trials] for one in sweeps]
+            trained = folders[0][0]
             dtt("train", trained)
-        for other in (path for paths in trials for path in paths[:-1] if path != trained):
+        for other in (path for paths in folders for path in paths[:-1] if path != trained):
             kept = (other / "config.yaml").read_bytes()
             shutil.copytree(trained, other, dirs_exist_ok=True)
             (other / "config.yaml").write_bytes(kept)
 
 
+def _preference(number: int) -> dict[str, Any]:
+    """Return a row with a right and a wrong answer."""
+    return {
+        "prompt": [{"role": "user", "content": f"{number} plus one?"}],
+        "chosen": [{"role": "assistant", "content": f"{number + 1}"}],
+        "rejected": [{"role": "assistant", "content": f"{number + 7}"}],
+    }
+
+
+TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "EleutherAI/lambada_openai": ("default", "test", {"text": "One and one more are two"}),
+    "Rowan/hellaswag": ("default", "validation", {
+        "activity_label": "Sums", "ctx_a": "One and one", "ctx_b": "are",
+        "endings": ["one", "two", "six", "ten"], "label": "1",
+    }),
+    "allenai/ai2_arc": ("ARC-Easy", "test", {
+        "question": "One and one?", "answerKey": "B",
+        "choices": {"text": ["one", "two"], "label": ["A", "B"]},
+    }),
+}  # fmt: skip
+"""Data of the tasks that the pages name: subset, split and a row."""
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    stream = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), stream)
+    content: bytes = stream.getvalue().to_pybytes()
+    return content
+
+
 def _fill(hub: LoopbackHub, lines: str) -> None:
     """Put the datasets and the model that the pages name on the Hub."""
-    table = pa.table({"text": [json.loads(line)["text"] for line in lines.splitlines()]})
-    stream = pa.BufferOutputStream()
-    pq.write_table(table, stream)
-    content = stream.getvalue().to_pybytes()
+    content = _parquet([{"text": json.loads(line)["text"]} for line in lines.splitlines()])
+    for name, (subset, split, row) in TASKS.items():
+        files = f"data_files: [{{split: {split}, path: rows.parquet}}]"
+        readme = f"---\nconfigs:\n- config_name: {subset}\n  {files}\n---\n".encode()
+        hub.add("dataset", name, {"README.md": readme, "rows.parquet": _parquet([row, row])})
     card = "---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*.parquet\n---\n"
     hub.add("dataset", STORIES, {"data/train-00000-of-00001.parquet": content})
     hub.add("dataset", EDU, {"sample/10BT/000.parquet": content, "README.md": card.encode()})
@@ -152,10 +196,10 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
 
 
 def grow(job: JobDir, steps: Iterable[int]) -> None:
-    """Give a job that has just begun the metrics and checkpoints of `steps`, as if it had trained.
+    """Give a new job the metrics and checkpoints of `steps`, as if it had trained.
 
-    The weights stay those of its first checkpoint. Positions and hashes of the samples are the true
-    ones, so a resume accepts them.
+    The weights stay those of its first checkpoint. Positions and hashes of the samples are valid,
+    so a resume accepts them.
     """
     first = store.newest(job.checkpoints)
     assert first is not None
@@ -163,10 +207,10 @@ def grow(job: JobDir, steps: Iterable[int]) -> None:
     dataset = open_dataset(cfg)
     position, facts = first.position(), first.manifest.model_dump(exclude={"files", "step"})
     facts = {key: facts[key] for key in facts if key != "format"}
-    hashes, lines = [EMPTY_LEDGER], []
+    hashes, lines = [EMPTY_DATA_HASH], []
     for step in range(1, max(steps) + 1):
         start, end = dataset.first_sample(step - 1), dataset.first_sample(step)
-        hashes.append(extend_ledger(hashes[-1], dataset.samples_at(start, end - start)))
+        hashes.append(extend_data_hash(hashes[-1], dataset.samples_at(start, end - start)))
         tokens = end * cfg.train.seq_len
         record = {"kind": "train", "step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0}
         lines.append(json.dumps(record | {"tokens": tokens, "ledger": hashes[-1].hex()}) + "\n")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from running import Dtt
 
-from dtt.artifacts import checked_file, checked_name
 from dtt.errors import DamagedError, ExitCode
+from dtt.safe_names import checked_file, checked_name
 
 BAD = {
     "": "not a plain path",
@@ -20,9 +20,9 @@ BAD = {
     "./a": "not a plain path",
     "a//b": "not a plain path",
     "a/": "not a plain path",
-    "a\0b": "does not print",
-    "a\nerror: all is well": "does not print",
-    "a\udcff": "does not print",
+    "a\0b": "non-printable",
+    "a\nerror: all is well": "non-printable",
+    "a\udcff": "non-printable",
 }
 
 
@@ -69,10 +69,10 @@ def test_a_link_may_lead_within_the_folder_only(tmp_path: Path) -> None:
 def test_a_corpus_that_names_files_elsewhere_is_refused_by_every_command(dtt: Dtt) -> None:
     (dtt.folder / "victim.txt").write_text("a secret\n")
     corpus = dtt.folder / "corpus"
-    dtt("download", "-d", "python-stdlib", "--out", "corpus")
+    dtt("download", "-d", "python-stdlib", "download.out=corpus")
     manifest = json.loads((corpus / "manifest.json").read_text())
-    read = ("tokenize", "tokenize.corpus=corpus", "tokenizer.vocab_size=260")
-    again = ("download", "-d", "python-stdlib", "--out", "corpus")
+    read = ("tokenize", "download.out=corpus", "tokenizer.vocab_size=260")
+    again = ("download", "-d", "python-stdlib", "download.out=corpus")
     for name in ("../victim.txt", str(dtt.folder / "victim.txt")):
         manifest["files"][0]["path"] = name
         (corpus / "manifest.json").write_text(json.dumps(manifest))
@@ -89,9 +89,9 @@ def test_a_corpus_that_names_files_elsewhere_is_refused_by_every_command(dtt: Dt
 def test_token_files_that_lie_elsewhere_are_refused_by_every_command(dtt: Dtt) -> None:
     (dtt.folder / "source.txt").write_text("\n".join(f"line {i} of many" for i in range(300)))
     dtt(
-        "download", "-d", "source.txt", "--out", "corpus", "download.txt_documents=line"
+        "download", "-d", "source.txt", "download.out=corpus", "download.txt_documents=line"
     )  # fmt: skip
-    make = ("tokenize", "tokenize.corpus=corpus", "tokenize.out=tokens", "tokenizer.vocab_size=260")
+    make = ("tokenize", "download.out=corpus", "tokenize.out=tokens", "tokenizer.vocab_size=260")
     dtt(*make)
     tokens = dtt.folder / "tokens"
     sound = (tokens / "manifest.json").read_text()

@@ -126,7 +126,7 @@ def test_the_command_runs_inside_the_environment(made: Project) -> None:
     assert run.stdout.splitlines() == [f"{made.root}/.venv", "1"]
 
 
-def test_nothing_is_done_or_said_when_nothing_changed(made: Project) -> None:
+def test_nothing_is_done_or_printed_if_nothing_changed(made: Project) -> None:
     before = made.installs
     run = made.bash("time ./env.sh true")
     assert made.installs == before
@@ -134,7 +134,7 @@ def test_nothing_is_done_or_said_when_nothing_changed(made: Project) -> None:
     assert run.returncode == 0
 
 
-def test_arguments_exit_code_and_folder_are_the_commands_own(made: Project, tmp_path: Path) -> None:
+def test_arguments_exit_code_and_folder_are_passed_through(made: Project, tmp_path: Path) -> None:
     run = made.bash(
         f"'{made.root}/env.sh' bash -c 'pwd; echo \"$1\"; exit 7' _ 'a  b'", cwd=tmp_path
     )
@@ -163,6 +163,7 @@ def test_a_source_that_fails_returns_to_the_shell(project: Project) -> None:
     assert "DTT_PYTHON=" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_python_that_is_too_old_is_passed_over(project: Project, tmp_path: Path) -> None:
     old = tmp_path / "bin/python3"
     old.parent.mkdir()
@@ -195,7 +196,7 @@ def test_a_changed_pyproject_is_installed_again(made: Project) -> None:
     assert made.installs == before + 1
 
 
-def test_a_failed_update_leaves_what_worked(made: Project) -> None:
+def test_a_failed_update_keeps_the_working_environment(made: Project) -> None:
     stamp = made.stamp
     pyproject = made.root / "pyproject.toml"
     text = pyproject.read_text()
@@ -211,6 +212,7 @@ def test_a_failed_update_leaves_what_worked(made: Project) -> None:
     assert made.bash("./env.sh echo fine").stdout == "fine\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("flock") is None, reason="flock is not installed here")
 def test_two_at_once_install_once(project: Project) -> None:
     two = [project.start("./env.sh echo ran") for _ in range(2)]
@@ -219,7 +221,8 @@ def test_two_at_once_install_once(project: Project) -> None:
     assert project.installs == 1
 
 
-def test_a_killed_installation_is_begun_again(project: Project) -> None:
+@pytest.mark.slow
+def test_a_killed_installation_is_started_again(project: Project) -> None:
     gate = project.root / "gate"
     os.mkfifo(gate)
     process = project.start("./env.sh echo never")
@@ -232,6 +235,7 @@ def test_a_killed_installation_is_begun_again(project: Project) -> None:
     assert "making .venv" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_moved_clone_is_made_again(project: Project) -> None:
     assert project.bash("./env.sh true").returncode == 0
     moved = project.root.with_name("moved here")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dtt.artifacts import CorpusSource, DataManifest, SourceFacts
+from dtt.artifacts import CHAT_TEMPLATE, ChatFacts, CorpusSource, DataManifest, SourceFacts
 from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job
+from dtt.data.conversations.template import CHATML
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
@@ -19,21 +23,21 @@ from dtt.optim.ema import Ema
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
 
-END_OF_DOCUMENT = 256
+END_OF_DOCUMENT, IM_START, IM_END = 256, 257, 258
 KEY = "0" * 64
 
 
-def make_tokenizer() -> Tokenizer:
-    """One token for each of the 256 bytes, and <|endoftext|>."""
+def make_tokenizer(*more: str) -> Tokenizer:
+    """One token for each of the 256 bytes, <|endoftext|>, and `more` special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.add_special_tokens(["<|endoftext|>", *more])
     return tokenizer
 
 
-def write_data(job: Path, tokenizer: Tokenizer) -> None:
+def write_data(job: Path, tokenizer: Tokenizer, chat: ChatFacts | None = None) -> None:
     """What `train` keeps of the data in the folder of a job."""
     path = JobDir(job).tokenizer
     tokenizer.save(str(path))
@@ -47,6 +51,7 @@ def write_data(job: Path, tokenizer: Tokenizer) -> None:
         tokenizer_sha256=sha256_file(path),
         vocab_size=tokenizer.get_vocab_size(),
         end_of_document=END_OF_DOCUMENT,
+        chat=chat,
         sources=(source,),
     )
     (job / manifest.filename).write_text(manifest.dump())
@@ -87,8 +92,8 @@ def write_checkpoint(
 
 def make_model(job: Path, seed: int, says: dict[int, int] | None) -> Decoder:
     """The model of a job, with seeded weights or such as say which token follows which."""
-    cfg = load_job(job)
-    arch = families.get(cfg.model.family).architecture(cfg.model, 257, cfg.train.seq_len)
+    cfg, vocab_size = load_job(job), DataManifest.read(job).vocab_size
+    arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
     model = Decoder(arch)
     initialize(model, seed)
     if says is not None:
@@ -102,17 +107,54 @@ def make_model(job: Path, seed: int, says: dict[int, int] | None) -> Decoder:
     return model
 
 
-def write_job(folder: Path) -> Path:
+def write_job(folder: Path, seq_len: int = 64) -> Path:
     """The job: a tiny Llama with checkpoints of steps 5 and 10."""
     job = folder / "jobs" / "tiny"
     job.mkdir(parents=True)
     write_data(job, make_tokenizer())
-    config = {
-        "name": "tiny",
-        "model": {"family": "llama", "dim": 32, "n_layers": 2, "n_heads": 2},
-        "train": {"seq_len": 64},
-    }
-    (job / "config.yaml").write_text(yaml.safe_dump(config))
+    _write_config(job, seq_len)
     for step in (5, 10):
         write_checkpoint(job, step)
     return job
+
+
+def write_chat_job(
+    folder: Path,
+    answer: str | None = None,
+    *,
+    name: str = "tiny",
+    seq_len: int = 256,
+    template: str = CHATML,
+    kwargs: dict[str, Any] | None = None,
+) -> Path:
+    """A job that was trained on conversations: a tiny Llama with a checkpoint of step 10.
+
+    It gives the `answer`, whose characters all differ, to everything; without one its weights are
+    seeded.
+    """
+    job = folder / "jobs" / name
+    job.mkdir(parents=True)
+    tokenizer = make_tokenizer("<|im_start|>", "<|im_end|>")
+    (job / CHAT_TEMPLATE).write_text(template)
+    sha256 = hashlib.sha256(template.encode()).hexdigest()
+    facts = ChatFacts(template_sha256=sha256, kwargs=kwargs or {}, stop_tokens=(IM_END,))
+    write_data(job, tokenizer, facts)
+    _write_config(
+        job, seq_len, {"name": name, "data": {"type": "chat"}, "chat": {"kwargs": kwargs or {}}}
+    )
+    says = None
+    if answer is not None:
+        ids = tokenizer.encode(f"\n{answer}<|im_end|>").ids
+        says = dict(pairwise(ids))
+        assert len(says) == len(ids) - 1, "a character appears twice"
+    write_checkpoint(job, 10, says)
+    return job
+
+
+def _write_config(job: Path, seq_len: int, more: dict[str, Any] | None = None) -> None:
+    config = {
+        "name": "tiny",
+        "model": {"family": "llama", "dim": 32, "n_layers": 2, "n_heads": 2},
+        "train": {"seq_len": seq_len, "global_batch_tokens": seq_len, "micro_batch": 1},
+    }
+    (job / "config.yaml").write_text(yaml.safe_dump(config | (more or {})))

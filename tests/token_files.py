@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts import CorpusSource, SplitCounts, TokenShard, TokensManifest
-from dtt.data.tokenfile import TokenFileWriter
+from dtt.data.token_file import TokenFileWriter
+
+if TYPE_CHECKING:
+    from dtt.data.samples.loader import Readable
+    from dtt.data.samples.protocol import Samples
 
 END = 0
 VOCAB_SIZE = 60_000
@@ -54,3 +59,10 @@ def write_folder(folder: Path, shards: dict[str, Sequence[Document]]) -> TokensM
 def row(documents: Sequence[Document]) -> npt.NDArray[np.int64]:
     """All their tokens in a row."""
     return np.array([token for document in documents for token in document], dtype=np.int64)
+
+
+def read_doc_ids(source: Readable, samples: Samples) -> npt.NDArray[np.int32]:
+    """Return the document id, within its sample, of each token of `samples`."""
+    doc_ids = source.read(samples, with_doc_ids=True).doc_ids
+    assert doc_ids is not None
+    return doc_ids

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
@@ -26,61 +26,20 @@ from pydantic import (
 
 from dtt.errors import DamagedError, InputError
 from dtt.reading import parse, read_small
+from dtt.safe_names import checked_name
 
 LARGEST = 2**28
 """Maximum size of a manifest in bytes, enough for a million files."""
+
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Name of the file with the chat template, next to tokenizer.json."""
 
 
 def fingerprint(value: Any) -> str:
     """Return the SHA-256 of a JSON-serialisable value in canonical form: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def checked_name(name: str, where: Path) -> str:
-    """Return `name` if it is a relative path that stays in the folder of the manifest `where`.
-
-    A manifest may come from an untrusted source, and its names decide which files are read and
-    written. Raises DamagedError for an empty or absolute name, for one with `.` or `..` or an empty
-    part, and for one with a non-printable character, which could forge a line of a message.
-    """
-    parts = name.split("/")
-    if not name.isprintable():
-        why = f"{name!r} holds a character that does not print"
-    elif name.startswith("/"):
-        why = f"{name!r} is an absolute path"
-    elif not {"", ".", ".."}.isdisjoint(parts):
-        why = f"{name!r} is not a plain path below the folder"
-    else:
-        return name
-    raise _unsafe(where, why)
-
-
-def checked_file(name: str, where: Path) -> Path:
-    """Check `name` and return the path of that file in the folder of the manifest `where`.
-
-    Raises DamagedError for an unsafe name (see `checked_name`) and for a symbolic link that leads
-    out of the folder. The file need not exist.
-    """
-    folder = where.parent
-    path = folder / checked_name(name, where)
-    # Check only the parts of `name`, one lstat each: a folder may hold ten thousand files on a
-    # network file system, where every further lstat is a round trip.
-    through = [path, *path.parents][: name.count("/") + 1]
-    if any(map(os.path.islink, through)):
-        target = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a loop
-        if not target.is_relative_to(os.path.realpath(folder)):
-            raise _unsafe(where, f"{name!r} is a link to {target}, outside the folder")
-    return path
-
-
-def _unsafe(where: Path, why: str) -> DamagedError:
-    return DamagedError(
-        "a manifest names a file outside its folder",
-        where=where,
-        why=why,
-        next="make or fetch the folder again; do not use one from a source you do not trust",
-    )
 
 
 class Record(BaseModel):
@@ -135,10 +94,10 @@ class Manifest(Record):
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
                 f"no {cls.holds} in {folder}",
-                why=f"{path.name} is missing, so nothing finished writing there"
+                why=f"{path.name} is missing: the command that writes this folder has not finished"
                 if folder.is_dir()
                 else "there is no such folder",
-                next=f"make it with `{cls.made_by}`, or name another folder",
+                next=f"create it with `{cls.made_by}`, or specify another folder",
             ) from None
         except ValidationError as error:
             first = error.errors()[0]
@@ -146,13 +105,13 @@ class Manifest(Record):
             raise DamagedError(
                 f"cannot read the manifest {path}",
                 why=f"{key}: {first['msg']}",
-                next=f"make it again with `{cls.made_by}`",
+                next=f"create it again with `{cls.made_by}`",
             ) from None
         except ValueError as error:
             raise DamagedError(
                 f"cannot read the manifest {path}",
                 why=str(error),
-                next=f"make it again with `{cls.made_by}`",
+                next=f"create it again with `{cls.made_by}`",
             ) from None
         for name in manifest.names():
             checked_name(name, path)
@@ -214,7 +173,7 @@ class CorpusManifest(Manifest):
     source: CorpusSource
     file_format: Literal["parquet", "jsonl", "csv", "txt"]
     text_column: str | None
-    """Column or key of the text; None for txt."""
+    """Column or key of the text; None for txt, and for conversations, which are complete rows."""
     txt_documents: Literal["file", "line", "section"] | None
     files: tuple[CorpusFile, ...]
 
@@ -225,6 +184,11 @@ class CorpusManifest(Manifest):
         """
         local = self.source.kind == "local"
         return (file.path for file in self.files if not (local and file.path.startswith("/")))
+
+    @property
+    def has_rows(self) -> bool:
+        """True if the documents are complete rows: conversations rather than text."""
+        return self.text_column is None and self.file_format != "txt"
 
     def content_key(self) -> str:
         """Return a hash of the documents' content, independent of where the files lie."""
@@ -246,12 +210,17 @@ class SplitCounts(Record):
     """Number of tokens, including end-of-document tokens."""
     bytes: int = 0
     """Size of the text in UTF-8 bytes."""
+    trained: int | None = None
+    """Number of tokens of conversations that are targets; None for plain text, where all are."""
 
     def __add__(self, other: SplitCounts) -> SplitCounts:
         return SplitCounts(
             documents=self.documents + other.documents,
             tokens=self.tokens + other.tokens,
             bytes=self.bytes + other.bytes,
+            trained=None
+            if self.trained is None is other.trained
+            else (self.trained or 0) + (other.trained or 0),
         )
 
 
@@ -264,16 +233,21 @@ class TokenShard(Record):
     counts: SplitCounts
     bin_sha256: str
     idx_sha256: str
+    mask_sha256: str | None = None
+    """Hash of the `.mask` file, one byte per token: 1 if the token is a target. None: there is no
+    such file, and every token is a target."""
     host: str | None = None
     """Node whose local disk holds the files; None: they are at `stem`."""
     path: str | None = None
     """Absolute path on the local disk of `host`, without the suffix."""
 
     @model_serializer(mode="wrap")
-    def _where_only_if_elsewhere(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = plain(self)
         if self.host is None:
             del content["host"], content["path"]
+        if self.mask_sha256 is None:
+            del content["mask_sha256"]
         return content
 
 
@@ -294,6 +268,21 @@ def shard_stem(folder: Path, shard: TokenShard) -> Path:
         why=f"`dtt tokenize` left it on the disk of {shard.host}",
         next=f"rsync -a '{shard.host}:{shard.path}.*' {folder}/",
     )
+
+
+class ChatFacts(Record):
+    """The conversation format of token files, as needed by `dtt chat` and `dtt export`.
+
+    The text of the template is in the file `chat_template.jinja` next to the tokenizer.
+    """
+
+    template_sha256: str
+    kwargs: dict[str, Any]
+    """Variables that the template was rendered with."""
+    stop_tokens: tuple[int, ...]
+    """Ids that end an answer, the most frequent first."""
+    special_tokens: dict[str, str] = Field(default_factory=dict)
+    """Variables of the template such as `bos_token`, from the files next to the tokenizer."""
 
 
 class TokensManifest(Manifest):
@@ -324,6 +313,17 @@ class TokensManifest(Manifest):
     """Number of documents that consist of white space only, which are kept."""
     lost_bytes: int = 0
     """Approximate number of bytes in damaged files that could not be read."""
+    refused: dict[str, int] = Field(default_factory=dict)
+    """Number of rows that are not valid conversations, by reason."""
+    chat: ChatFacts | None = None
+    """The conversation format; None for plain text."""
+    pairs: bool = False
+    """True if conversations 2i and 2i + 1 of a shard are a preference pair, the chosen first."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of documents that could not be read, or that were refused."""
+        return self.skipped_documents + sum(self.refused.values())
 
     def names(self) -> Iterable[str]:
         """Return the stems of all shards."""
@@ -368,7 +368,14 @@ class DataManifest(Manifest):
     vocab_size: int
     end_of_document: int
     """Id of the token that follows every document."""
+    chat: ChatFacts | None = None
+    """The conversation format that the job trains on; None for plain text."""
     sources: tuple[SourceFacts, ...]
+
+    @property
+    def until_ids(self) -> tuple[int, ...]:
+        """Ids that end a generated answer: of the end of a document and of a turn."""
+        return (self.end_of_document, *(() if self.chat is None else self.chat.stop_tokens))
 
 
 class CheckpointManifest(Manifest):
@@ -403,7 +410,7 @@ class CheckpointManifest(Manifest):
         if info.mode == "json" and isinstance(content, dict):
             seal = content.pop("seal", None)
             if seal != fingerprint(content):
-                raise ValueError("its content has changed, the seal differs")
+                raise ValueError("its content has changed: its checksum differs")
         return content
 
 
@@ -425,7 +432,16 @@ class ExportManifest(Manifest):
     parameters: int
     max_logit_difference: float
     """Largest absolute difference between the fp32 logits of `transformers` and of dtt."""
+    chat: ChatFacts | None = None
+    """The conversation format that the model was trained on; None for plain text."""
     files: tuple[FileRecord, ...]
+
+    @model_serializer(mode="wrap")
+    def _leave_out_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = plain(self)
+        if self.chat is None:
+            del content["chat"]
+        return content
 
     def names(self) -> Iterable[str]:
         """Return the names of the files."""

@@ -75,6 +75,10 @@ class EnvironmentUnfit(DttError):
     exit_code = ExitCode.UNFIT
 
 
+class InUse(EnvironmentUnfit):
+    """A folder or file that another process has locked. It may be free later."""
+
+
 class Diverged(DttError):
     """A loss or gradient that is non-finite or far from its earlier values."""
 

@@ -1,8 +1,8 @@
 """Bounded reads of small files, and retries of transient file system errors.
 
 A file that was damaged, or that another user created, may be a FIFO, a directory, a sparse file of
-20 GB, or JSON with other fields. All of these raise ValueError here; an OSError comes from the file
-system itself.
+20 GB, or JSON with different fields. All of these raise ValueError here; an OSError comes from the
+file system itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LARGEST_INT = 2**63
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("a name appears twice in an object")
     return record
 
 
@@ -127,10 +127,10 @@ def parse(content: bytes, decoder: json.JSONDecoder | None = None) -> Any:
 
 
 def read_json(path: Path, most: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file; raise ValueError if the file holds anything else."""
+    """Return the JSON object in a file; raise ValueError if the file contains anything else."""
     value = parse(read_small(path, most))
     if not isinstance(value, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it does not contain a JSON object")
     return value
 
 
@@ -181,7 +181,7 @@ def read_record(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any] | None
         record = read_json(path)
         if not fits(record, fields):
             wrong = [n for n, kind in fields.items() if not fits(record, {n: kind})]
-            raise ValueError(f"{', '.join(wrong)} missing, or not what it should be")
+            raise ValueError(f"{', '.join(wrong)} missing or of the wrong type")
         return record
 
     return tolerant(path, read)
@@ -216,7 +216,7 @@ def read_records(
     """Yield the JSON objects in the lines of a file that have `fields`.
 
     Lines that do not contain `mark` are skipped before they are parsed. The first other line that
-    holds no such object is reported with a warning.
+    contains no such object is reported with a warning.
     """
     for number, line in read_lines(path, last):
         if mark not in line:
@@ -230,4 +230,4 @@ def read_records(
         elif path not in _reported:
             _reported.add(path)
             where = f"{path}:{number}" if last is None else f"a line of {path}"
-            log.warning("%s is no record and left out, as are others like it", where)
+            log.warning("%s is not a record; it is skipped, as are others like it", where)

@@ -1,6 +1,6 @@
-"""A save struck at any system call, a checkpoint damaged in any way: nothing lost, nothing wrong.
+"""Faults at every system call of a save, and damage of any kind: no checkpoint is lost or wrong.
 
-The harness is a benchmark, which shows other ways to save beside; here a part of it, dtt's alone.
+The harness is a benchmark, which also runs other checkpoint back ends; here it runs dtt's alone.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from running import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 
-WAYS = ("dtt, asynchronous", "dtt, two ranks, sharded")
+BACKENDS = ("dtt, asynchronous", "dtt, two ranks, sharded")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts of `struck` saves and `damaged` checkpoints, by way of saving and what was done."""
+    """Return the outcomes of `faults` and of `damage`, by back end and kind, with their counts."""
     counts = tmp_path_factory.mktemp("faults") / "counts.json"
-    # Each of thousand processes would write what it has covered.
+    # Otherwise each of a thousand processes would write its coverage.
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    env["TMPDIR"] = "/dev/shm"  # none of these faults is one of the disk's cache
+    env["TMPDIR"] = "/dev/shm"  # none of these faults involves the disk's cache
     script = ROOT / "benchmarks/faults.py"
     run = subprocess.run(
-        [sys.executable, script, "--quick", "--json", counts, "--only", *WAYS],
+        [sys.executable, script, "--quick", "--json", counts, "--only", *BACKENDS],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -41,22 +41,24 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     return merged
 
 
-def test_killed_at_every_system_call_of_a_save_the_one_before_or_the_new_one_is_whole(
+@pytest.mark.slow
+def test_a_save_killed_at_any_system_call_leaves_the_previous_or_the_new_checkpoint_complete(
     outcomes: dict[str, dict[str, dict[str, int]]],
 ) -> None:
-    assert outcomes["struck"].keys() == {f"{way}: SIGKILL" for way in WAYS}
-    for times in outcomes["struck"].values():
-        assert times.keys() <= {"the one before", "the new one", "not struck"}
-        assert times["the one before"] > 20
-        assert times["the new one"] > 20
-        assert times.get("not struck", 0) < sum(times.values()) / 4
+    assert outcomes["faults"].keys() == {f"{backend}: SIGKILL" for backend in BACKENDS}
+    for times in outcomes["faults"].values():
+        assert times.keys() <= {"previous step", "new step", "not injected"}
+        assert times["previous step"] > 20
+        assert times["new step"] > 20
+        assert times.get("not injected", 0) < sum(times.values()) / 4
 
 
-def test_any_damage_is_found_its_file_named_and_the_one_before_taken(
+@pytest.mark.slow
+def test_any_damage_is_detected_its_file_named_and_the_previous_checkpoint_loaded(
     outcomes: dict[str, dict[str, dict[str, int]]],
 ) -> None:
-    damaged = {name.split(": ")[1]: times for name, times in outcomes["damaged"].items()}
-    assert damaged.pop("an extra file") == {"harmless": 1}  # one the manifest does not name
-    for kind, times in damaged.items():
+    damage = {name.split(": ")[1]: times for name, times in outcomes["damage"].items()}
+    assert damage.pop("an extra file") == {"harmless": 1}  # the manifest does not list it
+    for kind, times in damage.items():
         assert times.keys() == {"found"}, kind
-    assert sum(times["found"] for times in damaged.values()) > 500
+    assert sum(times["found"] for times in damage.values()) > 500

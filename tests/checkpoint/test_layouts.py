@@ -32,8 +32,8 @@ from dtt.parallel.mesh import Layout, make_layout
 from dtt.runtime.dist import World, start
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.ranks import Ranks
-from dtt.train.begin import take_weights
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
+from dtt.train.warm_start import take_weights
 
 LAYOUTS = {
     "alone": Sizes(),
@@ -183,13 +183,13 @@ def wrong_after_beginning(world: World, folder: Path) -> dict[str, list[str]]:
     theirs = checkpoint(folder / "fsdp-2").stored(store.MODEL)
     alone = State(start(Ranks(), "cpu"), Sizes(), vocabulary=131)
     initialize(alone.model, seed=5)
-    said = take_weights(alone.model, theirs, "there")
-    assert "embed.weight: 64 rows taken, 192 here, 64 there; the others begin as their mean" in said
+    report = take_weights(alone.model, theirs, "there")
+    assert "embed.weight: 64 rows copied, 192 here, 64 there; the others get their mean" in report
     found = {}
     for name, sizes in of_size(world):
         state = State(world, sizes, vocabulary=131)
         initialize(state.model, seed=5)
-        assert take_weights(state.model, theirs, "there") == said
+        assert take_weights(state.model, theirs, "there") == report
         pairs = zip(state.parameters.items(), alone.parameters.values(), strict=True)
         found[name] = [parameter for (parameter, p), right in pairs if not same(p, right)]
     return found
@@ -229,7 +229,7 @@ class Seen(NamedTuple):
     bytes: list[dict[str, int]]
     """Of each."""
     read: list[dict[str, list[str]]]
-    begun: list[dict[str, list[str]]]
+    started: list[dict[str, list[str]]]
     swapped: list[dict[str, list[str]]]
 
 
@@ -241,36 +241,40 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     state.train()
     alone = {"alone": state.save(folder / "alone")}
     two = on_ranks(2, written_in_all_layouts, folder, "alone")
-    counts, read, begun = zip(*on_ranks(4, four_ranks, folder), strict=True)
+    counts, read, started = zip(*on_ranks(4, four_ranks, folder), strict=True)
     read_by_two, swapped = zip(*on_ranks(2, two_ranks, folder), strict=True)
     read_alone = wrong_after_reading(world, folder)
     return Seen(
-        folder, [alone, *two, *counts], [read_alone, *read_by_two, *read], [*begun], [*swapped]
+        folder, [alone, *two, *counts], [read_alone, *read_by_two, *read], [*started], [*swapped]
     )
 
 
-def test_every_layout_reads_what_every_other_wrote(seen: Seen) -> None:
+@pytest.mark.slow
+def test_every_layout_reads_checkpoints_of_every_other(seen: Seen) -> None:
     tried = {names for found in seen.read for names in found}
     assert len(tried) == len(LAYOUTS) ** 2
     for found in seen.read:
         assert {names: wrong for names, wrong in found.items() if wrong} == {}
 
 
-def test_weights_taken_for_more_tokens_do_not_depend_on_the_layout(seen: Seen) -> None:
-    assert seen.begun == [{"fsdp-4": [], "hsdp-2x2": [], "fsdp-2-tp-2": []}] * 4
+@pytest.mark.slow
+def test_warm_start_with_more_tokens_does_not_depend_on_the_layout(seen: Seen) -> None:
+    assert seen.started == [{"fsdp-4": [], "hsdp-2x2": [], "fsdp-2-tp-2": []}] * 4
 
 
-def test_shards_change_places_with_those_of_their_average(seen: Seen) -> None:
+@pytest.mark.slow
+def test_shards_are_swapped_with_their_averages(seen: Seen) -> None:
     assert seen.swapped == [{"ddp-2": [], "fsdp-2": [], "tp-2": []}] * 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_each_number_once_and_every_rank_writes_its_share(seen: Seen) -> None:
     assert {size for found in seen.bytes for size in found.values()} == {seen.bytes[0]["alone"]}
     for name, sizes in LAYOUTS.items():
         found, ranks = checkpoint(seen.folder / name), sizes.data * sizes.tensor
         for kind in (store.MODEL, store.STATE):
             for stored in found.stored(kind).values():
-                parts = [math.prod(shape) for _, (_, shape) in stored.pieces]
+                parts = [math.prod(shape) for _, (_, shape) in stored.boxes]
                 assert all(parts), stored.name
                 assert sum(parts) == math.prod(stored.shape), stored.name
             written = [f.bytes for f in found.manifest.files if f.path.startswith(f"{kind}-")]
@@ -306,7 +310,7 @@ def peak_of_one_of_64(world: World, folder: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
-def test_one_of_many_ranks_reads_but_its_part(large: tuple[Path, int]) -> None:
+def test_each_rank_reads_only_its_own_part(large: tuple[Path, int]) -> None:
     folder, size = large
     (peak,) = on_ranks(1, peak_of_one_of_64, folder)
     assert size > 100e6

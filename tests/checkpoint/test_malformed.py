@@ -23,15 +23,15 @@ from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
-from dtt.data.dataset import Dataset, open_dataset
+from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.optim.ema import Ema
 from dtt.runtime.dist import World, start
 from dtt.runtime.files import sha256_file
 from dtt.runtime.ranks import Ranks
+from dtt.train.anomaly_guard import Guard
 from dtt.train.assemble import assemble, make_optimizers
-from dtt.train.guard import Guard
-from dtt.train.plan import Plan, make_plan
+from dtt.train.run_plan import RunPlan, make_plan
 from dtt.train.state import (
     Position,
     check_position,
@@ -43,7 +43,7 @@ from dtt.train.state import (
 MODEL, STATE = store.rank_file(store.MODEL, 0), store.rank_file(store.STATE, 0)
 MANIFEST = CheckpointManifest.filename
 SETTINGS = {
-    "train__ema_decay": 0.9, "guard__spike": "skip", "guard__spike_window": 8,
+    "train__ema_decay": 0.9, "guard__spike": "skip",
     "checkpoint__keep_last": 9, "train__steps": 8,
 }  # fmt: skip
 MUTATIONS = 400
@@ -207,7 +207,7 @@ CONTENT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("change", CONTENT.values(), ids=CONTENT)
-def test_a_sealed_checkpoint_that_dtt_never_wrote_is_passed_over(
+def test_a_sealed_checkpoint_that_dtt_never_wrote_is_rejected(
     job: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     change(newest(job))
@@ -239,7 +239,7 @@ def directory(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [fifo, sparse, directory], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", [MANIFEST, store.POSITION, MODEL])
-def test_what_stands_in_place_of_a_file_neither_hangs_nor_fills_the_memory(
+def test_fifos_and_devices_in_place_of_a_file_neither_hang_nor_fill_the_memory(
     job: Path, name: str, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     put(newest(job) / name)
@@ -269,7 +269,7 @@ def test_training_resumes_from_the_checkpoint_before_a_malformed_one(
     assert store.verify(newest(job)).step == 8
 
 
-def test_where_all_are_malformed_training_ends_with_65_and_one_message(job: Path) -> None:
+def test_if_all_checkpoints_are_malformed_training_exits_with_65_and_one_message(job: Path) -> None:
     for step in (4, 8):
         folder = job / f"checkpoints/step-{step:06d}"
         a_header_of_2_to_the_60(folder)
@@ -298,7 +298,7 @@ def test_a_file_name_that_leads_out_of_the_job_is_never_followed(job: Path) -> N
         store.verify(newest(job))
 
 
-def test_branching_off_a_manifest_with_such_a_name_overwrites_nothing(job: Path) -> None:
+def test_branching_from_a_manifest_with_such_a_name_overwrites_nothing(job: Path) -> None:
     root = job.parents[1]
     shutil.copytree(job, root / "elsewhere/mallory")
     source = root / "elsewhere/mallory/checkpoints/step-000004"
@@ -330,7 +330,7 @@ class Run:
         self.cfg: RunConfig = load_job(job)
         self.world: World = start(Ranks(), "cpu")
         self.dataset: Dataset = open_dataset(self.cfg)
-        self.plan: Plan = make_plan(self.cfg, self.dataset, self.world)
+        self.plan: RunPlan = make_plan(self.cfg, self.dataset, self.world)
         self.made = assemble(self.cfg, self.plan, self.world)
         self.optimizers = make_optimizers(self.cfg, self.plan, self.made, None)
         self.ema = Ema(self.made.parameters, 0.9)
@@ -436,6 +436,7 @@ def outcomes(job: Path, seeds: range) -> Iterator[tuple[int, str]]:
             yield seed, type(error).__name__
 
 
+@pytest.mark.slow
 def test_no_sealed_mutation_of_a_checkpoint_ends_in_anything_but_one_message(
     job: Path, tokens: Path
 ) -> None:

@@ -57,7 +57,7 @@ def save_twice(world: World, folder: Path, asynchronous: bool) -> list[dict[str,
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_checkpoint_is_of_the_moment_it_was_begun(
+def test_a_checkpoint_holds_the_state_at_the_start_of_the_save(
     tmp_path: Path, size: int, asynchronous: bool
 ) -> None:
     for records in on_ranks(size, save_twice, tmp_path, asynchronous):
@@ -94,12 +94,12 @@ def full(path: Path, pieces: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_full_disk_on_one_rank_is_told_by_all_and_the_last_checkpoint_stays(
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
-    told = on_ranks(3, fail_on_the_last_rank, tmp_path)
-    assert told[0] == told[1] == told[2]
-    name, message, steps = told[0]
+    reported = on_ranks(3, fail_on_the_last_rank, tmp_path)
+    assert reported[0] == reported[1] == reported[2]
+    name, message, steps = reported[0]
     assert name == "DiskFull"
     assert "no space left on device" in message
     assert "00002.safetensors" in message
@@ -112,7 +112,7 @@ def alone() -> World:
     return start(Ranks(), "cpu")
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written(
+def test_insufficient_disk_space_is_detected_before_anything_is_written(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = make(tmp_path, alone)
@@ -124,7 +124,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_waiting_for_space_the_checkpoint_is_written_once_there_is_some(
+def test_a_checkpoint_that_waits_for_space_is_written_once_there_is_some(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = make(tmp_path, alone, on_full="wait")
@@ -170,7 +170,7 @@ def test_a_stop_request_on_any_rank_ends_the_wait_for_space(tmp_path: Path) -> N
         assert "no space left on device" in message
 
 
-def test_a_file_that_vanishes_is_the_disks_fault(
+def test_a_file_that_vanishes_is_a_storage_error(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def vanish(path: Path, pieces: object) -> None:
@@ -183,7 +183,7 @@ def test_a_file_that_vanishes_is_the_disks_fault(
         saver.wait()
 
 
-def test_an_error_that_passes_is_tried_again_from_the_start_of_the_file(
+def test_a_transient_error_restarts_the_write_of_the_file(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = iter([errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
@@ -204,7 +204,7 @@ def test_an_error_that_passes_is_tried_again_from_the_start_of_the_file(
     assert store.at_step(tmp_path / "checkpoints", 1).step == 1
 
 
-def test_a_checkpoint_that_reads_back_otherwise_is_no_success(
+def test_a_save_fails_if_the_read_back_verification_fails(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damage(path: Path) -> None:
@@ -215,11 +215,11 @@ def test_a_checkpoint_that_reads_back_otherwise_is_no_success(
     monkeypatch.setattr(module, "forget_cached", damage)
     saver = make(tmp_path, alone)
     saver.begin(1, state(1.0), own(0), {})
-    with pytest.raises(StorageError, match="reads back otherwise"):
+    with pytest.raises(StorageError, match="read-back verification"):
         saver.wait()
 
 
-def test_one_save_at_most_is_on_its_way(
+def test_at_most_one_save_is_in_flight(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going, release = threading.Event(), threading.Event()
@@ -244,7 +244,7 @@ def test_one_save_at_most_is_on_its_way(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_the_copy_is_made_before_training_goes_on(tmp_path: Path) -> None:
+def test_on_a_gpu_the_copy_is_made_before_training_continues(tmp_path: Path) -> None:
     world = start(Ranks(), "cuda")
     saver = make(tmp_path, world, keep_last=3)
     for step in (1, 2, 3):

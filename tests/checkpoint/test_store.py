@@ -15,6 +15,7 @@ from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import torch
 import dtt
 from dtt import reading
 from dtt.artifacts import CheckpointManifest
-from dtt.checkpoint import retain, store, tensors
+from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
 from dtt.errors import DamagedError, InputError
@@ -82,33 +83,33 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["step-000005", "step-000010"]
 
 
-def test_there_is_nothing_where_nothing_was_saved(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert store.newest(tmp_path / "absent") is None
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-000005-old").mkdir()
     assert store.newest(tmp_path) is None
 
 
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(folder: Path) -> None:
+def test_a_missing_step_is_reported_with_the_existing_steps(folder: Path) -> None:
     with pytest.raises(InputError, match=r"step 7 [\s\S]*there are: 5, 10"):
         store.at_step(folder, 7)
 
 
 def save_for_ever(folder: Path, done: Connection) -> None:
     """Resume and save as the trainer does; says each step that `commit` promised."""
-    retain.sweep_staging(folder)
+    retention.sweep_staging(folder)
     newest = store.newest(folder)
     for step in count(1 if newest is None else newest.step + 1):
         store.verify(save(folder, step, numbers=300_000).path)
         done.send(step)
-        retain.prune(folder, CheckpointConfig())
+        retention.prune(folder, CheckpointConfig())
 
 
-def test_killed_at_any_moment_what_was_promised_is_there_and_whole(tmp_path: Path) -> None:
-    """Processes that save 3.6 MB in a loop are killed -9 at 40 random moments."""
+def test_after_a_kill_at_any_moment_committed_checkpoints_are_complete(tmp_path: Path) -> None:
+    """Processes that save 3.6 MB in a loop are killed -9 at 24 random moments."""
     folder, rng = tmp_path / "checkpoints", random.Random(0)
     promised = torn = 0
-    for _ in range(40):
+    for _ in range(24):
         here, there = fork.Pipe()
         process = fork.Process(target=save_for_ever, args=(folder, there))
         process.start()
@@ -126,9 +127,9 @@ def test_killed_at_any_moment_what_was_promised_is_there_and_whole(tmp_path: Pat
         assert found is not None
         assert found.step >= promised
         torn += any(folder.glob(".tmp-*"))
-        retain.sweep_staging(folder)
+        retention.sweep_staging(folder)
         assert [p.name for p in folder.glob("*") if not p.name.startswith("step-")] == []
-    assert torn > 10  # the moments were well chosen
+    assert torn > 6  # the moments were well chosen
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 0.5, 0.99, -2])
@@ -159,17 +160,17 @@ def test_a_missing_file_is_found(folder: Path, name: str, caplog: pytest.LogCapt
 
 
 def test_any_flipped_bit_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """200 anywhere in the folder, and one of each byte of the manifest."""
+    """100 anywhere in the folder, and one of every fifth byte of the manifest."""
     files = sorted((folder / "step-000010").iterdir())
     ends = [sum(f.stat().st_size for f in files[: i + 1]) for i in range(len(files))]
     rng = random.Random(0)
     flips = []
-    for _ in range(200):
+    for _ in range(100):
         position = rng.randrange(ends[-1])
         index = next(i for i, end in enumerate(ends) if position < end)
         flips.append((files[index], position - ends[index], 1 << rng.randrange(8)))
     manifest = folder / "step-000010" / CheckpointManifest.filename
-    flips += [(manifest, i, 1 << rng.randrange(8)) for i in range(manifest.stat().st_size)]
+    flips += [(manifest, i, 1 << rng.randrange(8)) for i in range(0, manifest.stat().st_size, 5)]
     for path, offset, bit in flips:
         original = path.read_bytes()
         damaged = bytearray(original)
@@ -195,7 +196,7 @@ def test_a_folder_renamed_to_another_step_is_found(
     found = store.newest(folder)
     assert found is not None
     assert found.step == 5
-    assert "it holds step 10" in caplog.text
+    assert "records step 10" in caplog.text
 
 
 def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
@@ -230,7 +231,7 @@ def test_a_manifest_that_is_not_as_written_is_found(
     assert falls_back(folder, "MANIFEST.json", caplog)
 
 
-def test_when_all_are_damaged_nothing_starts_over_by_itself(
+def test_training_does_not_restart_by_itself_if_all_checkpoints_are_damaged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in ("step-000005", "step-000010"):
@@ -261,7 +262,7 @@ def test_a_planted_pickle_is_refused_and_never_executed(
     assert not went_off.exists()
 
 
-def test_a_pickle_that_the_manifest_vouches_for_is_not_executed_either(tmp_path: Path) -> None:
+def test_a_pickle_listed_in_the_manifest_is_not_executed_either(tmp_path: Path) -> None:
     went_off = tmp_path / "went off"
     staging = tmp_path / "checkpoints" / store.staging_name(1, 1)
     staging.mkdir(parents=True)
@@ -292,7 +293,7 @@ def test_no_line_of_dtt_loads_pickles() -> None:
                     raise AssertionError(path)
 
 
-def test_files_that_the_manifest_does_not_name_are_no_part_of_a_checkpoint(folder: Path) -> None:
+def test_files_that_the_manifest_does_not_name_do_not_belong_to_a_checkpoint(folder: Path) -> None:
     for name in ("notes.txt", ".nfs0000000000c0ffee", store.rank_file(store.MODEL, 1)):
         (folder / "step-000010" / name).write_text("something")
     found = store.newest(folder)
@@ -301,17 +302,17 @@ def test_files_that_the_manifest_does_not_name_are_no_part_of_a_checkpoint(folde
     assert list(found.tensors(store.MODEL)) == ["w"]
 
 
-def test_saving_a_step_again_takes_the_place_of_the_rejected_one(folder: Path) -> None:
+def test_saving_a_step_again_replaces_the_rejected_checkpoint(folder: Path) -> None:
     (folder / "step-000010" / FILES[0]).write_bytes(b"")
     save(folder, 10)
     assert store.verify(folder / "step-000010").step == 10
 
 
-def test_rejected_checkpoints_do_not_outlive_newer_whole_ones(folder: Path) -> None:
+def test_rejected_checkpoints_are_deleted_after_a_newer_complete_one(folder: Path) -> None:
     """Step 10 is damaged, training goes on from 5 and is stopped at 7: 7 is the newest."""
     (folder / "step-000010" / FILES[0]).write_bytes(b"")
     save(folder, 7)
-    retain.prune(folder, CheckpointConfig(keep_last=1))
+    retention.prune(folder, CheckpointConfig(keep_last=1))
     assert store.steps(folder) == [7]
     found = store.newest(folder)
     assert found is not None
@@ -327,7 +328,7 @@ def test_newer_checkpoints_are_set_aside_with_their_content(folder: Path) -> Non
     assert store.verify(folder / "step-000010").step == 10
 
 
-def test_a_file_that_the_disk_no_longer_gives_is_passed_over(
+def test_a_checkpoint_with_an_unreadable_file_is_skipped(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = folder / "step-000010" / FILES[1]
@@ -341,6 +342,43 @@ def test_a_file_that_the_disk_no_longer_gives_is_passed_over(
     monkeypatch.setattr(store, "sha256_file", unreadable)
     monkeypatch.setattr(reading, "PATIENCE", (0.0,))
     assert falls_back(folder, f"{FILES[1]} cannot be read", caplog)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Let the next so many attempts to open a file for its header or its JSON fail."""
+
+    def install(bad: Path, times: int) -> None:
+        really, left = os.open, iter(range(times))
+
+        def fail(path: Any, *how: Any, **more: Any) -> int:
+            if path == bad and next(left, None) is not None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return really(path, *how, **more)
+
+        monkeypatch.setattr(os, "open", fail)
+        monkeypatch.setattr(reading, "PATIENCE", (0.0, 0.0))
+
+    return install
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_transient_read_error_of_a_header_or_position_rejects_no_checkpoint(
+    folder: Path, name: str, unreadable: Callable[[Path, int], None]
+) -> None:
+    unreadable(folder / "step-000010" / name, 2)
+    assert store.verify(folder / "step-000010").step == 10
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_checkpoint_with_an_unreadable_header_or_position_is_skipped(
+    folder: Path,
+    name: str,
+    unreadable: Callable[[Path, int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unreadable(folder / "step-000010" / name, 10**9)
+    assert falls_back(folder, f"{name} cannot be read", caplog)
 
 
 def test_the_commit_reaches_the_disk_in_order(

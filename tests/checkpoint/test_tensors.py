@@ -33,7 +33,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, st.integers(1, 7))
-def test_what_any_number_of_ranks_writes_is_read_back_whole(
+def test_checkpoints_of_any_number_of_ranks_are_read_back_completely(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
     size: int,
@@ -54,14 +54,14 @@ def test_what_any_number_of_ranks_writes_is_read_back_whole(
         assert torch.equal(found[name][part[:1]], value[part[:1]])
 
 
-def test_all_ranks_write_the_same_number_of_bytes_but_for_a_row() -> None:
+def test_all_ranks_write_the_same_number_of_bytes_to_within_a_row() -> None:
     named = {"embed": torch.zeros(5000, 64), "norm": torch.zeros(64), "mlp": torch.zeros(256, 64)}
     for size in (2, 3, 8):
         shares = [sum(p.tensor.nbytes for p in tensors.cut(named, r, size)) for r in range(size)]
         assert max(shares) - min(shares) <= 2 * 64 * 4
 
 
-def test_the_files_are_safetensors_and_say_their_hash(tmp_path: Path) -> None:
+def test_the_files_are_safetensors_with_their_hash(tmp_path: Path) -> None:
     named = {"w": torch.randn(3, 4), "step": torch.tensor(7.0), "rng": torch.arange(9).byte()}
     path = tmp_path / "x.safetensors"
     record = tensors.write(path, tensors.cut(named, 0, 1))
@@ -72,12 +72,12 @@ def test_the_files_are_safetensors_and_say_their_hash(tmp_path: Path) -> None:
     assert record.sha256 == tensors.hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_piece_that_is_in_no_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_piece_is_reported(tmp_path: Path) -> None:
     named = {"embed": torch.randn(100, 4)}
     for rank in range(3):
         tensors.write(tmp_path / f"x-{rank}.safetensors", tensors.cut(named, rank, 3))
     (tmp_path / "x-1.safetensors").unlink()
     found = tensors.read(sorted(tmp_path.iterdir()))["embed"]
-    with pytest.raises(DamagedError, match=r"embed is not whole[\s\S]*1[0-9]{2} of 400 elements"):
+    with pytest.raises(DamagedError, match=r"not complete[\s\S]*1[0-9]{2} of 400 elements"):
         found[()]
     assert torch.equal(found[:30, 1:3], named["embed"][:30, 1:3])

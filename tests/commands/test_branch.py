@@ -58,11 +58,11 @@ def records(of: JobDir) -> list[dict[str, Any]]:
     return [r for r in jsonl.read(of.metrics) if r["kind"] in ("train", "eval", "sample")]
 
 
-def test_a_child_equals_a_run_of_its_length_though_it_was_stopped_and_its_parent_is_gone(
+def test_an_interrupted_branch_equals_a_run_of_its_length_without_its_parent(
     settings: list[str],
 ) -> None:
     run(*settings, "name=w", "train.steps=14", "schedule.decay=6", "schedule.warmup=2")
-    begun = sha256_file(PARENT.checkpoints / "step-000008/MANIFEST.json")
+    started = sha256_file(PARENT.checkpoints / "step-000008/MANIFEST.json")
     CHILD.stop.parent.mkdir(parents=True)
     CHILD.stop.touch()
     with pytest.raises(Preempted, match="stopped at step 8 of 14"):
@@ -73,12 +73,12 @@ def test_a_child_equals_a_run_of_its_length_though_it_was_stopped_and_its_parent
         one, other = (of.checkpoints / "step-000014" / file for of in (CHILD, WHOLE))
         assert one.read_bytes() == other.read_bytes(), file
     assert records(CHILD) == records(WHOLE)
-    told = CHILD.parent_record()
-    assert told == {"job": "../t", "step": 8, "checkpoint_sha256": begun}
+    reported = CHILD.parent_record()
+    assert reported == {"job": "../t", "step": 8, "checkpoint_sha256": started}
     assert CHILD.run_id() != WHOLE.run_id()
 
 
-def test_many_horizons_leave_one_trunk_and_the_tree_shows_them(
+def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = [sha256_file(path) for path in sorted(PARENT.checkpoints.rglob("*.*"))]
@@ -101,49 +101,49 @@ def test_many_horizons_leave_one_trunk_and_the_tree_shows_them(
     assert all(line.startswith("jobs/") for line in capsys.readouterr().out.splitlines())
 
 
-def test_what_a_child_may_not_change_is_refused_and_nothing_is_made() -> None:
+def test_invalid_branches_are_refused_and_create_nothing() -> None:
     for of, arguments, why in [
-        ("jobs/t@8", ["optim.lr=1"], "other values of: optim.lr"),
-        ("jobs/t@8", ["train.seq_len=16"], "other values of: train.seq_len"),
-        ("jobs/t@20", ["schedule.decay=5"], "rate of jobs/t falls after step 18, before the br"),
-        ("jobs/t@8", ["train.steps=10", "schedule.decay=4"], "rate of the child falls after ste"),
-        ("jobs/t@8", ["schedule.type=cosine"], "rate of the child falls after step 2, before"),
-        ("jobs/t@8", ["schedule.warmup=3"], "schedule.warmup lies before the branch"),
+        ("jobs/t@8", ["optim.lr=1"], "different values of: optim.lr"),
+        ("jobs/t@8", ["train.seq_len=16"], "different values of: train.seq_len"),
+        ("jobs/t@20", ["schedule.decay=5"], "rate of jobs/t decays after step 18, before the b"),
+        ("jobs/t@8", ["train.steps=10", "schedule.decay=4"], "rate of the branch decays after s"),
+        ("jobs/t@8", ["schedule.type=cosine"], "rate of the branch decays after step 2, before"),
+        ("jobs/t@8", ["schedule.warmup=3"], "schedule.warmup cannot change"),
         ("jobs/t@8", ["schedule.decay=1.0"], "leaves no step before the decay"),
-        ("jobs/t@8", ["train.steps=8", "schedule.decay=0"], "ends with step 8, and begins after"),
-        ("jobs/t", [], "--branch jobs/t names no step"),
+        ("jobs/t@8", ["train.steps=8", "schedule.decay=0"], "ends at step 8, but starts after"),
+        ("jobs/t", [], "--branch jobs/t has no step"),
         ("jobs/t@", [], r"next:  --branch jobs/t@20\n?$"),
-        ("jobs/t@8", ["jobs/t"], "jobs/t has no place"),
+        ("jobs/t@8", ["jobs/t"], "--branch and jobs/t are mutually exclusive"),
     ]:
         with pytest.raises(ConfigError, match=why):
             branch.find(of, None, [*arguments, "name=child"], [])
-    with pytest.raises(ConfigError, match="jobs/t exists, and is no branch of jobs/t@8"):
+    with pytest.raises(ConfigError, match="jobs/t exists and is not a branch of jobs/t@8"):
         branch.find("jobs/t@8", None, ["name=t"], [])
     with pytest.raises(InputError, match="no checkpoint of step 9"):
         branch.find("jobs/t@9", None, [], [])
-    with pytest.raises(ConfigError, match="--from-step 4 has no place"):
+    with pytest.raises(ConfigError, match="--branch and --from-step 4 are mutually exclusive"):
         branch.find("jobs/t@8", None, ["name=child"], [], from_step=4)
-    with pytest.raises(ConfigError, match="jobs/t has no place"):
+    with pytest.raises(ConfigError, match="--branch and jobs/t are mutually exclusive"):
         run("jobs/t", branch_of="jobs/t@8")
     assert PARENT.attempt() == 1
     assert not CHILD.root.exists()
 
 
-def test_where_the_data_ends_the_run_the_decay_there_counts(settings: list[str]) -> None:
+def test_the_decay_of_a_run_that_ends_with_its_data_limits_branches(settings: list[str]) -> None:
     ends = ["data.on_exhausted=stop", "train.global_batch_tokens=2048", "checkpoint.every=2"]
     run(*settings, *ends, "name=e", "train.steps=1000", "schedule.decay=4")
     last = store.steps(JobDir(Path("jobs/e")).checkpoints)[-1]
     assert 7 < last < 20
     begin = last - 4
     inside, before = begin + 2 - begin % 2, begin - begin % 2
-    with pytest.raises(ConfigError, match=f"rate of jobs/e falls after step {begin}, before"):
+    with pytest.raises(ConfigError, match=f"rate of jobs/e decays after step {begin}, before"):
         branch.find(f"jobs/e@{inside}", None, ["name=child"], [])
-    with pytest.raises(ConfigError, match=rf"the child falls after step \d+, before .* {before}"):
+    with pytest.raises(ConfigError, match=rf"the branch decays after step \d+, before .* {before}"):
         run("schedule.decay=70%", "name=child", branch_of=f"jobs/e@{before}")
     assert store.steps(CHILD.checkpoints) == []
 
 
-def test_a_child_may_have_a_budget_and_say_a_section_on_one_line() -> None:
+def test_a_branch_may_set_a_budget_and_inline_sections() -> None:
     resolved, _, _ = branch.find(
         "jobs/t@8", None, ["schedule={decay: 3}", "train={budget: 1h}", "name=child"], []
     )
@@ -152,7 +152,7 @@ def test_a_child_may_have_a_budget_and_say_a_section_on_one_line() -> None:
     assert resolved.config.train.steps == 15
 
 
-def test_a_child_of_a_trial_lies_outside_of_its_sweep() -> None:
+def test_a_branch_of_a_trial_does_not_belong_to_its_sweep() -> None:
     trial = JobDir(Path("jobs/sweep/a"))
     shutil.copytree(PARENT.root, trial.root)
     config = trial.config.read_text()
@@ -161,7 +161,7 @@ def test_a_child_of_a_trial_lies_outside_of_its_sweep() -> None:
     assert child.root == Path("jobs/sweep-a-branch-8-10")
 
 
-def test_a_child_needs_no_weights_that_its_parent_started_from() -> None:
+def test_a_branch_does_not_need_the_init_weights_of_its_parent() -> None:
     text = PARENT.config.read_text()
     gone = re.sub(r"(?m)^( *from:) null", r"\1 jobs/gone", text, count=1)
     assert gone != text
@@ -170,10 +170,10 @@ def test_a_child_needs_no_weights_that_its_parent_started_from() -> None:
     assert CHILD.newest_checkpoint_name() == "step-000018"
 
 
-def test_a_damaged_checkpoint_begins_no_child() -> None:
+def test_a_damaged_checkpoint_creates_no_branch() -> None:
     weights = PARENT.checkpoints / "step-000008/model-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    _, child, begun = branch.find("jobs/t@8", None, ["name=child"], [])
+    _, child, started = branch.find("jobs/t@8", None, ["name=child"], [])
     with pytest.raises(DamagedError, match=r"the content of model-00000\.safetensors has ch"):
-        begun.begin(child)
+        started.create_job(child)
     assert store.steps(child.checkpoints) == []

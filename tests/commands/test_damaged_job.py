@@ -154,8 +154,9 @@ def commands_of(job: Path) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.slow(except_for=["config.yaml", "metrics.jsonl"])
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_damaged_file_of_a_job_costs_no_command_its_answer(folder: Path, name: str) -> None:
+def test_every_command_survives_a_damaged_file(folder: Path, name: str) -> None:
     path = JOB / name
     whole = path.read_bytes()
     for kind, damage in DAMAGE.items():
@@ -172,6 +173,7 @@ def resume() -> DttError | None:
     return outcome(lambda: train.run(None, [str(JOB), "train.steps=9"], ["train.steps"], None))
 
 
+@pytest.mark.slow(except_for=["random bytes"])
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGE if kind != "a directory"])
 def test_a_job_resumes_with_all_of_its_files_damaged(folder: Path, kind: str) -> None:
     """All but its configuration, which decides what it is, and the checkpoint before the newest."""
@@ -182,10 +184,9 @@ def test_a_job_resumes_with_all_of_its_files_damaged(folder: Path, kind: str) ->
     assert (JOB / "attempts/3/exit.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run_id", "metrics.jsonl", "env.json", "tokenizer.json"])
-def test_a_folder_in_place_of_a_file_that_is_written_is_one_message(
-    folder: Path, name: str
-) -> None:
+def test_a_folder_in_place_of_an_output_file_is_one_error(folder: Path, name: str) -> None:
     directory(JOB / name, random.Random(0))
     error = resume()
     assert error is not None
@@ -196,7 +197,7 @@ def test_a_folder_in_place_of_a_file_that_is_written_is_one_message(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGE if kind not in ("empty", "cut short")])
-def test_a_damaged_configuration_is_one_message(folder: Path, kind: str) -> None:
+def test_a_damaged_configuration_is_one_error(folder: Path, kind: str) -> None:
     DAMAGE[kind](JOB / "config.yaml", random.Random(kind))
     error = resume()
     assert error is not None
@@ -218,6 +219,7 @@ STRAY: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("put", STRAY.values(), ids=STRAY)
 def test_a_stray_file_or_folder_stops_nothing(folder: Path, put: Callable[[], object]) -> None:
     put()
@@ -236,21 +238,19 @@ def test_a_folder_in_place_of_the_stop_request_is_one(folder: Path) -> None:
     train.run(None, [str(JOB), "train.steps=9"], ["train.steps"], None)
 
 
-def test_records_that_are_lost_are_reported_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_records_are_reported_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = JobDir(JOB).metrics
     metrics.write_text("")
-    for steps, told in ((9, "lacks the records of steps 1 to 8"), (10, "")):
+    for steps, reported in ((9, "lacks the records of steps 1 to 8"), (10, "")):
         caplog.clear()
         train.run(None, [str(JOB), f"train.steps={steps}"], ["train.steps"], None)
-        assert ("lacks the records" in caplog.text) == bool(told)
-        assert told in caplog.text
+        assert ("lacks the records" in caplog.text) == bool(reported)
+        assert reported in caplog.text
     assert [r["steps"] for r in jsonl.read(metrics, "gap")] == [[[1, 8]]]
     assert [r["step"] for r in jsonl.read(metrics, "train")] == [9, 10]
 
 
-def test_temporary_files_of_the_dead_are_removed_at_the_next_start(folder: Path) -> None:
+def test_temporary_files_of_dead_processes_are_removed_at_the_next_start(folder: Path) -> None:
     """Those that another command may be writing just now are not."""
     names = [
         ".lead.0a1b2c3d.tmp", ".run_id.0a1b2c3d.tmp", ".metrics.jsonl.0a1b2c3d.tmp",
@@ -270,7 +270,7 @@ def test_temporary_files_of_the_dead_are_removed_at_the_next_start(folder: Path)
     assert left == [young]
 
 
-def test_a_rejected_checkpoint_goes_once_its_successor_is_verified(folder: Path) -> None:
+def test_a_rejected_checkpoint_is_deleted_once_its_successor_is_verified(folder: Path) -> None:
     (JOB / "checkpoints/step-000008" / CheckpointManifest.filename).write_text("")
     train.run(None, [str(JOB)], [], None)
     assert store.verify(JOB / "checkpoints/step-000008").step == 8

@@ -15,7 +15,7 @@ from running import Dtt
 from token_files import END, write_folder
 
 from dtt.artifacts import TokensManifest
-from dtt.data.tokenfile import TokenFile
+from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]
 
@@ -26,7 +26,7 @@ def facts(dtt: Dtt, *arguments: object, expect: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_a_token_folder_is_told_in_words_and_as_json(dtt: Dtt, tokens: Path) -> None:
+def test_inspect_reports_a_token_folder_as_text_and_json(dtt: Dtt, tokens: Path) -> None:
     manifest = TokensManifest.read(tokens)
     train, held_out = manifest.counts("train"), manifest.counts("validation")
     report = facts(dtt, "inspect", tokens)
@@ -47,13 +47,13 @@ def test_a_token_folder_is_told_in_words_and_as_json(dtt: Dtt, tokens: Path) -> 
     assert len(report["samples"]) == 3
     assert "four" in report["samples"][0]["text"]
     assert (report["oddities"], report["damaged"], report["verified"]) == ([], [], False)
-    said = dtt("data", "inspect", tokens, "--samples", 1).stdout
-    assert f"{report['tokens']:,}" in said
-    assert "█" in said
-    assert said.count(".bin, document ") == 1
+    stdout = dtt("data", "inspect", tokens, "--samples", 1).stdout
+    assert f"{report['tokens']:,}" in stdout
+    assert "█" in stdout
+    assert stdout.count(".bin, document ") == 1
 
 
-def test_verify_names_each_file_that_differs(dtt: Dtt, tokens: Path) -> None:
+def test_verify_names_each_differing_file(dtt: Dtt, tokens: Path) -> None:
     folder = shutil.copytree(tokens, dtt.folder / "tokens")
     assert facts(dtt, "inspect", folder, "--verify")["verified"]
     first, second, third = (s.stem for s in TokensManifest.read(folder).shards[:3])
@@ -69,14 +69,14 @@ def test_verify_names_each_file_that_differs(dtt: Dtt, tokens: Path) -> None:
     assert [Path(line.split(": ")[0]).name for line in by_size] == [f"{second}.idx", f"{third}.bin"]
     done = dtt("data", "inspect", folder, "--verify", expect=65)
     for name, why in ((f"{first}.bin", "its sha256"), (f"{second}.idx", "missing"),
-                      (f"{third}.bin", "10 bytes, the manifest says")):  # fmt: skip
+                      (f"{third}.bin", "10 bytes, the manifest records")):  # fmt: skip
         assert f"{folder / name}: {why}" in done.stdout
-    assert "files not as they should be: 3" in done.stderr
+    assert "damaged files: 3" in done.stderr
     (folder / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in dtt("data", "inspect", folder, expect=65).stderr
 
 
-def test_a_corpus_is_told_and_verified(dtt: Dtt) -> None:
+def test_inspect_reports_and_verifies_a_corpus(dtt: Dtt) -> None:
     (dtt.folder / "texts").mkdir()
     for i in range(4):
         (dtt.folder / f"texts/{i}.txt").write_text(f"text {i} " * (i + 1))
@@ -94,7 +94,7 @@ def test_a_corpus_is_told_and_verified(dtt: Dtt) -> None:
     assert "3.txt: missing" in dtt("data", "inspect", corpus, expect=65).stdout
 
 
-def test_a_terabyte_of_ids_is_told_without_reading_it(dtt: Dtt) -> None:
+def test_a_terabyte_of_ids_is_inspected_without_reading_it(dtt: Dtt) -> None:
     """Sparse files: a thousand documents of 10^9 ids each would take far longer than this may."""
     documents, length = 1000, 10**9
     offsets = np.arange(documents, dtype="<i8") * length * 2
@@ -109,25 +109,26 @@ def test_a_terabyte_of_ids_is_told_without_reading_it(dtt: Dtt) -> None:
     assert report["documents"] == documents
     assert 0 < report["read"]["amount"] < 10**8
     assert report["lengths"]["max"] == length
-    said = dtt("data", "inspect", "a").stdout
-    assert "of 1,000,000,000,000 tokens, spread evenly; --all reads everything" in said
+    stdout = dtt("data", "inspect", "a").stdout
+    assert "of 1,000,000,000,000 tokens, evenly spread; --all reads everything" in stdout
 
 
-def test_weights_that_cannot_be_kept_are_told(dtt: Dtt, tokens: Path, tiny: Settings) -> None:
+@pytest.mark.slow
+def test_rounded_mixture_weights_are_reported(dtt: Dtt, tokens: Path, tiny: Settings) -> None:
     """By `mix`, and by training."""
     both = [{"path": str(tokens), "name": "a", "weight": 1.0}]
     both += [{"path": str(tokens), "name": "rare", "weight": 1e-9}]
     arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=2)
-    told = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
-    assert facts(dtt, "mix", *arguments)["rounded"] == [told]
-    assert told in dtt("data", "mix", *arguments).stdout
-    assert told in dtt("train", *arguments).stderr
+    reported = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
+    assert facts(dtt, "mix", *arguments)["rounded"] == [reported]
+    assert reported in dtt("data", "mix", *arguments).stdout
+    assert reported in dtt("train", *arguments).stderr
 
 
-def test_mistakes_are_told(dtt: Dtt, tokens: Path) -> None:
+def test_invalid_arguments_are_reported(dtt: Dtt, tokens: Path) -> None:
     assert "there is no nowhere" in dtt("data", "inspect", "nowhere", expect=66).stderr
     stem = tokens / "train-00000"
-    assert "nothing to verify" in dtt("data", "inspect", stem, "--verify", expect=2).stderr
+    assert "no checksums to verify" in dtt("data", "inspect", stem, "--verify", expect=2).stderr
     assert "uint16 or" in dtt("data", "inspect", stem, "--dtype", "int8", expect=2).stderr
     missing = dtt("data", "inspect", stem, "--tokenizer", "none.json", expect=66).stderr
     assert "none.json" in missing
@@ -161,7 +162,7 @@ def two_sources(dtt: Dtt) -> list[str]:
     ("on_exhausted", "steps", "small", "total"),
     [("repeat", 100, 200, 800), ("stop", 39, 78, 312), ("renormalise", 49, 79, 392)],
 )
-def test_a_mixture_is_worked_out_to_its_end(
+def test_mix_reports_shares_epochs_and_exhaustion(
     dtt: Dtt, on_exhausted: str, steps: int, small: int, total: int
 ) -> None:
     command = two_sources(dtt)
@@ -178,22 +179,22 @@ def test_a_mixture_is_worked_out_to_its_end(
     assert by_name["small"]["share"] == pytest.approx(small / total)
     # Two of the eight samples of a step: the 79th is in step 40.
     assert by_name["small"]["exhausted_at_step"] == 40
-    said = dtt("data", *command).stdout
+    stdout = dtt("data", *command).stdout
     then = {
-        "repeat": "then its next epoch",
+        "repeat": "then it starts its next epoch",
         "stop": "then the run ends",
-        "renormalise": "then the others go on",
+        "renormalise": "then the other sources continue",
     }
-    assert f"at step 40, {then[on_exhausted]}" in said
+    assert f"at step 40, {then[on_exhausted]}" in stdout
     if on_exhausted == "renormalise":
         assert [phase["shares"] for phase in mix["phases"]] == [
             {"large": 0.75, "small": 0.25}, {"large": 1.0, "small": 0.0}
         ]  # fmt: skip
     if on_exhausted == "stop":
-        assert "39 steps of the 100 asked for" in said
+        assert "39 steps of the 100 requested" in stdout
 
 
-def test_packing_says_how_full_the_samples_are(dtt: Dtt) -> None:
+def test_mix_reports_the_utilisation_of_packing(dtt: Dtt) -> None:
     command = two_sources(dtt)
     mix = facts(dtt, *command, "data.packing=best-fit")
     # Three documents of 10 tokens in a sample of 33.
@@ -218,7 +219,7 @@ def job(dtt: Dtt, trained: Path) -> Path:
     return shutil.copytree(trained, dtt.folder / "jobs/t")
 
 
-def test_a_step_names_its_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
+def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     seen = {step: facts(dtt, "at-step", job, step) for step in (1, 8, 9)}
     for step, found in seen.items():
         assert found["ledger_agrees"]
@@ -234,10 +235,10 @@ def test_a_step_names_its_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     assert len({s["sample"] for found in seen.values() for s in found["samples"]}) == 3 * 8
     of_one_rank = facts(dtt, "at-step", job, 9, "--rank", 1, "--of", 4)["samples"]
     assert of_one_rank == seen[9]["samples"][1::4]
-    said = dtt("data", "at-step", job, 12, "--limit", 2).stdout
-    assert "8 samples, as metrics.jsonl records them" in said
-    assert said.count("\nsample ") == 2
-    assert "and 6 more" in said
+    stdout = dtt("data", "at-step", job, 12, "--limit", 2).stdout
+    assert "8 samples, the same as in metrics.jsonl" in stdout
+    assert stdout.count("\nsample ") == 2
+    assert "and 6 more" in stdout
 
 
 def decoded(tokens: Path, ids: list[int]) -> str:
@@ -247,7 +248,8 @@ def decoded(tokens: Path, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def test_long_texts_are_shortened_unless_asked_for(dtt: Dtt, tiny: Settings, tokens: Path) -> None:
+@pytest.mark.slow
+def test_long_texts_are_shortened_without_full(dtt: Dtt, tiny: Settings, tokens: Path) -> None:
     dtt("train", *tiny(train__seq_len=64, train__steps=2, checkpoint__every=2))
     short = dtt("data", "at-step", "jobs/t", 1).stdout
     full = dtt("data", "at-step", "jobs/t", 1, "--full").stdout
@@ -259,7 +261,7 @@ def test_long_texts_are_shortened_unless_asked_for(dtt: Dtt, tiny: Settings, tok
     assert short.count(" …\n") == sum(len(text) > 200 for text in texts)
 
 
-def test_a_step_that_was_not_as_recorded_is_refused(dtt: Dtt, job: Path, tokens: Path) -> None:
+def test_a_step_with_another_sample_hash_is_refused(dtt: Dtt, job: Path, tokens: Path) -> None:
     metrics = job / "metrics.jsonl"
     whole = metrics.read_text()
     records = [json.loads(line) for line in whole.splitlines()]
@@ -269,7 +271,7 @@ def test_a_step_that_was_not_as_recorded_is_refused(dtt: Dtt, job: Path, tokens:
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     for step in (5, 6):
         done = dtt("data", "at-step", job, step, "--json", expect=65)
-        assert "other samples than those" in done.stderr
+        assert "other samples than the current data" in done.stderr
         assert done.stdout == ""
     facts(dtt, "at-step", job, 7)
     metrics.write_text(whole)
@@ -282,21 +284,23 @@ def test_a_step_that_was_not_as_recorded_is_refused(dtt: Dtt, job: Path, tokens:
     assert "the files of tokens have changed since" in done.stderr
 
 
-def test_steps_that_were_not_trained_are_told_apart(dtt: Dtt, job: Path) -> None:
-    assert "steps are 1 … 12" in dtt("data", "at-step", job, 13, expect=2).stderr
-    assert "steps are 1 … 12" in dtt("data", "at-step", job, 0, expect=2).stderr
-    assert "go together" in dtt("data", "at-step", job, 1, "--rank", 1, expect=2).stderr
+@pytest.mark.slow
+def test_untrained_steps_are_marked(dtt: Dtt, job: Path) -> None:
+    assert "its steps are 1 to 12" in dtt("data", "at-step", job, 13, expect=2).stderr
+    assert "its steps are 1 to 12" in dtt("data", "at-step", job, 0, expect=2).stderr
+    assert "require each other" in dtt("data", "at-step", job, 1, "--rank", 1, expect=2).stderr
     (job / "metrics.jsonl").unlink()
     assert facts(dtt, "at-step", job, 3)["ledger_agrees"] is None
     assert "not trained yet" in dtt("data", "at-step", job, 3).stdout
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_from_text_needs_no_checkpoint(
     dtt: Dtt, tiny: Settings, tokens: Path
 ) -> None:
     corpus = tokens.parent / "data/corpus/counting"
     settings = [s for s in tiny() if not s.startswith("data.")]
-    settings += ["data.type=text", f"data.corpus={corpus}"]
+    settings += ["data.type=text", f"download.out={corpus}"]
     settings += ["tokenizer.type=file", f"tokenizer.path={tokens / 'tokenizer.json'}"]
     dtt("train", *settings)
     found = [facts(dtt, "at-step", "jobs/t", step) for step in (2, 11)]

@@ -28,7 +28,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_job(tmp_path)
 
 
-def test_the_newest_checkpoint_is_exported_to_the_default_place(
+def test_the_newest_checkpoint_is_exported_to_the_default_folder(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = run_export(job)
@@ -43,7 +43,7 @@ def test_the_newest_checkpoint_is_exported_to_the_default_place(
     assert f"{manifest.parameters:,}" in card
 
 
-def test_the_card_tells_the_validation_loss_and_no_folder_of_this_machine(job: Path) -> None:
+def test_the_model_card_has_the_validation_loss_and_no_local_paths(job: Path) -> None:
     data = DataManifest.read(job)
     (source,) = data.sources
     mine = CorpusSource(kind="local", id="/home/me/secret project/diary.jsonl")
@@ -64,24 +64,23 @@ def test_the_card_tells_the_validation_loss_and_no_folder_of_this_machine(job: P
 
 def test_the_result_as_json_is_all_of_stdout(job: Path, dtt: Dtt) -> None:
     done = dtt("export", "jobs/tiny", "--json", "-q")
-    told = json.loads(done.stdout)
+    reported = json.loads(done.stdout)
     manifest = ExportManifest.read(Path("exports/tiny"))
-    assert told == {"folder": "exports/tiny", "url": None} | manifest.model_dump(mode="json")
+    assert reported == {"folder": "exports/tiny", "url": None} | manifest.model_dump(mode="json")
     assert done.stderr == ""
 
 
 HUB = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
 
-def test_an_upload_that_the_hub_would_refuse_is_refused_before_the_export(
-    job: Path, dtt: Dtt
-) -> None:
+@pytest.mark.slow
+def test_an_invalid_upload_is_refused_before_the_export(job: Path, dtt: Dtt) -> None:
     with LoopbackHub() as hub:
         env = HUB | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(job / "none")}
         cases = (
             ({}, "org/model", 78, "no Hugging Face token"),
             ({"HF_TOKEN": "hf_wrong"}, "org/model", 78, "the token is not valid"),
-            ({"HF_TOKEN": hub.token}, "a/b/c", 2, "no name of a Hub repository"),
+            ({"HF_TOKEN": hub.token}, "a/b/c", 2, "is not the name of a Hub repository"),
             ({"HF_TOKEN": hub.token, "HF_ENDPOINT": "http://127.0.0.1:9"}, "org/model", 78,
              "nothing was exported yet"),
         )  # fmt: skip
@@ -96,20 +95,20 @@ def test_an_upload_that_the_hub_would_refuse_is_refused_before_the_export(
         assert sent == Path("exports/tiny/model.safetensors").read_bytes()
 
 
-def test_the_same_again_writes_nothing(job: Path) -> None:
+def test_a_repeated_export_writes_nothing(job: Path) -> None:
     first = run_export(job)
     before = Path("exports/tiny").stat().st_mtime_ns
     assert run_export(job) == first
     assert Path("exports/tiny").stat().st_mtime_ns == before
 
 
-def test_a_step_a_place_and_a_dtype_can_be_named(job: Path, tmp_path: Path) -> None:
+def test_step_folder_and_dtype_can_be_set(job: Path, tmp_path: Path) -> None:
     out = tmp_path / "released" / "five"
     manifest = run_export(job, ["export.dtype=fp32"], step=5, out=out)
     assert (manifest.step, manifest.dtype) == (5, "fp32")
 
 
-def test_a_link_and_the_current_folder_are_places_too(
+def test_a_link_and_the_current_folder_are_valid_destinations(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "disk").mkdir()
@@ -125,13 +124,13 @@ def test_a_link_and_the_current_folder_are_places_too(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_later_export_takes_the_place_of_the_one_before(
+def test_a_later_export_replaces_the_earlier_one(
     job: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_export(job, step=5)
     caplog.set_level("INFO", logger="dtt")
     assert run_export(job).step == ExportManifest.read(Path("exports/tiny")).step == 10
-    assert "step 10: exports/tiny, in place of an earlier export" in caplog.text
+    assert "step 10: exports/tiny, replacing an earlier export" in caplog.text
 
 
 def test_an_export_of_another_job_is_refused(job: Path) -> None:
@@ -143,11 +142,11 @@ def test_an_export_of_another_job_is_refused(job: Path) -> None:
     assert ExportManifest.read(out) == theirs
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(job: Path) -> None:
+def test_a_missing_step_is_refused_with_a_list_of_steps(job: Path) -> None:
     with pytest.raises(InputError, match=r"no checkpoint of step 7.*\n.*5, 10"):
         run_export(job, step=7)
 
 
-def test_a_folder_that_is_no_job_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a job directory"):
         run_export(tmp_path)

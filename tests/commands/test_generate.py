@@ -22,7 +22,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_generate(
-    source: Path,
+    source: Path | str,
     *prompts: str,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -31,16 +31,8 @@ def run_generate(
     seed: int | None = None,
     **options: Any,
 ) -> None:
-    generate.run(
-        source,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        **options,
-    )
+    sampling = generate.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    generate.run(str(source), prompts, sampling, **options)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -52,7 +44,7 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def test_job_export_and_transformers_say_the_same(
+def test_job_export_and_transformers_generate_the_same_text(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export.run(
@@ -102,7 +94,7 @@ def test_it_stops_at_the_end_of_the_context(job: Path, capsys: pytest.CaptureFix
     assert said(capsys) == 64 * "a" + "\n"
 
 
-def test_an_empty_prompt_begins_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_prompt_starts_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (a,) = ids("a")
     write_checkpoint(job, 20, says={END_OF_DOCUMENT: a, a: a})
     run_generate(job, "", max_new_tokens=3)
@@ -110,7 +102,7 @@ def test_an_empty_prompt_begins_a_document(job: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("a", "ab\n"), ("", "zz\n")])
-def test_no_token_that_training_left_out_is_put_before_the_prompt(
+def test_no_token_unknown_to_training_precedes_the_prompt(
     job: Path, capsys: pytest.CaptureFixture[str], prompt: str, expected: str
 ) -> None:
     a, b, z = ids("abz")
@@ -124,7 +116,7 @@ def test_no_token_that_training_left_out_is_put_before_the_prompt(
     assert said(capsys) == expected
 
 
-def test_a_character_of_several_tokens_comes_out_whole(
+def test_a_character_of_several_tokens_is_printed_complete(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, *face = ids("a🙂")
@@ -138,7 +130,7 @@ def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
         run_generate(job, "y" * 64)
 
 
-def test_every_prompt_is_continued_as_if_it_were_alone(
+def test_continuations_do_not_depend_on_the_batch(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["def f", "x", "a longer prompt", ""]
@@ -165,7 +157,7 @@ def test_the_command_line_takes_several_prompts(job: Path, dtt: Dtt) -> None:
     assert done.stdout == "==> 1 of 3 <==\nab\n==> 2 of 3 <==\nb\n==> 3 of 3 <==\nab\n"
 
 
-def test_json_says_why_each_text_ends(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_finish_reason(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = ids("ab")
     write_checkpoint(job, 20, says={a: a, b: END_OF_DOCUMENT})
     run_generate(job, "a", "ab", "a" * 62, max_new_tokens=5, as_json=True)
@@ -175,9 +167,7 @@ def test_json_says_why_each_text_ends(job: Path, capsys: pytest.CaptureFixture[s
     ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
 
 
-def test_a_text_can_be_kept_until_it_is_whole(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streaming_can_be_disabled(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (a,) = ids("a")
     write_checkpoint(job, 20, says={a: a})
     run_generate(job, "a", max_new_tokens=3, stream=False)
@@ -203,7 +193,7 @@ def test_a_file_without_prompts_is_refused(
 
 
 @pytest.mark.parametrize("prompt", ["\udcff", "-"])
-def test_a_prompt_that_is_no_text_is_refused(
+def test_a_prompt_that_is_not_utf8_is_refused(
     job: Path, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
@@ -211,7 +201,7 @@ def test_a_prompt_that_is_no_text_is_refused(
         run_generate(job, prompt)
 
 
-def test_the_prompt_that_is_too_long_is_named(job: Path) -> None:
+def test_the_error_names_the_prompt_that_is_too_long(job: Path) -> None:
     with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
         run_generate(job, "y", "y" * 64)
 
@@ -226,3 +216,34 @@ def test_a_job_without_a_checkpoint_is_refused(job: Path) -> None:
         (job / "checkpoints" / f"step-{step:06d}").rename(job / str(step))
     with pytest.raises(InputError, match="no checkpoint in"):
         run_generate(job, "x")
+
+
+def test_a_step_of_a_job_and_a_folder_with_the_prefix_of_init_from_are_sources(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = ids("abc")
+    write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT})
+    write_checkpoint(job, 30, says={a: c, c: END_OF_DOCUMENT})
+    export.run(job, [], step=20, out=tmp_path / "out", upload=None, private=False)
+    said(capsys)
+    for source, text in (
+        (job, "ac"), (f"{job}@20", "ab"), (tmp_path / "out", "ab"), (f"hf:{tmp_path}/out", "ab")
+    ):  # fmt: skip
+        run_generate(source, "a")
+        assert said(capsys) == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("jobs/none", "there is no such folder"),
+        ("jobs/tiny@7", r"there are: 5, 10"),
+        ("jobs/tiny@newest", "does not name a step"),
+        ("hf:jobs/tiny", "has no config.json"),
+        ("jobs/none@5", "there is no such folder"),
+    ],
+)
+def test_a_source_without_a_model_is_refused(job: Path, source: str, message: str) -> None:
+    assert job.is_dir()
+    with pytest.raises(InputError, match=message):
+        run_generate(source, "x")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
 from running import Dtt
 
-from dtt.launch.sweep import SweepManifest, TrialRecord
+from dtt.launch.sweep.trials import SweepManifest, TrialRecord
 
 Settings = Callable[..., list[str]]
 ALONE = {"PATH": "/nonexistent"}
@@ -41,13 +44,14 @@ def endless(dtt: Dtt, tiny: Settings) -> Iterator[Any]:
     process.communicate()
 
 
-def told(dtt: Dtt) -> dict[str, Any]:
+def reported(dtt: Dtt) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(dtt("job", "status", "jobs/t", "--json").stdout)
     return status
 
 
+@pytest.mark.slow
 def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) -> None:
-    running = told(dtt)
+    running = reported(dtt)
     assert (running["state"], running["steps"], running["slurm"]) == ("running", 1_000_000, None)
     assert running["heartbeat_age"] < 60
     text = dtt("job", "status", "jobs/t").stdout
@@ -55,18 +59,18 @@ def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) 
     assert "of 1000000" in text
     assert "is running" in dtt("job", "resume", "jobs/t", expect=2).stderr
 
-    assert "it saves and goes on" in dtt("job", "save", "jobs/t").stdout
+    assert "the job saves and continues" in dtt("job", "save", "jobs/t").stdout
     wait_until(lambda: list((dtt.folder / "jobs/t/checkpoints").glob("step-*")))
     assert endless.poll() is None
 
     asked = dtt("job", "profile", "jobs/t", "--kind", "torch")
-    assert "the next steps are recorded" in asked.stdout
+    assert "the job profiles its next steps" in asked.stdout
     wait_until(lambda: list((dtt.folder / "jobs/t/profiles").glob("*.txt")))
     assert not (dtt.folder / "jobs/t/control/profile").exists()
 
-    assert "it saves and stops" in dtt("job", "stop", "jobs/t").stdout
+    assert "the job saves and stops" in dtt("job", "stop", "jobs/t").stdout
     assert Dtt.wait(endless).returncode == 75
-    stopped = told(dtt)
+    stopped = reported(dtt)
     assert stopped["state"] == "stopped"
     assert stopped["detail"].endswith("dtt job stop")
     assert stopped["checkpoint"] == f"step-{stopped['step']:06d}"
@@ -75,31 +79,33 @@ def test_a_running_job_is_saved_then_stopped_on_request(dtt: Dtt, endless: Any) 
     assert "jobs/t  stopped  " in dtt("job", "ls").stdout
 
 
-def test_stopped_twice_or_saved_when_over_is_told(dtt: Dtt, tiny: Settings) -> None:
+@pytest.mark.slow
+def test_stopping_twice_and_saving_after_the_end_are_reported(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
-    assert told(dtt)["state"] == "done"
+    assert reported(dtt)["state"] == "done"
     assert "nothing to stop: jobs/t is done" in dtt("job", "stop", "jobs/t").stdout
     assert "it is done" in dtt("job", "save", "jobs/t", expect=2).stderr
     assert "is done" in dtt("job", "resume", "jobs/t", expect=2).stderr
     assert not (dtt.folder / "jobs/t/control/stop").exists()
 
 
-def test_a_job_that_does_not_answer_keeps_the_request(dtt: Dtt, endless: Any) -> None:
+@pytest.mark.slow
+def test_a_job_that_does_not_acknowledge_keeps_the_request(dtt: Dtt, endless: Any) -> None:
     endless.send_signal(signal.SIGSTOP)
     deaf = dtt("job", "stop", "jobs/t", "--wait", "0.5", expect=1)
-    assert "has not answered" in deaf.stderr
+    assert "did not acknowledge" in deaf.stderr
     assert "dtt job status jobs/t" in deaf.stderr
-    asked = told(dtt)
+    asked = reported(dtt)
     assert asked["state"] == "stopping"
     assert "not yet acknowledged" in asked["detail"]
     endless.send_signal(signal.SIGCONT)
     assert Dtt.wait(endless).returncode == 75
 
 
-def test_a_killed_job_is_lost_and_the_command_that_goes_on_told(dtt: Dtt, endless: Any) -> None:
+def test_a_killed_job_is_lost_and_resume_prints_the_command(dtt: Dtt, endless: Any) -> None:
     endless.kill()
     endless.wait()
-    assert told(dtt)["state"] == "lost"
+    assert reported(dtt)["state"] == "lost"
     (dtt.folder / "jobs/t/control/stop").touch()
     assert dtt("job", "resume", "jobs/t", **ALONE).stdout == "dtt train jobs/t\n"
     assert not (dtt.folder / "jobs/t/control/stop").exists()
@@ -113,7 +119,7 @@ def made(dtt: Dtt, name: str) -> Path:
     return job
 
 
-def test_ls_tells_of_all_jobs_newest_first_trials_too(dtt: Dtt) -> None:
+def test_ls_lists_all_jobs_and_trials_newest_first(dtt: Dtt) -> None:
     for name, ended in (("old", 100), ("sweep/0001", 300), ("new", 200)):
         folder = made(dtt, name) / "submissions.jsonl"
         folder.write_text(json.dumps({"time": ended, "job_id": "7", "command": "x"}) + "\n")
@@ -121,7 +127,7 @@ def test_ls_tells_of_all_jobs_newest_first_trials_too(dtt: Dtt) -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
         "jobs/sweep/0001", "jobs/new", "jobs/old",
     ]  # fmt: skip
-    assert "there is no squeue here" in listed.stderr
+    assert "squeue is not installed" in listed.stderr
     facts = json.loads(dtt("job", "ls", "jobs/sweep", "--json", **ALONE).stdout)
     assert [fact["job"] for fact in facts] == ["jobs/sweep/0001"]
 
@@ -152,35 +158,36 @@ def handed_over(job: Path, *argv: str, id: str = "7") -> Path:
     return job
 
 
-def test_without_a_script_resume_tells_the_command_itself(dtt: Dtt) -> None:
+def test_without_a_script_resume_prints_the_command(dtt: Dtt) -> None:
     handed_over(made(dtt, "z-download"), "download", "-c", "jobs/z-download/config.yaml")
-    told = dtt("job", "resume", "jobs/z-download", **ALONE).stdout
-    assert told == "dtt download -c jobs/z-download/config.yaml\n"
+    reported = dtt("job", "resume", "jobs/z-download", **ALONE).stdout
+    assert reported == "dtt download -c jobs/z-download/config.yaml\n"
     trial = made(dtt, "s/001-a")
     manifest = SweepManifest(
         name="s", source="s.yaml", keys=("seed",), logarithmic=(), metric="eval.loss", goal="min",
         concurrency=None, trials={"001-a": TrialRecord(values={"seed": 0}, folder="001-a")},
     )  # fmt: skip
     (trial.parent / manifest.filename).write_text(manifest.dump())
-    told = dtt("job", "resume", "jobs/s/001-a", **ALONE).stdout
-    assert told == "dtt sweep retry jobs/s 001-a\n"
+    reported = dtt("job", "resume", "jobs/s/001-a", **ALONE).stdout
+    assert reported == "dtt sweep retry jobs/s 001-a\n"
 
 
-def test_a_command_that_hears_no_request_is_cancelled(dtt: Dtt) -> None:
+def test_a_command_without_request_handling_is_cancelled(dtt: Dtt) -> None:
     job = handed_over(made(dtt, "z-download"), "download", "-c", "jobs/z-download/config.yaml")
     (job / "attempts/1").mkdir(parents=True)
     slurm = FakeSlurm(dtt.folder / "bin")
     slurm.says("squeue", SQUEUE["RUNNING"].format(id="7", since=round(time.time()) - 100))
     slurm.says("scancel")
     path = str(slurm.folder)
-    assert "nothing to save" in dtt("job", "save", "jobs/z-download", PATH=path, expect=2).stderr
+    refused = dtt("job", "save", "jobs/z-download", PATH=path, expect=2)
+    assert "cannot save jobs/z-download: it runs dtt download" in refused.stderr
     stopped = dtt("job", "stop", "jobs/z-download", PATH=path).stdout.splitlines()
     assert stopped[0].startswith("dtt download cannot save and stop")
     assert stopped[1] == "cancelled Slurm job 7"
     assert slurm.asked("scancel") == ["7"]
 
 
-def test_a_person_takes_over_the_stop_of_the_time_limit(dtt: Dtt) -> None:
+def test_a_user_request_overrides_the_stop_of_the_time_limit(dtt: Dtt) -> None:
     job = handed_over(made(dtt, "t"), "train", "jobs/t")
     (job / "attempts/1/ranks").mkdir(parents=True)
     (job / "attempts/1/ranks/00000.json").write_text("{}")
@@ -195,7 +202,7 @@ def test_a_person_takes_over_the_stop_of_the_time_limit(dtt: Dtt) -> None:
     }  # fmt: skip
     (job / "heartbeat.json").write_text(json.dumps(beat))
     first, second = dtt("job", "stop", "jobs/t", **ALONE).stdout.splitlines()
-    assert first == "acknowledged at step 8: it saves and stops"
+    assert first == "acknowledged at step 8: the job saves and stops"
     assert "slurm: time limit" in second
     assert (job / "control/stop").read_text().endswith(": dtt job stop\n")
     (job / "control/stop").write_text("bob: dtt job stop\n")
@@ -218,7 +225,7 @@ def test_a_queued_job_is_cancelled_only_with_yes(dtt: Dtt) -> None:
     assert "permission denied" in dtt("job", "stop", "jobs/t", "-y", PATH=path, expect=78).stderr
 
 
-def test_when_slurm_is_silent_ls_goes_on_and_stop_leaves_its_request(dtt: Dtt) -> None:
+def test_without_an_answer_of_slurm_ls_works_and_stop_leaves_its_request(dtt: Dtt) -> None:
     slurm = FakeSlurm(dtt.folder / "bin")
     slurm.says("squeue", error=NO_CONTROLLER)
     path = str(slurm.folder)
@@ -230,19 +237,22 @@ def test_when_slurm_is_silent_ls_goes_on_and_stop_leaves_its_request(dtt: Dtt) -
     assert {line.split()[0]: line.split()[1] for line in listed.stdout.splitlines()} == {
         "jobs/t": "unknown", "jobs/by-hand": "lost",
     }  # fmt: skip
-    said = dtt("job", "stop", "jobs/t", PATH=path).stdout
-    assert "jobs/t is unknown: submitted as 7; " in said
-    assert "it saves and stops as soon as it runs" in said
+    stdout = dtt("job", "stop", "jobs/t", PATH=path).stdout
+    assert "jobs/t is unknown: submitted as 7; " in stdout
+    assert "the job saves and stops as soon as it runs" in stdout
     assert (job / "control/stop").read_text().endswith(": dtt job stop\n")
     handed_over(made(dtt, "z-export"), "export", "jobs/z")
     silent = dtt("job", "stop", "jobs/z-export", PATH=path, expect=78).stderr
-    assert "cannot tell whether jobs/z-export runs" in silent
-    assert "may run or be queued" in dtt("job", "rm", "jobs/t", "-y", PATH=path, expect=2).stderr
+    assert "the state of jobs/z-export is unknown" in silent
+    assert (
+        "may be running or queued" in dtt("job", "rm", "jobs/t", "-y", PATH=path, expect=2).stderr
+    )
 
 
+@pytest.mark.slow
 def test_rm_deletes_a_job_that_has_ended_and_nothing_else(dtt: Dtt, endless: Any) -> None:
-    wait_until(lambda: told(dtt)["seconds_left"])  # the next heartbeat has it
-    status = told(dtt)
+    wait_until(lambda: reported(dtt)["seconds_left"])  # the next heartbeat has it
+    status = reported(dtt)
     assert status["loss"] > 0
     assert status["tokens"] > 0
     assert status["tokens_per_second"] > 0
@@ -251,7 +261,7 @@ def test_rm_deletes_a_job_that_has_ended_and_nothing_else(dtt: Dtt, endless: Any
     dtt("job", "stop", "jobs/t")
     assert Dtt.wait(endless).returncode == 75
     kept = dtt("job", "rm", "jobs/t", expect=2).stderr  # nobody to ask
-    assert "nothing was deleted of jobs/t: stopped, 1 checkpoints" in kept
+    assert "not deleted: jobs/t: stopped, 1 checkpoints" in kept
     assert "dtt job rm jobs/t -y" in kept
     disk = dtt.folder / "disk"
     (dtt.folder / "jobs/t").rename(disk)
@@ -259,7 +269,55 @@ def test_rm_deletes_a_job_that_has_ended_and_nothing_else(dtt: Dtt, endless: Any
     assert "deleted jobs/t" in dtt("job", "rm", "jobs/t", "-y").stdout
     assert not disk.exists()
     assert list((dtt.folder / "jobs").iterdir()) == []
-    assert "is not the directory of a job" in dtt("job", "rm", "jobs/t", expect=66).stderr
+    assert "is not a job directory" in dtt("job", "rm", "jobs/t", expect=66).stderr
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: that of its user, and that of a process."""
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def rm_at(terminal: int, folder: Path, **streams: int) -> subprocess.Popen[bytes]:
+    """Start `dtt job rm jobs/t` at a terminal, except for these streams."""
+    command = [sys.executable, "-m", "dtt.main", "job", "rm", "jobs/t"]
+    where: dict[str, int] = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": terminal}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | ALONE, **(where | streams))
+
+
+@pytest.mark.parametrize(
+    ("answer", "deletes"), [("\x04", False), ("n\n", False), ("y\n", True)],
+    ids=["end of input", "no", "yes"],
+)  # fmt: skip
+def test_rm_at_a_terminal_deletes_only_after_an_answer(
+    dtt: Dtt, terminal: tuple[int, int], answer: str, deletes: bool
+) -> None:
+    job, (ours, theirs) = made(dtt, "t"), terminal
+    process = rm_at(theirs, dtt.folder)
+    said = b""
+    while b"[Y/n]" not in said:
+        said += os.read(ours, 1024)
+    os.write(ours, answer.encode())
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == (0 if deletes else 2)
+    assert printed.startswith(b"deleted jobs/t") == deletes
+    assert job.exists() != deletes
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stderr"])
+def test_rm_without_yes_deletes_nothing_unless_both_question_and_answer_have_a_terminal(
+    dtt: Dtt, terminal: tuple[int, int], stream: str
+) -> None:
+    job, (ours, theirs) = made(dtt, "t"), terminal
+    with (dtt.folder / stream).open("w+") as file:
+        process = rm_at(theirs, dtt.folder, **{stream: file.fileno()})
+        os.write(ours, b"y\n")
+        process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert (job / "config.yaml").exists()
 
 
 def test_logs_of_the_first_node_or_another(dtt: Dtt) -> None:
@@ -271,10 +329,10 @@ def test_logs_of_the_first_node_or_another(dtt: Dtt) -> None:
     assert dtt("job", "logs", "jobs/t", "-n", "2").stdout == "n1 97\nn1 98\n"
     assert dtt("job", "logs", "jobs/t", "-n", "1", "--node", "n2").stdout == "n2 98\n"
     refused = dtt("job", "logs", "jobs/t", "--node", "n3", expect=66)
-    assert "--node takes n1, n2" in refused.stderr
+    assert "use --node n1 or n2" in refused.stderr
 
 
-def test_followed_logs_go_on_with_the_next_attempt(dtt: Dtt) -> None:
+def test_followed_logs_continue_with_the_next_attempt(dtt: Dtt) -> None:
     logs = made(dtt, "t") / "logs"
     (logs / "train-7-r0-n1.log").write_text("one\n")
     (logs / "latest.log").symlink_to("train-7-r0-n1.log")

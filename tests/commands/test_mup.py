@@ -16,8 +16,8 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError, Diverged, ExitCode
 from dtt.model.scaling import Scaling
-from dtt.train.coordinates import KINDS, faults, slopes
-from dtt.train.transfer import drift, optimum, power
+from dtt.mup.coordinate_check import KINDS, faults, slopes
+from dtt.mup.transfer import drift, optimum, power
 
 
 def config(tokens: Path, *arguments: str) -> RunConfig:
@@ -47,18 +47,19 @@ ADAMW = ("optim.type=adamw", "optim.lr=3e-3")
 MUON = ("optim.type=muon", "optim.lr=1e-2", "optim.adamw.lr=3e-3")
 
 
+@pytest.mark.slow(except_for=["muon"])
 @pytest.mark.parametrize("optim", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_activations_keep_their_size_under_mup_and_grow_without(
     tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optim: tuple[str, ...]
 ) -> None:
     coord_check(config(tokens, *optim), tmp_path)
-    said = json.loads((tmp_path / "coord-check.json").read_text())
-    assert said["mup"]["passed"]
-    assert said["mup"]["scaling"]["base_dim"] == 32
-    assert not said["standard"]["passed"]
-    assert [fault.split()[0] for fault in said["standard"]["faults"]] == list(KINDS[1:])
-    assert said["mup"]["sizes"]["32"] == said["standard"]["sizes"]["32"]  # the base is the base
-    assert len(said["mup"]["slopes"]) == len(said["mup"]["sizes"]["128"]) == 5
+    report = json.loads((tmp_path / "coord-check.json").read_text())
+    assert report["mup"]["passed"]
+    assert report["mup"]["scaling"]["base_dim"] == 32
+    assert not report["standard"]["passed"]
+    assert [fault.split()[0] for fault in report["standard"]["faults"]] == list(KINDS[1:])
+    assert report["mup"]["sizes"]["32"] == report["standard"]["sizes"]["32"]  # the base is the base
+    assert len(report["mup"]["slopes"]) == len(report["mup"]["sizes"]["128"]) == 5
     assert min(size_of(tmp_path / "coord-check.png")) > 300
     printed = capsys.readouterr().out
     assert "mup       pass" in printed
@@ -66,7 +67,7 @@ def test_activations_keep_their_size_under_mup_and_grow_without(
 
 
 @pytest.mark.parametrize("optim", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_a_rate_that_does_not_follow_the_width_fails_the_check(
+def test_an_unscaled_learning_rate_fails_the_check(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(Scaling, "learning_rates", lambda *_: {})
@@ -80,9 +81,9 @@ def test_the_base_of_the_configuration_is_the_base_of_the_check(
 ) -> None:
     cfg = config(tokens, "scaling.type=mup", "scaling.base_dim=64", "train.steps=1")
     coord_check(cfg, tmp_path, "32,64", compare=False, as_json=True, tolerance=9.0)
-    said = json.loads(capsys.readouterr().out)
-    assert list(said) == ["mup"]
-    assert said["mup"]["scaling"]["base_dim"] == 64
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["mup"]
+    assert report["mup"]["scaling"]["base_dim"] == 64
 
 
 def test_transfer_trains_every_width_at_every_rate_and_seed(
@@ -93,19 +94,19 @@ def test_transfer_trains_every_width_at_every_rate_and_seed(
         cfg, "16,32", "1e-3,1e-2,1e30", seeds=2, tolerance=99.0, compare=True, out=tmp_path,
         as_json=True,
     )  # fmt: skip
-    said = json.loads(capsys.readouterr().out)
-    assert said == json.loads((tmp_path / "transfer.json").read_text())
-    assert said["mup"]["losses"]["16"] == said["standard"]["losses"]["16"]
-    assert said["mup"]["losses"]["32"] != said["standard"]["losses"]["32"]
-    for losses in said["mup"]["losses"].values():
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "transfer.json").read_text())
+    assert report["mup"]["losses"]["16"] == report["standard"]["losses"]["16"]
+    assert report["mup"]["losses"]["32"] != report["standard"]["losses"]["32"]
+    for losses in report["mup"]["losses"].values():
         assert losses["1e+30"] == [None, None]  # diverged
         assert losses["0.01"][0] != losses["0.01"][1]
         assert max(losses["0.01"]) < min(losses["0.001"]) < math.log(320)
-    assert said["mup"]["best"]["32"] == {
-        "lr": 0.01, "loss": pytest.approx(sum(said["mup"]["losses"]["32"]["0.01"]) / 2),
+    assert report["mup"]["best"]["32"] == {
+        "lr": 0.01, "loss": pytest.approx(sum(report["mup"]["losses"]["32"]["0.01"]) / 2),
         "bracketed": True,
     }  # fmt: skip
-    assert said["mup"]["drift_octaves"] == said["mup"]["power"] == 0.0
+    assert report["mup"]["drift_octaves"] == report["mup"]["power"] == 0.0
     assert min(size_of(tmp_path / "transfer.png")) > 300
 
 
@@ -116,8 +117,8 @@ def test_a_warm_up_that_is_longer_than_a_transfer_run_is_shortened(tokens: Path)
     assert mup.short_warmup(config(tokens, "schedule.warmup=10%"), 60) == {}
 
 
-def test_a_best_rate_at_the_end_of_the_grid_is_no_pass(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="best rate at width 16 is at the end of the grid"):
+def test_a_best_rate_at_the_end_of_the_grid_fails(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="best learning rate at width 16 is at the end of the grid"):
         mup.transfer(
             config(tokens, *ADAMW), "16,32", "1e-5,2e-5", seeds=1, tolerance=99.0, compare=False,
             out=tmp_path, as_json=False,
@@ -135,7 +136,7 @@ def test_the_best_rate_is_the_lowest_point_of_a_parabola() -> None:
     assert power({64: best, 256: diverging}) == pytest.approx(-0.15)
 
 
-def test_slopes_are_powers_of_the_width_and_what_is_no_number_is_a_fault() -> None:
+def test_slopes_are_exponents_of_the_width_and_non_finite_sizes_are_faults() -> None:
     grown = {w: [dict.fromkeys(KINDS, 2.0), dict.fromkeys(KINDS, w**0.5)] for w in (64, 128, 256)}
     first, last = slopes(grown)
     assert set(first.values()) == {0.0}
@@ -150,8 +151,8 @@ def test_slopes_are_powers_of_the_width_and_what_is_no_number_is_a_fault() -> No
 
 
 @pytest.mark.parametrize("widths", ["64", "64,64", "64,x", "-64,128", "64.5,128"])
-def test_widths_that_are_none_are_refused(tokens: Path, tmp_path: Path, widths: str) -> None:
-    with pytest.raises(ConfigError, match="not two or more numbers above zero"):
+def test_invalid_widths_are_refused(tokens: Path, tmp_path: Path, widths: str) -> None:
+    with pytest.raises(ConfigError, match="expected two or more different positive numbers"):
         coord_check(config(tokens), tmp_path, widths)
 
 

@@ -37,7 +37,7 @@ def planned(
     return json.loads(said[0]), said[1]
 
 
-def test_without_data_the_configuration_says_it_all(
+def test_without_data_the_plan_uses_the_configuration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -54,7 +54,13 @@ def test_without_data_the_configuration_says_it_all(
     assert len(screen.splitlines()) <= 40
 
 
-def test_token_files_say_how_many_there_are(
+def test_a_plan_needs_only_a_dataset_name(dtt: Dtt) -> None:
+    plan = dtt("plan", "-d", "tinystories", "--gpu", "H100", "--gpus-per-node", "8", "--json")
+    assert json.loads(plan.stdout)["parameters"] > 0
+    assert "plan requires a config" in dtt("plan", "--gpu", "H100", expect=2).stderr
+
+
+def test_the_plan_uses_the_sizes_of_token_files(
     capsys: pytest.CaptureFixture[str], tokens: Path
 ) -> None:
     facts, _ = planned(
@@ -64,7 +70,7 @@ def test_token_files_say_how_many_there_are(
     assert facts["steps"] == windows // 64
 
 
-def test_what_does_not_fit_comes_with_a_change_that_does(
+def test_a_plan_that_does_not_fit_suggests_a_change(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,13 +115,16 @@ def test_llama_3_8b_with_fp32_masters_takes_128_gb_of_state(
             assert f"{part:<28}{facts['memory'][part] / 2**30:>10.2f}" in screen
 
 
-def test_the_screen_says_which_published_speed_it_goes_by(
+def test_the_report_names_the_published_speed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     facts, screen = planned(capsys)
     assert facts["achieved"] == 0.454
-    assert "assumed: 45.4% of 989 TFLOP/s, as published by\n  torchtitan for Llama 3.1 8B" in screen
+    assert (
+        "assumed: 45.4% of 989 TFLOP/s, from published measurements:\n  torchtitan for Llama 3.1 8B"
+        in screen
+    )
     assert facts["achieved_source"] in screen
     assert "45.4%" not in planned(capsys, "train.compile=false")[1]
     facts, screen = planned(capsys, gpu="cpu", gpus_per_node=1)
@@ -123,6 +132,7 @@ def test_the_screen_says_which_published_speed_it_goes_by(
     assert "TFLOP/s, a guess" in screen
 
 
+@pytest.mark.slow
 def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt) -> None:
     said = dtt(
         "plan", *RUN, "model.vocab_size=512", "train.global_batch_tokens=512", "--gpu", "cpu",
@@ -134,9 +144,9 @@ def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt)
     assert facts["probe"]["seconds"] > 0
 
 
-def test_a_probe_of_many_devices_is_refused() -> None:
+def test_a_probe_of_several_devices_is_refused() -> None:
     cfg = resolve(None, [*RUN, "model.vocab_size=512"]).config
-    with pytest.raises(ConfigError, match="--probe is for a single device"):
+    with pytest.raises(ConfigError, match="--probe requires a plan for one device"):
         plan.run(cfg, "H100", 1, 8, None, probe=True, as_json=False)
 
 

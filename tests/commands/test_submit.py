@@ -39,13 +39,13 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": ""}
 
 
-def test_a_job_directory_is_made_and_submitted(
+def test_a_job_directory_is_created_and_submitted(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     settings = tiny(launch__time=90, launch__environment="{NCCL_DEBUG: WARN}")
     done = dtt("submit", "train", *settings, PLANTED="s3cret-value", **slurm)
     assert "12 steps of 256 tokens" in done.stdout
-    assert "1 nodes x 1, by torchrun" in done.stdout
+    assert "1 nodes x 1, started by torchrun" in done.stdout
     assert done.stdout.splitlines()[-1].split() == ["submitted", "17"]
     job = JobDir(dtt.folder / "jobs/t")
     assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/t/slurm.sh\n"
@@ -86,7 +86,7 @@ def test_json_is_one_document(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -
     assert json.loads(done.stdout) == facts
 
 
-def test_all_that_is_wrong_is_told_at_once(
+def test_all_problems_are_reported_together(
     dtt: Dtt, tiny: Settings, tokens: Path, slurm: dict[str, str]
 ) -> None:
     broken = dtt.folder / "broken"
@@ -101,16 +101,17 @@ def test_all_that_is_wrong_is_told_at_once(
     )  # fmt: skip
     done = dtt("submit", "train", *settings, expect=2, **slurm)
     for problem in (
-        "9 problems, so nothing was submitted", "there is no such job", "asks Slurm for no GPU",
+        "9 problems, nothing was submitted", "there is no such job", "requests no GPU from Slurm",
         str(shard), str(other), "nix.sh",
-        "does not divide over 3 processes", "the tokenizer is not the one",
-        "model.vocab_size (100) is smaller", "is not bash: if",
+        "cannot be divided evenly among 3 processes", "the tokenizer is not the one",
+        "model.vocab_size (100) is smaller", "is not valid bash: if",
     ):  # fmt: skip
         assert problem in done.stderr
     assert not (dtt.folder / "jobs").exists()
 
 
-def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
+@pytest.mark.slow
+def test_a_disk_too_small_for_the_checkpoints_is_reported(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     for kept in ("keep_last", "keep_every", "keep_best"):
@@ -125,24 +126,38 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
     assert "training   at most 1000000000000 steps" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "changes", "problem"),
     [
-        ("train", {"launch__gpus_per_node": 2, "launch__processes_per_node": 8}, "share 2 GPUs"),
-        ("pipeline", {"launch__gpus_per_node": 1, "pipeline__train_processes": 2}, "share 1 GPUs"),
-        ("pipeline", {"launch__gpus_per_node": 3}, "does not divide over 3 processes"),
-        ("pipeline", {"pipeline__train_processes": 3}, "does not divide over 3 processes"),
+        (
+            "train",
+            {"launch__gpus_per_node": 2, "launch__processes_per_node": 8},
+            "8 processes per node, but 2",
+        ),
+        (
+            "pipeline",
+            {"launch__gpus_per_node": 1, "pipeline__train_processes": 2},
+            "2 processes per node, but 1",
+        ),
+        ("pipeline", {"launch__gpus_per_node": 3}, "cannot be divided evenly among 3 processes"),
+        (
+            "pipeline",
+            {"pipeline__train_processes": 3},
+            "cannot be divided evenly among 3 processes",
+        ),
         ("train", {"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
-        ("train", {"launch__nodes": 3, "parallel__tensor": 3}, "is no multiple of tensor 3"),
+        ("train", {"launch__nodes": 3, "parallel__tensor": 3}, "is not a multiple of tensor 3"),
     ],
 )
-def test_processes_that_could_not_train_are_told(
+def test_invalid_process_counts_are_reported(
     command: str, changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
 ) -> None:
     settings = tiny(download__dataset="python-stdlib", **changes)
     assert problem in dtt("submit", command, *settings, "--dry-run", expect=2).stderr
 
 
+@pytest.mark.slow
 def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(
         launch__nodes=3, parallel__context=3, train__seq_len=48, train__global_batch_tokens=4 * 48
@@ -151,20 +166,23 @@ def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings)
     assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
 
 
-def test_the_step_that_weights_are_taken_from_is_there(dtt: Dtt, tiny: Settings) -> None:
+@pytest.mark.slow
+def test_a_missing_init_checkpoint_is_reported(dtt: Dtt, tiny: Settings) -> None:
     (dtt.folder / "jobs/base/checkpoints/step-000004").mkdir(parents=True)
     for said, code in (("jobs/base@9", 66), ("jobs/base@4", 0), ("jobs/base", 0)):
         done = dtt("submit", "train", *tiny(init__from=said), "--dry-run", expect=code)
         assert ("no checkpoint of step 9" in done.stderr) == (code == 66)
 
 
-def test_gpus_asked_for_in_another_way_are_gpus(dtt: Dtt, tiny: Settings) -> None:
+@pytest.mark.slow
+def test_gpus_requested_by_directives_count(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(train__device="cuda", launch__directives='["--exclusive"]')
     done = dtt("submit", "train", *settings, "--dry-run", "--json")
     assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
 
 
-def test_a_job_does_not_go_on_with_other_token_files(dtt: Dtt, tiny: Settings) -> None:
+@pytest.mark.slow
+def test_a_job_does_not_resume_with_other_token_files(dtt: Dtt, tiny: Settings) -> None:
     job = JobDir(dtt.folder / "jobs/t")
     (job.checkpoints / "step-000004").mkdir(parents=True)
     job.config.write_text("name: t\n")
@@ -175,7 +193,7 @@ def test_a_job_does_not_go_on_with_other_token_files(dtt: Dtt, tiny: Settings) -
     (job.checkpoints / "step-000008").mkdir()  # damaged: training would pass it over, too
     allowed = (f"--allow-change={setting.split('=')[0]}" for setting in tiny())
     done = dtt("submit", "train", *tiny(), *allowed, "--dry-run", expect=2)
-    assert "trained on other token files" in done.stderr
+    assert "was trained on token files or text that have changed since" in done.stderr
 
 
 def test_missing_token_files_have_their_own_exit_code(
@@ -190,10 +208,11 @@ def test_without_sbatch_nothing_is_written(dtt: Dtt, tiny: Settings) -> None:
     empty.mkdir()
     (empty / "bash").symlink_to("/bin/bash")
     done = dtt("submit", "train", *tiny(), expect=78, PATH=str(empty))
-    assert "no sbatch" in done.stderr
+    assert "sbatch is not installed" in done.stderr
     assert not (dtt.folder / "jobs").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
@@ -213,7 +232,7 @@ def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
     assert "--allow-change train.steps" in changed.stderr
 
 
-def test_a_refusal_of_sbatch_is_told_in_its_own_words(
+def test_a_rejection_by_sbatch_is_reported_with_its_message(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
@@ -230,6 +249,7 @@ def test_a_refusal_of_sbatch_is_told_in_its_own_words(
     assert config.read_text() == "name: t"
 
 
+@pytest.mark.slow
 def test_a_timeout_of_sbatch_removes_nothing(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,10 +258,10 @@ def test_a_timeout_of_sbatch_removes_nothing(
         "#!/bin/bash\necho 'sbatch: error: Socket timed out on send/recv' >&2\nexit 1\n"
     )
     done = dtt("submit", "train", *tiny(), expect=78, **slurm)
-    assert "Slurm may have accepted the job" in done.stderr
+    assert "it is unknown whether Slurm accepted the job" in done.stderr
     assert (dtt.folder / "jobs/t/slurm.sh").exists()
-    told = json.loads(dtt("job", "status", "jobs/t", "--json", **slurm).stdout)
-    assert told["state"] == "unknown"
+    reported = json.loads(dtt("job", "status", "jobs/t", "--json", **slurm).stdout)
+    assert reported["state"] == "unknown"
     # Slurm shows it: the job is what it is.
     script = dtt.folder / "jobs/t/slurm.sh"
     known = slurm | {"QUEUE": f"31|{time.time():.0f}|{script}\n"}
@@ -249,6 +269,7 @@ def test_a_timeout_of_sbatch_removes_nothing(
     assert asked.splitlines()[-1].split() == ["submitted", "31"]
 
 
+@pytest.mark.slow
 def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
@@ -266,7 +287,8 @@ def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
     dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", **slurm)
 
 
-def test_gpus_of_a_type_are_asked_for_and_counted(
+@pytest.mark.slow
+def test_gpus_of_a_type_are_requested_and_counted(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     keys = tiny(launch__gpus_per_node="a100:4", launch__time="1-12", train__micro_batch=1)
@@ -277,11 +299,11 @@ def test_gpus_of_a_type_are_asked_for_and_counted(
     assert "1 nodes x 4" in dtt("submit", "train", *keys, "--dry-run", **slurm).stdout
     for wrong in ("a100:0", "4:a100", "a100:4,v100:2", "-1"):
         done = dtt("submit", "train", *tiny(launch__gpus_per_node=wrong), expect=2, **slurm)
-        assert "must be a number, or type:number as a100:4" in done.stderr
+        assert "must be a number, or type:number such as a100:4" in done.stderr
 
 
 @pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
-def test_at_a_terminal_it_asks(
+def test_submit_asks_for_confirmation_at_a_terminal(
     answer: str, submits: bool, dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     ours, theirs = pty.openpty()
@@ -295,15 +317,16 @@ def test_at_a_terminal_it_asks(
     while b"submit? [Y/n]" not in said:
         said += os.read(ours, 1024)
     os.write(ours, answer.encode())
-    told, _ = process.communicate(timeout=60)
+    reported, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert json.loads(told)["job_id"] == ("17" if submits else None)
+    assert json.loads(reported)["job_id"] == ("17" if submits else None)
     os.close(ours)
     assert (dtt.folder / "calls").exists() == submits
     assert (dtt.folder / "jobs").exists() == submits
 
 
-def test_a_profile_lies_below_the_config(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+@pytest.mark.slow
+def test_the_config_overrides_a_profile(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
     (dtt.folder / "mine.yaml").write_text(
         "launch: {partition: slow, account: me, environment: {A: 1}}"
     )
@@ -317,18 +340,19 @@ def test_a_profile_lies_below_the_config(dtt: Dtt, tiny: Settings, slurm: dict[s
     assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout
     (dtt.folder / "mine.yaml").write_text("launch: {account: me}\noptim: {lr: 5.0}")
     done = dtt("submit", "train", "jobs/t", "--cluster", "mine.yaml", expect=2, **slurm)
-    assert "mine.yaml is no cluster profile: it sets optim.lr" in done.stderr
+    assert "mine.yaml is not a cluster profile: it sets optim.lr" in done.stderr
     unknown = dtt("submit", "train", *tiny(), "--cluster", "generc", expect=66, **slurm)
     assert "clusters/generic" in unknown.stderr
 
 
-def test_a_copy_of_the_code_is_what_the_job_runs(
+@pytest.mark.slow
+def test_a_job_with_code_copy_runs_the_copy(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     code = dtt.folder / "jobs/t/code"
     for arguments in ([*tiny(), "--code-copy"], ["jobs/t"]):  # it stays the job's own
-        told = dtt("submit", "train", *arguments, **slurm).stdout
-        assert "the copy in jobs/t/code" in told
+        reported = dtt("submit", "train", *arguments, **slurm).stdout
+        assert "the copy in jobs/t/code" in reported
         script = (dtt.folder / "jobs/t/slurm.sh").read_text()
         assert f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}" in script
     show = (
@@ -339,6 +363,7 @@ def test_a_copy_of_the_code_is_what_the_job_runs(
     assert out.split() == [f"{code}/dtt/__init__.py", f"{code}/dtt/configs/quickstart.yaml"]
 
 
+@pytest.mark.slow
 def test_the_other_commands_have_directories_of_their_own(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
@@ -358,20 +383,71 @@ def test_the_other_commands_have_directories_of_their_own(
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
 
 
-def test_a_directory_of_another_job_is_not_taken(
+@pytest.mark.slow
+def test_stages_are_submitted_as_one_job(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    stages = "[{name: pretrain}, {name: midtrain, train: {steps: 8}}]"
+    settings = tiny(name="s", stages=stages)
+    shown = dtt("submit", "train", *settings, "--dry-run", **slurm).stdout
+    assert "stage      pretrain: 12 steps" in shown
+    assert "stage      midtrain: 8 steps" in shown
+    assert not (dtt.folder / "jobs").exists()
+    other = (*settings, "stages.midtrain.launch.nodes=2")
+    assert "different `launch` sections" in dtt("submit", "train", *other, expect=2, **slurm).stderr
+
+    assert "submitted  17" in dtt("submit", "train", *settings, **slurm).stdout
+    assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/s/slurm.sh\n"
+    script = (dtt.folder / "jobs/s/slurm.sh").read_text()
+    assert "    jobs/s/pretrain\n    jobs/s/midtrain\n" in script
+    # Its jobs hold all that the script needs, and each starts from the one before it.
+    assert "the previous stage is not done" in dtt("train", "jobs/s/midtrain", expect=66).stderr
+    for name in ("pretrain", "midtrain"):
+        dtt("train", f"jobs/s/{name}")
+    record = JobDir(dtt.folder / "jobs/s/midtrain").stage_record()
+    assert record is not None
+    assert record["predecessor"]["step"] == 12
+    assert "all stages of jobs/s are done" in dtt(
+        "submit", "train", *settings, expect=2, **slurm
+    ).stderr  # fmt: skip
+    dtt("submit", "train", *settings, "--redo-from", "midtrain", **slurm)
+    assert "submitted  17" in dtt("job", "resume", "jobs/s/midtrain", **slurm).stdout
+    assert (dtt.folder / "calls").read_text().splitlines()[-1].endswith(" jobs/s/slurm.sh")
+    assert (dtt.folder / "jobs/s/midtrain-superseded-1/checkpoints").is_dir()
+
+
+def test_a_rejected_submission_of_stages_leaves_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "bin/sbatch").write_text("#!/bin/bash\necho no such partition >&2; exit 1\n")
+    stages = tiny(name="s", stages="[{name: a}, {name: b}]")
+    assert "no such partition" in dtt("submit", "train", *stages, expect=78, **slurm).stderr
+    assert not (dtt.folder / "jobs/s").exists()
+
+
+def test_a_submitted_pipeline_reads_the_stages_from_its_own_configuration(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    stages = tiny(name="s", stages="[{name: a}, {name: b, seed: 5}]")
+    dtt("submit", "pipeline", *stages, **slurm)
+    script = (dtt.folder / "jobs/s-pipeline/slurm.sh").read_text()
+    assert "command=(pipeline -c jobs/s-pipeline/config.yaml)" in script
+    shown = dtt("config", "show", "-c", "jobs/s-pipeline/config.yaml", "--stage", "b").stdout
+    assert "seed: 5 " in shown
+    assert "from: jobs/s/a " in shown
+
+
+def test_the_directory_of_another_job_is_refused(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     dtt("submit", "train", *tiny(name="z-download"), **slurm)
     own = (dtt.folder / "jobs/z-download/config.yaml").read_text()
     arguments = ("submit", "download", "name=z", "download.dataset=python-stdlib")
     done = dtt(*arguments, expect=2, **slurm)
-    assert "jobs/z-download is the directory of another job, of z-download" in done.stderr
+    assert "jobs/z-download is the directory of another job, z-download" in done.stderr
     assert (dtt.folder / "jobs/z-download/config.yaml").read_text() == own
 
 
-def test_an_export_is_of_a_job_that_has_a_checkpoint(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
-) -> None:
+@pytest.mark.slow
+def test_an_export_requires_a_checkpoint(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
     none = dtt("submit", "export", "jobs/t", expect=66, **slurm)
     assert "not a job directory" in none.stderr
     dtt("submit", "train", *tiny(), **slurm)
@@ -382,9 +458,43 @@ def test_an_export_is_of_a_job_that_has_a_checkpoint(
     assert "command=(export jobs/t 'export.out=a b' export.dtype=fp32)\n" in script
 
 
-def test_what_cannot_be_submitted_is_refused(dtt: Dtt, slurm: dict[str, str]) -> None:
+def test_a_watch_is_submitted_next_to_its_job_with_the_options_of_eval(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    """The job has no checkpoint yet: the watch waits for it."""
+    dtt("submit", "train", *tiny(eval__tasks="[piqa]", eval__limit=5), **slurm)
+    dtt("submit", "eval", "jobs/t", **slurm)
+    script = dtt.folder / "jobs/t-eval/slurm.sh"
+    assert "command=(eval jobs/t --watch)\n" in script.read_text()
+    changed = ["eval.limit=7", "eval.tasks=[piqa, copa]", "launch.time=2:00:00"]
+    printed = dtt("submit", "eval", "jobs/t", *changed, "--print-script", **slurm).stdout
+    assert "command=(eval jobs/t --watch --tasks piqa,copa --limit 7)\n" in printed
+    assert "#SBATCH --time=2:00:00" in printed
+    unknown = dtt("submit", "eval", "jobs/t", "eval.tasks=[pika]", expect=2, **slurm)
+    assert "piqa" in unknown.stderr
+    none = dtt("submit", "eval", "jobs/t", "eval.tasks=[]", expect=2, **slurm)
+    assert "no tasks to evaluate" in none.stderr
+    refused = dtt("submit", "eval", "jobs/t", "eval.data=elsewhere", expect=2, **slurm)
+    assert "eval.data=elsewhere is not an option of dtt eval" in refused.stderr
+    printed = dtt("submit", "eval", "jobs/t", "eval.every=5", "--print-script", **slurm).stdout
+    assert "command=(eval jobs/t --watch)\n" in printed
+
+
+def test_a_watch_of_a_job_in_another_folder_finds_the_files_of_its_tasks(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "words.yaml").write_text(
+        "type: cloze\ndata: {file: rows.jsonl}\nprompt: '{text}'\nanswer: '{a}'\n"
+    )
+    dtt("submit", "train", *tiny(eval__tasks="[words.yaml]"), **slurm)
+    other = dtt.folder / "other"
+    other.mkdir()
+    Dtt(other)("submit", "eval", dtt.folder / "jobs/t", "--dry-run", **slurm)
+
+
+def test_invalid_submissions_are_refused(dtt: Dtt, slurm: dict[str, str]) -> None:
     both = dtt("submit", "train", "-c", "quickstart", "--print-script", "--json", expect=2, **slurm)
-    assert "exclude each other" in both.stderr
+    assert "are mutually exclusive" in both.stderr
     assert "dtt submit train" in dtt("submit", "generate", expect=2, **slurm).stderr
     done = dtt("submit", "tokenize", "jobs/x", expect=2, **slurm)
     assert "cannot understand the argument 'jobs/x'" in done.stderr

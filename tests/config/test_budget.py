@@ -42,21 +42,21 @@ def test_a_time_of_day_is_that_of_the_clock_after_a_change_of_summer_time(
 def test_a_time_may_name_its_zone() -> None:
     expected = datetime(2026, 11, 22, 5, 0, tzinfo=UTC).timestamp()
     assert moment("2026-11-22 07:00+02:00", 0.0) == expected
-    told = resolve(None, ["train.finish_by=2026-11-22T07:00:00+02:00"], env={}).config.train
-    assert moment(str(told.finish_by), 0.0) == expected  # YAML knows times, too
+    reported = resolve(None, ["train.finish_by=2026-11-22T07:00:00+02:00"], env={}).config.train
+    assert moment(str(reported.finish_by), 0.0) == expected  # YAML knows times, too
 
 
 @pytest.mark.parametrize(
     ("argument", "why"),
     [
-        ("train.budget=six hours", "train.budget: must be a stretch of time: 6h, 90m"),
+        ("train.budget=six hours", "train.budget: must be a duration: 6h, 90m"),
         ("train.budget=6", "train.budget: input should be a valid string"),
-        ("train.budget=0h", "train.budget: must be a stretch of time: 6h, 90m"),
+        ("train.budget=0h", "train.budget: must be a duration: 6h, 90m"),
         ("train.finish_by=25:00", "train.finish_by: must be a time of day"),
         ("train.finish_by=tomorrow", "train.finish_by: must be a time of day"),
     ],
 )
-def test_what_is_no_time_is_refused_with_the_forms(argument: str, why: str) -> None:
+def test_a_malformed_time_is_refused_with_the_valid_forms(argument: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         resolve(None, [argument], env={})
 
@@ -64,7 +64,7 @@ def test_what_is_no_time_is_refused_with_the_forms(argument: str, why: str) -> N
 def test_only_a_schedule_that_needs_no_length_fits_a_budget() -> None:
     for argument, why in [
         ("schedule.type=cosine", "train.budget: needs schedule.type=wsd, not cosine"),
-        ("schedule.warmup=2%", "schedule.warmup: the clock decides how long the run is"),
+        ("schedule.warmup=2%", "schedule.warmup: the time budget determines the length of the run"),
     ]:
         with pytest.raises(ConfigError, match=why):
             resolve(None, ["train.budget=6h", argument], env={})

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from dtt.config.load import changes_on_resume, resolve, shipped_configs
+from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_names
 from dtt.config.optim import AdamWConfig, MuonConfig
 from dtt.errors import ConfigError, InputError
 
-SHIPPED = sorted(p for p in shipped_configs().rglob("*.yaml") if p.parent.name != "sweeps")
+SHIPPED = sorted(
+    p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(shipped_configs())))
 def test_every_shipped_config_loads(path: Path) -> None:
-    assert resolve(path, env={}).config
+    for stage in stage_names(path) or [None]:
+        assert resolve(path, env={}, stage=stage).config
 
 
 def test_layers_go_from_defaults_to_options(tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_numbers_are_numbers(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", [".inf", "-.inf", ".nan"])
-def test_infinity_is_no_number(text: str) -> None:
+def test_infinity_is_not_a_number(text: str) -> None:
     with pytest.raises(ConfigError, match="finite number"):
         resolve(None, [f"optim.weight_decay={text}"], env={})
 
@@ -71,7 +74,7 @@ def test_json_and_toml_are_read_as_yaml_is(tmp_path: Path) -> None:
     assert isinstance(configs[0].optim, AdamWConfig)
 
 
-def test_a_section_on_one_line_says_its_keys(tmp_path: Path) -> None:
+def test_a_section_in_flow_style_sets_its_keys(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("optim: {type: adamw, eps: 1e-6}\n")
     for arguments in (["optim={lr: 0.2}"], ["optim={type: adamw, lr: 0.1}", "optim.lr=0.2"]):
@@ -80,7 +83,7 @@ def test_a_section_on_one_line_says_its_keys(tmp_path: Path) -> None:
     assert inline == AdamWConfig(lr=0.1, eps=1e-6)
 
 
-def test_a_new_type_drops_what_was_said_about_the_old_one(tmp_path: Path) -> None:
+def test_a_new_type_discards_the_keys_of_the_old_one(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("optim: {type: muon, momentum: 0.9, lr: 0.1}\n")
     assert resolve(run, ["optim.type=adamw"], env={}).config.optim == AdamWConfig()
@@ -89,13 +92,13 @@ def test_a_new_type_drops_what_was_said_about_the_old_one(tmp_path: Path) -> Non
     )
 
 
-def test_a_section_with_every_line_commented_out_says_nothing(tmp_path: Path) -> None:
+def test_a_section_with_every_line_commented_out_sets_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("train:\n#  steps: 3\n")
     assert resolve(run, env={}).config == resolve(None, env={}).config
 
 
-def test_all_mistakes_are_told_at_once_with_place_and_nearest_key(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once_with_location_and_nearest_key(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(
         "modle: {dim: 3}\ntrain:\n  stesp: 5\n  seq_len: long\n"
@@ -114,7 +117,7 @@ def test_all_mistakes_are_told_at_once_with_place_and_nearest_key(tmp_path: Path
     )
 
 
-def test_combinations_that_cannot_work_are_told_together() -> None:
+def test_combinations_that_cannot_work_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(None, ["model.n_heads=3", "train.global_batch_tokens=1000"], env={})
     message = str(caught.value)
@@ -126,12 +129,12 @@ def test_combinations_that_cannot_work_are_told_together() -> None:
     ("text", "why"),
     [
         ("a: [1", "is not YAML"),
-        ("- 1\n", "does not hold `key: value` lines"),
-        ("seed: 1\nseed: 2\n", "seed stands twice"),
+        ("- 1\n", "does not contain `key: value` lines"),
+        ("seed: 1\nseed: 2\n", "seed appears twice"),
         ("extends: run.yaml\n", "extends itself"),
     ],
 )
-def test_files_that_are_no_config_are_told_with_their_line(
+def test_a_file_that_is_not_a_configuration_is_reported_with_its_line(
     tmp_path: Path, text: str, why: str
 ) -> None:
     run = tmp_path / "run.yaml"
@@ -151,7 +154,7 @@ def test_a_mistyped_environment_variable_is_an_error(name: str) -> None:
         resolve(None, env={name: "5"})
 
 
-def test_a_shipped_dataset_name_brings_its_facts_and_what_was_said_wins() -> None:
+def test_a_shipped_dataset_sets_its_keys_below_explicit_values() -> None:
     cfg = resolve(None, ["download.dataset=fineweb-edu", "download.split=test"], env={}).config
     assert cfg.download.dataset == "HuggingFaceFW/fineweb-edu"
     assert cfg.download.split == "test"

@@ -8,12 +8,12 @@ from dtt.config.parallel import ParallelConfig, resolve
 from dtt.errors import ConfigError
 
 
-def test_what_is_left_goes_to_the_size_that_is_open() -> None:
+def test_minus_one_takes_the_remaining_devices() -> None:
     assert resolve(ParallelConfig(tensor=2), 8) == (4, 1, 1, 2)
     assert resolve(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (2, 2, 2, 1)
 
 
-def test_what_is_advised_for_processes_that_do_not_make_a_mesh_takes_them() -> None:
+def test_the_suggested_mesh_fits_the_number_of_processes() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(ParallelConfig(tensor=2), 3)
     for change in ("parallel.shard=-1", "parallel.replicate=1", "parallel.tensor=1"):

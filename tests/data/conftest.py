@@ -9,9 +9,10 @@ import pytest
 
 from dtt.artifacts import CorpusManifest
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus import Corpus
-from dtt.data.documents import BadDocuments, read_unit
-from dtt.data.download import download
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.download import download
+from dtt.data.corpus.units import Corpus
 
 
 class Corpora:

@@ -1,4 +1,4 @@
-"""A look at data tells what is there: exactly where all is read, fairly where places are."""
+"""Inspection reports what the data holds: exactly if all is read, else an estimate."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hypothesis import strategies as st
 from tiny_job import make_tokenizer
 from token_files import END, random_documents, write_folder, write_pair
 
-from dtt.data import fit
-from dtt.data.inspect import text, tokens
+from dtt.data.inspect import raw_text, token_ids
+from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.lengths import Lengths
-from dtt.data.inspect.look import look
-from dtt.data.inspect.report import Report, Wishes
-from dtt.data.inspect.tokens import Seen, count, places
-from dtt.data.sources.files import Ends, Shard
-from dtt.data.tokenfile import TokenFile, idx_path
+from dtt.data.inspect.report import InspectOptions, Report
+from dtt.data.inspect.token_ids import IdStatistics, count, places
+from dtt.data.samples import compatibility
+from dtt.data.samples.token_shards import Ends, Shard
+from dtt.data.token_file import TokenFile, idx_path
 from dtt.errors import ConfigError, DamagedError, InputError
 
-BY_DATATROVE = Path(__file__).parent / "sources/written_by_datatrove"
+BY_DATATROVE = Path(__file__).parent / "samples/written_by_datatrove"
 
 
 def see(path: Path, **wishes: Any) -> Report:
     usual = {"samples": 3, "everything": False, "hashes": False, "tokenizer": None}
-    return look(path, Wishes(**(usual | {"dtype": "uint16"} | wishes)))
+    return inspect_path(path, InspectOptions(**(usual | {"dtype": "uint16"} | wishes)))
 
 
 def lengths_of(numbers: list[int]) -> Lengths:
@@ -66,10 +66,10 @@ def test_lengths_add_up_over_calls() -> None:
     assert parts.summary("bytes") == lengths_of([1, 2, 300, 0, 70_000]).summary("bytes")
 
 
-def test_places_are_spread_evenly_and_never_overlap() -> None:
+def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
     sizes = [10**9, 0, 3 * 10**9, 5, 10**7]
     found = list(places(sizes, everything=False))
-    assert len(found) == tokens.PLACES
+    assert len(found) == token_ids.PLACES
     starts = np.cumsum([0, *sizes])
     spans = [(int(starts[file]) + a, int(starts[file]) + b) for file, a, b in found]
     assert spans[0][0] == 0
@@ -95,7 +95,7 @@ def test_place_by_place_every_document_is_seen_once(
     total = sum(map(len, documents))
     shard = Shard(stem.with_suffix(".bin"), total, "<u2", "", lambda: where)
     assert count(where) == len(documents)
-    seen = Seen(10, None)
+    seen = IdStatistics(10, None)
     for start in range(0, max(total, 1), size):
         seen.read(shard, where, start, min(start + size, total))
     assert seen.lengths.summary("tokens") == lengths_of([*map(len, documents)]).summary("tokens")
@@ -105,7 +105,7 @@ def test_place_by_place_every_document_is_seen_once(
 
 
 @pytest.mark.parametrize("kind", ["ds", "megatron"])
-def test_what_datatrove_wrote_is_told(kind: str) -> None:
+def test_files_written_by_datatrove_are_reported(kind: str) -> None:
     report = see(BY_DATATROVE / kind)
     assert report.kind == {"ds": "datatrove .ds", "megatron": "Megatron .bin/.idx"}[kind]
     assert (report.documents, report.tokens) == (4, 14)
@@ -121,7 +121,7 @@ def test_what_datatrove_wrote_is_told(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_megatron_wrote_is_told(tmp_path: Path) -> None:
+def test_files_written_by_megatron_are_reported(tmp_path: Path) -> None:
     """With several sequences in a document, and documents and sequences without a token."""
     torch = pytest.importorskip("torch")
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
@@ -167,7 +167,7 @@ def test_documents_without_an_end_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_an_index_in_disorder_is_damage_that_is_named(tmp_path: Path) -> None:
+def test_an_index_out_of_order_is_reported_as_damage(tmp_path: Path) -> None:
     stem = tmp_path / "a"
     write_pair(stem, [[1, END]] * 40)
     whole = idx_path(stem).read_bytes()
@@ -184,7 +184,7 @@ def test_an_index_in_disorder_is_damage_that_is_named(tmp_path: Path) -> None:
         see(stem)
 
 
-def test_a_broken_pair_among_others_is_named_and_the_others_are_told(tmp_path: Path) -> None:
+def test_a_broken_pair_among_others_is_named_and_the_others_are_reported(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write_pair(tmp_path / name, [[1, 2, END]])
     (tmp_path / "b.bin").write_bytes(b"1")
@@ -198,27 +198,27 @@ def test_a_broken_pair_among_others_is_named_and_the_others_are_told(tmp_path: P
     assert "but b.bin has 1" in report.damaged[0]
 
 
-def test_a_manifest_of_another_program_is_no_damaged_one_of_ours(tmp_path: Path) -> None:
+def test_the_manifest_of_another_program_is_not_reported_as_damaged(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 2, END]])
     (tmp_path / "manifest.json").write_text('{"format": "theirs"}')
     assert see(tmp_path).kind == "Megatron .bin/.idx"
-    assert not list(fit.file_problems(tmp_path))
+    assert not list(compatibility.file_problems(tmp_path))
     (tmp_path / "manifest.json").write_text('{"format": "dtt-')
     with pytest.raises(DamagedError, match="cannot read the manifest"):
         see(tmp_path)
 
 
-def test_a_large_body_is_sampled_and_the_report_says_so(
+def test_large_data_is_sampled_and_the_report_states_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "PLACE_TOKENS", 64)
+    monkeypatch.setattr(token_ids, "PLACE_TOKENS", 64)
     documents = random_documents(4000, longest=60)
     total = sum(map(len, documents))
     write_folder(tmp_path / "t", {"train-0": documents[:2500], "train-1": documents[2500:]})
     some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
     assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
     assert not some.read.everything
-    assert some.read.amount == 64 * tokens.PLACES
+    assert some.read.amount == 64 * token_ids.PLACES
     assert every.read.everything
     assert some.lengths is not None
     assert every.lengths is not None
@@ -249,7 +249,7 @@ def write_texts(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "csv"])
-def test_documents_of_every_format_are_told(tmp_path: Path, kind: str) -> None:
+def test_documents_of_every_format_are_reported(tmp_path: Path, kind: str) -> None:
     report = see(write_texts(tmp_path, kind))
     assert report.kind == "documents"
     assert report.facts["file_format"] == kind.partition(".")[0]
@@ -259,10 +259,10 @@ def test_documents_of_every_format_are_told(tmp_path: Path, kind: str) -> None:
     assert report.lengths is not None
     assert (report.lengths.empty, report.lengths.max) == (1, 14)
     assert report.samples[0].text == "first"
-    assert report.oddities == ["empty documents, which tokenize leaves out: 1"]
+    assert report.oddities == ["empty documents, which tokenize skips: 1"]
 
 
-def test_a_folder_of_txt_is_a_document_each(tmp_path: Path) -> None:
+def test_each_txt_file_of_a_folder_is_a_document(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"{name} tells\nmuch")
     report = see(tmp_path)
@@ -283,7 +283,7 @@ def test_documents_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_a_large_corpus_is_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(text, "SAMPLE_BYTES", 2**16)
+    monkeypatch.setattr(raw_text, "SAMPLE_BYTES", 2**16)
     texts = [f"{i} " + "word " * (i * 7919 % 200) for i in range(8000)]
     if kind == "parquet":
         pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
@@ -300,13 +300,13 @@ def test_a_large_corpus_is_sampled(
     assert 0.85 < some.documents / 8000 < 1.2
 
 
-def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no"):
         see(tmp_path / "nowhere")
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    with pytest.raises(InputError, match="has a format dtt reads"):
+    with pytest.raises(InputError, match="has a format that dtt reads"):
         see(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match="nothing to verify"):
+    with pytest.raises(ConfigError, match="no checksums to verify"):
         see(tmp_path, hashes=True)
     write_folder(tmp_path / "t", {"train-0": [[1, END]]})
     (tmp_path / "t/manifest.json").write_text('{"format": "dtt-tok')

@@ -20,18 +20,18 @@ from running import ROOT, Dtt
 
 from dtt.artifacts import TokensManifest
 from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
-from dtt.data.corpus import Corpus
-from dtt.data.documents import BadDocuments
-from dtt.data.download import download
-from dtt.data.encode import Tokenized, tokenize
-from dtt.data.inspect.look import look
-from dtt.data.inspect.report import Wishes
-from dtt.data.sources.row import Documents
-from dtt.data.tokenfile import TokenFile
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.download import download
+from dtt.data.corpus.units import Corpus
+from dtt.data.inspect.inspector import inspect_path
+from dtt.data.inspect.report import InspectOptions
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.token_file import TokenFile
+from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.errors import ConfigError, DamagedError, DttError
 from dtt.runtime.comm import Serial
 
-WISHES = Wishes(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
+WISHES = InspectOptions(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
 PAGE = ROOT / "docs/bad-input.md"
 HEAD = """\
 # Bad input
@@ -51,7 +51,7 @@ bytes lost with the rest of a damaged file; bytes that were cut off cannot be co
 a number of documents; the rest of a damaged file counts as one, because the number of documents in
 it is unknown.
 
-dtt reads the text from the first column that exists of `text`, `content`, `document` and `body`. If
+dtt reads the text from the first existing column among `text`, `content`, `document` and `body`. If
 that column holds another type, such as structs, dtt refuses the dataset: it uses another column
 only if `download.text_column` names it.
 
@@ -120,7 +120,7 @@ def run(tmp_path: Path, tokenizer: Path) -> Run:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.suffix} {fault.what}")
-def test_a_fault_is_named_and_counted_and_the_rest_is_kept(
+def test_a_fault_is_reported_and_counted_and_the_rest_is_kept(
     fault: Fault, run: Run, tmp_path: Path, rows: dict[str, str]
 ) -> None:
     write_source(fault, tmp_path / "source")
@@ -165,6 +165,7 @@ def test_the_page_shows_what_they_print(rows: dict[str, str]) -> None:
     assert PAGE.read_text(encoding="utf-8") == page, "write it again with DTT_WRITE_DOCS=1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [fault for fault in FAULTS if fault.kept is not None and not fault.refused
               and not any(word in fault.what for word in ("70 MB", "100,000", "of many"))],
@@ -187,10 +188,10 @@ def test_the_verdict_does_not_depend_on_the_place_of_the_file(
     texts = [d.text for unit in documents.units for d in documents.of(unit, bad) if d.text]
     assert (len(texts) - len(GOOD), bad.count) == (fault.kept, fault.skipped)
     if tmp_path.joinpath(f"source/A.{fault.suffix}").suffix != ".txt":
-        seen = look(tmp_path / "source", WISHES)
+        seen = inspect_path(tmp_path / "source", WISHES)
         assert seen.documents == manifest.counts("train").documents + manifest.empty_documents
-        told = f"documents that cannot be read: {fault.skipped}"
-        assert any(odd.startswith(told) for odd in seen.oddities) == bool(fault.skipped)
+        reported = f"documents that cannot be read: {fault.skipped}"
+        assert any(odd.startswith(reported) for odd in seen.oddities) == bool(fault.skipped)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +208,15 @@ def test_a_refusal_does_not_depend_on_the_place_of_the_file(fault: Fault, tmp_pa
 
 # ---- the command, with real processes ------------------------------------------------------------
 
-JSON_SKIP = ("tokenize", "--json", "tokenize.corpus=corpus", "tokenizer.vocab_size=260")
+JSON_SKIP = ("tokenize", "--json", "download.out=corpus", "tokenizer.vocab_size=260")
 
 
 def as_a_user(dtt: Dtt, fault: Fault) -> None:
     write_source(fault, dtt.folder / "source")
-    dtt("download", "-d", "source", "--out", "corpus", "download.txt_documents=line")
+    dtt("download", "-d", "source", "download.out=corpus", "download.txt_documents=line")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [fault for fault in FAULTS if fault.what in ("a broken line", "not compressed")],
     ids=lambda fault: f"{fault.suffix} {fault.what}",
@@ -231,8 +233,9 @@ def test_the_command_names_it_reports_it_and_ends_as_asked(dtt: Dtt, fault: Faul
     assert stop.stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_memory_is_bounded_where_a_document_is_not(dtt: Dtt, suffix: str) -> None:
+def test_memory_is_bounded_for_unbounded_documents(dtt: Dtt, suffix: str) -> None:
     fault = next(f for f in FAULTS if f.suffix == suffix and "70 MB" in f.what)
     as_a_user(dtt, fault)
     # Not getrusage: its peak begins with that of the process that started this one.
@@ -249,7 +252,7 @@ def test_memory_is_bounded_where_a_document_is_not(dtt: Dtt, suffix: str) -> Non
     assert int(peak) * 1024 < 15 * LONG
 
 
-def test_files_that_are_gone_changed_or_closed_to_us_end_the_command(dtt: Dtt) -> None:
+def test_missing_changed_or_unreadable_files_end_the_command(dtt: Dtt) -> None:
     as_a_user(dtt, Fault("nothing", "jsonl", GOOD_FILES["jsonl"]))
     victim = dtt.folder / "source/b.jsonl"
     content = victim.read_bytes()
@@ -268,24 +271,25 @@ def test_files_that_are_gone_changed_or_closed_to_us_end_the_command(dtt: Dtt) -
     assert "permission denied" in dtt(*JSON_SKIP, expect=74).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_file_that_shrinks_while_it_is_read_gives_no_wrong_token(
+def test_a_file_that_shrinks_during_reading_yields_no_wrong_token(
     run: Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shrinks after the command has looked at its size and cut it into units."""
     fault = Fault("", kind, GOOD_FILES["jsonl"] if kind == "jsonl" else lambda: parquet(*GOOD))
     write_source(fault, tmp_path / "source")
     download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
-    from dtt.data import plan
+    from dtt.data.tokenize import work_plan
 
-    find = plan.find_faults
+    find = work_plan.find_faults
 
     def shrinks(*arguments: object, **options: object) -> object:
         victim = tmp_path / f"source/b.{kind}"
         os.truncate(victim, victim.stat().st_size - 9)
         return find(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plan, "find_faults", shrinks)
+    monkeypatch.setattr(work_plan, "find_faults", shrinks)
     result = run("skip")
     assert result.manifest.skipped_documents == (2 if kind == "jsonl" else 1)
     assert result.manifest.counts("train").documents == len(GOOD) + (2 if kind == "jsonl" else 0)
@@ -293,54 +297,56 @@ def test_a_file_that_shrinks_while_it_is_read_gives_no_wrong_token(
     assert ids_outside(tmp_path / "skip", result.manifest) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [{"a.txt": " \n\t\n"}, {"a.jsonl": '{"text": " \\n "}\n' * 9}])
 def test_a_corpus_of_white_space_is_refused_by_tokenize_and_by_training_from_text(
     dtt: Dtt, tokenizer: Path, files: dict[str, str]
 ) -> None:
     ((name, content),) = files.items()
     (dtt.folder / name).write_text(content * 20)
-    dtt("download", "-d", name, "--out", "corpus")
+    dtt("download", "-d", name, "download.out=corpus")
     given = ("tokenizer.type=file", f"tokenizer.path={tokenizer}")
     for options in (("tokenizer.vocab_size=260",), given):
         refused = dtt(
-            "tokenize", "tokenize.corpus=corpus", "tokenize.validation_fraction=0", *options,
+            "tokenize", "download.out=corpus", "tokenize.validation_fraction=0", *options,
             "tokenize.out=tokens", expect=66,
         )  # fmt: skip
-        assert "nothing but white space" in refused.stderr
+        assert "only white space" in refused.stderr
         assert not TokensManifest.exists(dtt.folder / "tokens")
     refused = dtt(
-        "train", "data.type=text", "data.corpus=corpus", *given, "model.dim=16",
+        "train", "data.type=text", "download.out=corpus", *given, "model.dim=16",
         "model.n_layers=1", "model.n_heads=2", "train.seq_len=16", "train.micro_batch=1",
         "train.global_batch_tokens=16", "train.steps=1", expect=66,
     )  # fmt: skip
-    assert "nothing but white space" in refused.stderr
+    assert "only white space" in refused.stderr
     seen = json.loads(dtt("data", "inspect", "corpus", "--json").stdout)
-    assert any("nothing but white space" in odd for odd in seen["oddities"])
+    assert any("only white space" in odd for odd in seen["oddities"])
 
 
-def test_some_documents_of_white_space_are_kept_counted_and_told(dtt: Dtt) -> None:
+def test_documents_of_white_space_are_kept_counted_and_reported(dtt: Dtt) -> None:
     lines = [json.dumps({"text": text}) for text in ["a word", "  ", "", "\n", "another"] * 4]
     (dtt.folder / "a.jsonl").write_text("\n".join(lines))
-    dtt("download", "-d", "a.jsonl", "--out", "corpus")
+    dtt("download", "-d", "a.jsonl", "download.out=corpus")
     options = ("tokenize.validation_fraction=0", "tokenize.out=tokens")
     done = dtt(*JSON_SKIP, *options)
     facts = json.loads(done.stdout)
     assert facts["splits"]["train"]["documents"] == 16
     assert (facts["empty_documents"], facts["blank_documents"]) == (4, 8)
-    assert "nothing but white space, and are kept: 8" in done.stderr
+    assert "kept 8 documents that contain only white space" in done.stderr
     assert TokensManifest.read(dtt.folder / "tokens").blank_documents == 8
 
 
-def test_a_file_that_breaks_off_is_told_with_what_is_lost(dtt: Dtt) -> None:
+@pytest.mark.slow
+def test_a_truncated_file_is_reported_with_the_lost_bytes(dtt: Dtt) -> None:
     """Also where it is the only one; nothing that can be read is lost with it."""
     fault = next(f for f in FAULTS if (f.suffix, f.what) == ("jsonl.gz", "cut off"))
     (dtt.folder / "b.jsonl.gz").write_bytes(fault.content())
     whole, _, part = zlib.decompressobj(31).decompress(fault.content()).rpartition(b"\n")
-    dtt("download", "-d", "b.jsonl.gz", "--out", "corpus")
+    dtt("download", "-d", "b.jsonl.gz", "download.out=corpus")
     options = ("tokenizer.vocab_size=260", "tokenize.out=tokens", "tokenize.validation_fraction=0")
-    done = dtt("tokenize", "tokenize.corpus=corpus", *options)
+    done = dtt("tokenize", "download.out=corpus", *options)
     assert f"{len(whole.splitlines()):,} documents" in done.stdout
     lost = f"about {len(part):,} bytes"
-    assert f"1 that cannot be read ({lost} are lost), 0 empty" in done.stdout
+    assert f"skipped     1 unreadable documents ({lost} lost), 0 empty" in done.stdout
     assert f"Truncated compressed stream; lost: {lost}" in done.stderr
     assert TokensManifest.read(dtt.folder / "tokens").lost_bytes == len(part)

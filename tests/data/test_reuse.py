@@ -11,10 +11,10 @@ import pytest
 
 from dtt.artifacts import TokensManifest, shard_stem
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
-from dtt.data import verify
-from dtt.data.corpus import Corpus
-from dtt.data.encode import Tokenized, tokenize
-from dtt.data.explain import Reuse, explain
+from dtt.data.corpus.units import Corpus
+from dtt.data.tokenize import verification
+from dtt.data.tokenize.distributed import Tokenized, tokenize
+from dtt.data.tokenize.dry_run import Reuse, explain
 from dtt.errors import InputError
 from dtt.runtime.comm import Serial
 
@@ -54,17 +54,17 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were read to be verified."""
     names: list[str] = []
-    sha256_file = verify.sha256_file
+    sha256_file = verification.sha256_file
 
     def noted(path: Path) -> str:
         names.append(path.name)
         return sha256_file(path)
 
-    monkeypatch.setattr(verify, "sha256_file", noted)
+    monkeypatch.setattr(verification, "sha256_file", noted)
     return names
 
 
-def test_only_what_was_touched_since_it_was_hashed_is_hashed_again(
+def test_only_files_modified_since_they_were_hashed_are_hashed_again(
     corpus: Corpus, tmp_path: Path, hashed: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -77,7 +77,7 @@ def test_only_what_was_touched_since_it_was_hashed_is_hashed_again(
     assert hashed == ["train-00001.bin"]
 
 
-def test_losing_what_is_known_of_the_files_costs_time_only(
+def test_losing_the_hash_records_costs_only_time(
     corpus: Corpus, tmp_path: Path, hashed: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -100,10 +100,12 @@ def test_a_moved_folder_is_not_hashed_again(
     assert hashed == []
 
 
-def test_explain_says_what_a_run_would_do_and_does_nothing(corpus: Corpus, tmp_path: Path) -> None:
+def test_explain_reports_what_a_run_would_do_and_changes_nothing(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     nothing = ask(corpus, out)
-    assert "nothing was made there yet" in "\n".join(nothing.lines())
+    assert "nothing has been created there yet" in "\n".join(nothing.lines())
     assert not out.exists()
     run(corpus, out)
     before = contents(out)
@@ -117,10 +119,10 @@ def test_explain_says_what_a_run_would_do_and_does_nothing(corpus: Corpus, tmp_p
     damaged.write_bytes(content[:-1] + b"\xff")
     (out / "validation-00002.idx").unlink()
     before = contents(out)
-    said = "\n".join(ask(corpus, out).lines())
-    assert "train-00001.bin is damaged: its sha256" in said
-    assert "validation-00002.idx is missing" in said
-    assert "2 units would be made" in said
+    report = "\n".join(ask(corpus, out).lines())
+    assert "train-00001.bin is damaged: its sha256" in report
+    assert "validation-00002.idx is missing" in report
+    assert "2 units would be created" in report
     assert contents(out) == before
     assert run(corpus, out).units == 2
     assert damaged.read_bytes() == content
@@ -140,7 +142,7 @@ def test_explain_names_every_difference(corpus: Corpus, corpora: Any, tmp_path: 
     assert next(ask(another, out).lines()).startswith("corpus      corpus.sha256 is '")
 
 
-def test_a_lost_tokenizer_is_learnt_again_and_no_unit_is_made_anew(
+def test_a_lost_tokenizer_is_retrained_and_no_unit_is_encoded_again(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -153,7 +155,7 @@ def test_a_lost_tokenizer_is_learnt_again_and_no_unit_is_made_anew(
 
 
 @pytest.mark.parametrize("damage", ["{", None], ids=["damaged", "gone"])
-def test_a_lost_manifest_is_written_again_and_no_unit_is_made_anew(
+def test_a_lost_manifest_is_rewritten_and_no_unit_is_encoded_again(
     corpus: Corpus, tmp_path: Path, damage: str | None
 ) -> None:
     out = tmp_path / "out"
@@ -169,7 +171,7 @@ def test_a_lost_manifest_is_written_again_and_no_unit_is_made_anew(
 # ---- nodes' own disks ----------------------------------------------------------------------------
 
 
-def test_shards_stay_on_the_node_and_the_manifest_says_where(
+def test_shards_stay_on_the_node_and_the_manifest_records_it(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     plain, out, local = tmp_path / "plain", tmp_path / "out", tmp_path / "nvme"
@@ -190,7 +192,9 @@ def test_shards_stay_on_the_node_and_the_manifest_says_where(
     assert run(corpus, out, local=local).units == 1
 
 
-def test_folders_of_one_name_do_not_meet_on_the_nodes_disk(corpus: Corpus, tmp_path: Path) -> None:
+def test_folders_of_the_same_name_do_not_collide_on_the_local_disk(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     local = tmp_path / "nvme"
     run(corpus, tmp_path / "a/out", local=local)
     run(corpus, tmp_path / "b/out", local=local, validation_fraction=0.2)
@@ -218,15 +222,15 @@ def test_copied_into_the_folder_they_are_found_there(corpus: Corpus, tmp_path: P
     assert run(corpus, out, local=local).units == 0
 
 
-def test_what_is_on_the_disk_of_an_absent_node_is_made_anew_and_named_when_read(
+def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     out, local = tmp_path / "out", tmp_path / "nvme"
     run(corpus, out, local=local)
     marker = out / ".units/00001.json"
     for path in (marker, out / "manifest.json"):
-        told = path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "n7"')
-        path.write_text(told.replace(str(local), "/disk-of-n7"))
+        reported = path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "n7"')
+        path.write_text(reported.replace(str(local), "/disk-of-n7"))
     manifest = TokensManifest.read(out)
     with pytest.raises(
         InputError, match=r"rsync -a 'n7:/disk-of-n7/out-\w+/train-0\d+\.\*'"
@@ -234,6 +238,6 @@ def test_what_is_on_the_disk_of_an_absent_node_is_made_anew_and_named_when_read(
         shard_stem(out, manifest.shards[0])
     assert "where: n7:/disk-of-n7/out-" in str(lost.value)
     (out / "manifest.json").unlink()
-    said = "\n".join(ask(corpus, out, local=local).lines())
-    assert "unit 1      on the disk of n7, which is no part of this run" in said
+    report = "\n".join(ask(corpus, out, local=local).lines())
+    assert "unit 1      on the disk of n7, which is not part of this run" in report
     assert run(corpus, out, local=local).units == 1

@@ -13,7 +13,7 @@ import pytest
 from running import Dtt
 
 from dtt.artifacts import TokensManifest
-from dtt.data.tokenfile import TokenFile
+from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]
 
@@ -40,9 +40,7 @@ def losses(dtt: Dtt, name: str) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
 
 
-def test_every_format_trains_as_the_bare_ids_do(
-    dtt: Dtt, tiny: Settings, tokens: Path, ids: Any
-) -> None:
+def test_every_format_trains_like_raw_ids(dtt: Dtt, tiny: Settings, tokens: Path, ids: Any) -> None:
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, len(ids)
     ids.tofile(dtt.folder / "bare.bin")

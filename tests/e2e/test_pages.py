@@ -51,10 +51,24 @@ class Case:
 FEW = Case(env={"DTT_TRAIN__STEPS": "2", "DTT_SCHEDULE__WARMUP": "0"})
 TRIALS = Case(env=sandbox.TRIALS)
 STOPPED = Case((75,), stop=True)
+ASKED = Case(instead={"jobs/assistant": "jobs/assistant < questions.txt"})
+"""A conversation in a terminal, which a page cannot type."""
+LONGER = Case(env={"DTT_TRAIN__SEQ_LEN": "128"})
+"""Conversations have more tokens than the samples of the other lines."""
+OTHER_MODEL = Case(
+    instead={"dtt": f"env {' '.join(f'-u {k}' for k in sandbox.TINY if k[:4] == 'DTT_')} dtt"}
+)
+"""A job that was not trained with the configuration of the environment."""
 LAST_STEP = Case(unfinished=True)
 TWO_RANKS = {"--nproc_per_node 8": "--nproc_per_node 2", "parallel.shard=4": "parallel.shard=1"}
 TWO_PROCESSES = Case(instead={"--processes 8": "--processes 2"})
 RUNNING = Case(job=True, unfinished=True)
+STAGES = Case(
+    env={f"DTT_STAGES__{stage}__TRAIN__STEPS": "2" for stage in ("PRETRAIN", "MIDTRAIN", "LONG")}
+    | {"DTT_SCHEDULE__WARMUP": "0", "DTT_STAGES__LONG__TRAIN__SEQ_LEN": "64"},
+    instead=TWO_RANKS,
+)
+"""Every stage has two steps."""
 VERDICT = Case(
     (0, 76),
     env={
@@ -71,13 +85,36 @@ VERDICT = Case(
 """A model that has learned for a few steps may pass or fail a check of muP."""
 CASES = {
     "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q tests/test_house.py"}),
-    "./env.sh pytest tests/model tests/export": Case(env={"PYTEST_ADDOPTS": "--collect-only -q"}),
+    "./env.sh pytest tests/model tests/export tests/parallel/test_tensor.py": Case(
+        env={"PYTEST_ADDOPTS": "--collect-only -q"}
+    ),
     "./env.sh dtt pipeline -c configs/quickstart.yaml": FEW,
     "dtt pipeline -c quickstart": FEW,
     "dtt pipeline -c quickstart -d ~/books name=books": FEW,
     "dtt pipeline -c quickstart -d roneneldan/TinyStories name=tiny train.steps=5000": STOPPED,
     "dtt pipeline -c run.yaml": LAST_STEP,
     "dtt train -c run.yaml": LAST_STEP,
+    "dtt pipeline -c chat": Case(
+        env={
+            "DTT_STAGES__PRETRAIN__TRAIN__STEPS": "2",
+            "DTT_STAGES__SFT__TRAIN__EPOCHS": "0.02",
+            "DTT_STAGES__PRETRAIN__SCHEDULE__WARMUP": "0",
+            "DTT_STAGES__SFT__SCHEDULE__WARMUP": "0",
+        }
+        | LONGER.env
+    ),
+    "dtt train -c sft.yaml": LONGER,
+    "dtt train -c dpo.yaml": LONGER,
+    "dtt chat jobs/chat/sft": Case(
+        instead={"dtt": OTHER_MODEL.instead["dtt"], "chat/sft": "chat/sft < questions.txt"}
+    ),
+    "dtt chat exports/preferred": Case(instead={"preferred": "preferred < questions.txt"}),
+    "dtt chat jobs/assistant": ASKED,
+    'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0': ASKED,
+    "dtt export jobs/assistant": OTHER_MODEL,
+    "dtt export jobs/chat/pretrain --out exports/base": OTHER_MODEL,
+    "dtt export jobs/answers": OTHER_MODEL,
+    "dtt export jobs/preferred": OTHER_MODEL,
     "dtt train -c run.yaml train.micro_batch=32": LAST_STEP,
     "dtt train -c run.yaml train.device=cpu train.precision=fp32 train.compile=false": LAST_STEP,
     "dtt train jobs/stories": LAST_STEP,
@@ -107,6 +144,7 @@ CASES = {
     "dtt job profile jobs/stories": RUNNING,
     "dtt job profile jobs/run": RUNNING,
     "dtt job logs jobs/run -f": Case((130,), interrupt=True),
+    "dtt eval jobs/run --tasks arc_easy --watch": Case((75, 130), interrupt=True),
     # It has a number of steps of its own; and this checkpoint has been set aside by a line before.
     "dtt sweep submit quickstart-lr --local 2": Case(),
     "dtt export jobs/stories --step 4500 --out exports/stories-4500": LAST_STEP,
@@ -117,6 +155,8 @@ def case_of(line: str) -> Case:
     """Return the case of a line: its own, or that of all lines like it."""
     if line in CASES:
         return CASES[line]
+    if "stages.yaml" in line:
+        return STAGES
     if line.startswith("torchrun"):
         return Case(unfinished=True, instead=TWO_RANKS)
     if line.startswith("dtt mup"):
@@ -157,7 +197,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, L
         yield folder, hub
 
 
-@pytest.mark.slow
+@pytest.mark.slow(except_for=["README.md"])
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", LINES)
 def test_every_command_of_a_page_runs_as_printed(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from running import Dtt
 
+pytestmark = pytest.mark.timeout(600)  # each test runs several pipelines, perhaps on busy cores
 SMALL = (
     "train.steps=12", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
     "train.global_batch_tokens=512", "train.micro_batch=8", "train.log_every=1",
@@ -29,6 +30,7 @@ def books(dtt: Dtt) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path) -> None:
     run = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL)
     for words in ("validation loss", "bits per byte", "tokens/s", "a sample after training",
@@ -50,20 +52,26 @@ def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path)
     assert ours.stdout.strip() == text.strip()
 
     again = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL)
-    for words in ("already", "already done", "is done", "done before"):
+    for words in ("already done", "jobs/books is done", "export: already done"):
         assert words in again.stderr
     assert again.stdout.count("a sample after training") == 1
 
     quiet = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL, "--json", "-q")
-    told = json.loads(quiet.stdout)  # what the stages print is not in it
-    assert (told["job"], told["model"], told["steps"]) == ("jobs/books", "exports/books", 12)
-    assert f"{told['last_eval']['loss']:.3f}" in run.stdout
+    reported = json.loads(quiet.stdout)  # what the stages print is not in it
+    assert (reported["job"], reported["model"], reported["steps"]) == (
+        "jobs/books",
+        "exports/books",
+        12,
+    )
+    assert f"{reported['last_eval']['loss']:.3f}" in run.stdout
     assert quiet.stderr == ""
 
 
-def test_killed_in_every_stage_it_goes_on_to_the_same_weights(dtt: Dtt, books: Path) -> None:
+@pytest.mark.slow
+def test_killed_in_every_step_it_resumes_to_the_same_weights(dtt: Dtt, books: Path) -> None:
+    for step in ("download", "tokenize", "train"):
+        dtt(step, "-c", "quickstart", f"download.dataset={books}", *SMALL, "name=undisturbed")
     command = ("pipeline", "-c", "quickstart", "-d", books, *SMALL)
-    dtt(*command, "name=undisturbed")
     marks = {
         "tokenize": dtt.folder / "data/tokens/again/.units",
         "train": dtt.folder / "jobs/again/checkpoints/step-000005",
@@ -84,6 +92,7 @@ def test_killed_in_every_stage_it_goes_on_to_the_same_weights(dtt: Dtt, books: P
         assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_stage_that_failed(dtt: Dtt, books: Path) -> None:
     missing = dtt("pipeline", "-c", "quickstart", "-d", "no/such/folder", expect=66)
     assert "no/such/folder" in missing.stderr
@@ -97,7 +106,8 @@ def test_the_exit_code_is_that_of_the_stage_that_failed(dtt: Dtt, books: Path) -
     assert "exit code 76\ntraining diverged" in under_torchrun.stderr
 
 
-def test_asked_to_stop_the_pipeline_saves_and_goes_on(dtt: Dtt, books: Path) -> None:
+@pytest.mark.slow
+def test_a_stopped_pipeline_saves_and_resumes(dtt: Dtt, books: Path) -> None:
     command = ("pipeline", "-c", "quickstart", "-d", books, *SMALL, "name=long")
     process = dtt.start(*command, "train.steps=100000", "train.precision=fp32")
     while not (dtt.folder / "jobs/long/checkpoints/step-000005").exists():

@@ -12,7 +12,7 @@ from running import Dtt
 from tokenizers import Tokenizer
 
 from dtt.artifacts import TokensManifest
-from dtt.data.tokenfile import TokenFile
+from dtt.data.token_file import TokenFile
 from dtt.launch.local import dtt_argv, mpi_argv
 
 SMALL = (
@@ -31,6 +31,7 @@ def mpirun(dtt: Dtt, ranks: int, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "tokenizer"),
     [
@@ -61,11 +62,12 @@ def test_from_a_real_corpus_to_text_that_transformers_writes(
     assert result["generated_text"].startswith("The")
 
 
+@pytest.mark.slow
 def test_token_files_are_the_same_for_any_number_of_ranks(dtt: Dtt, shared: Path) -> None:
     dtt("download", "-d", shared / "data/web/c4_sample.jsonl", "download.out=corpus")
     hashes = set()
     for ranks in (1, 2, 3):
-        mpirun(dtt, ranks, "tokenize", "tokenize.corpus=corpus", f"tokenize.out=t{ranks}",
+        mpirun(dtt, ranks, "tokenize", "download.out=corpus", f"tokenize.out=t{ranks}",
                "tokenizer.vocab_size=1024", "tokenize.unit_bytes=50000",
                "tokenize.validation_fraction=0.05")  # fmt: skip
         folder = hashlib.sha256()
@@ -83,7 +85,7 @@ def test_ids_are_those_of_the_hugging_face_library_over_the_whole_corpus(
     corpus = shared / "data/web/c4_sample.jsonl"
     dtt("download", "-d", corpus, "download.out=corpus")
     path = shared / GPT2
-    mpirun(dtt, 2, "tokenize", "tokenize.corpus=corpus", "tokenize.out=tokens",
+    mpirun(dtt, 2, "tokenize", "download.out=corpus", "tokenize.out=tokens",
            "tokenizer.type=file", f"tokenizer.path={path}",
            "tokenize.validation_fraction=0.05")  # fmt: skip
     manifest = TokensManifest.read(dtt.folder / "tokens")

@@ -38,6 +38,10 @@ VARIANTS = {
     ),
     "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
     "qwen3-tied": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, tie_embeddings=True),
+    "phi3": ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, window=9),
+    "phi3-grouped-tied": ModelConfig(
+        family="phi3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, tie_embeddings=True
+    ),
     "gemma3": ModelConfig(
         family="gemma3",
         dim=32,
@@ -98,4 +102,4 @@ def make(cfg: ModelConfig, tokenizer_json: Path) -> Trained:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
-    return Trained(arch, model.state_dict(), tokenizer_json, 0)
+    return Trained(arch, model.state_dict(), tokenizer_json, 0, (0,))

@@ -62,7 +62,7 @@ def test_each_multiplier_matters_and_is_checked_before_anything_is_written(
         verify.check_folded(plain, dataclasses.replace(multiplied, arch=forgotten))
 
 
-def test_without_multipliers_of_its_own_a_model_keeps_its_very_tensors(trained: Trained) -> None:
+def test_a_model_without_multipliers_keeps_its_tensors(trained: Trained) -> None:
     folded = fold(trained)
     assert folded.arch == trained.arch
     assert all(folded.state[name] is tensor for name, tensor in trained.state.items())

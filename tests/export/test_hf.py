@@ -42,9 +42,7 @@ def test_transformers_loads_and_generates_from_an_export(trained: Trained, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_weights_are_of_the_dtype_asked_for(
-    llama: Trained, tmp_path: Path, dtype: hf.Dtype
-) -> None:
+def test_weights_have_the_requested_dtype(llama: Trained, tmp_path: Path, dtype: hf.Dtype) -> None:
     manifest = export(llama, tmp_path / "run", dtype)
     assert manifest.max_logit_difference < 1e-4
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
@@ -61,7 +59,7 @@ def test_the_manifest_names_every_file(llama: Trained, tmp_path: Path) -> None:
     assert manifest.parameters == sum(tensor.numel() for tensor in llama.state.values())
 
 
-def test_weights_are_cut_into_shards_with_an_index(llama: Trained, tmp_path: Path) -> None:
+def test_weights_are_split_into_shards_with_an_index(llama: Trained, tmp_path: Path) -> None:
     export(llama, tmp_path / "run", size="20KB")
     files = sorted((tmp_path / "run").glob("*.safetensors"))
     index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
@@ -89,7 +87,7 @@ def test_the_same_export_is_recognised_and_another_refused(llama: Trained, tmp_p
         hf.already_done(out, hf.Origin("other", 8, "beef"), "fp32")
     assert hf.already_done(out, ORIGIN, "bf16") is None
     (out / "config.json").unlink()
-    with pytest.raises(DamagedError, match="no longer whole"):
+    with pytest.raises(DamagedError, match="export is incomplete"):
         hf.already_done(out, ORIGIN, "fp32")
 
 
@@ -133,9 +131,9 @@ def test_a_tokenizer_that_adds_tokens_gives_the_ids_of_the_token_files(
     assert loaded("def main")["input_ids"] == expected
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds something else\n.*--out"):
+    with pytest.raises(ConfigError, match=r"is not an export\n.*--out"):
         hf.already_done(tmp_path, ORIGIN, "bf16")
 
 
@@ -160,7 +158,7 @@ def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path)
 
 def test_a_model_that_has_diverged_publishes_nothing(llama: Trained, tmp_path: Path) -> None:
     llama.state["norm.weight"].fill_(torch.nan)
-    with pytest.raises(Diverged, match="no finite numbers; nothing was published"):
+    with pytest.raises(Diverged, match="not finite; nothing was published"):
         export(llama, tmp_path / "run")
     assert not list(tmp_path.iterdir())
 
@@ -171,7 +169,7 @@ def test_verification_finds_another_tokenizer(llama: Trained, tmp_path: Path) ->
     other = json.loads(llama.tokenizer.read_text())
     other["model"]["merges"] = []
     (out / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(DamagedError, match="AutoTokenizer gives other ids"):
+    with pytest.raises(DamagedError, match="AutoTokenizer returns different ids"):
         verify.check(out, llama.state, llama.arch, llama.tokenizer)
 
 
@@ -188,7 +186,7 @@ def test_verification_finds_a_wrong_config(
     (out / "config.json").write_text(json.dumps(config))
     verify.check(out, llama.state, llama.arch, llama.tokenizer)
     (out / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(DamagedError, match="reads another architecture"):
+    with pytest.raises(DamagedError, match="reads a different architecture"):
         verify.check(out, llama.state, llama.arch, llama.tokenizer)
 
 

@@ -89,7 +89,7 @@ def test_a_qwen3_that_transformers_made_is_read_and_continues_a_prompt(
     assert json.loads(run.stdout)["completion_tokens"] == 5
     empty = dtt("generate", folder, expect=2)
     assert "the prompt is empty" in empty.stderr
-    assert "names no token that ends a document" in empty.stderr
+    assert "has no end-of-document token" in empty.stderr
 
 
 def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None:
@@ -136,7 +136,7 @@ def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None
     ],
     ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
 )
-def test_what_was_computed_wrongly_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     config: Any, changes: dict[str, object], named: str, tokenizer_json: Path, tmp_path: Path
 ) -> None:
     write(config, tmp_path, tokenizer_json)
@@ -146,7 +146,7 @@ def test_what_was_computed_wrongly_is_refused_by_name(
         read_hf_folder(tmp_path)
 
 
-def test_rope_said_twice_alike_is_read(tokenizer_json: Path, tmp_path: Path) -> None:
+def test_equal_rope_settings_in_two_places_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     config = transformers.LlamaConfig(**SIZES, rope_parameters=scaling | {"rope_theta": 5e5})
     write(config, tmp_path, tokenizer_json, rope_scaling=scaling, rope_theta=5e5)
@@ -174,7 +174,7 @@ def test_other_logits_than_those_of_transformers_are_refused(
     with pytest.raises(InputError, match="logits of random ids differ by up to"):
         check_import(tmp_path, replace(found, state=other))
     other["norm.weight"] = other["norm.weight"] * torch.nan
-    with pytest.raises(DamagedError, match="logits that are no finite numbers"):
+    with pytest.raises(DamagedError, match="logits that are not finite"):
         check_import(tmp_path, replace(found, state=other))
 
 
@@ -198,9 +198,11 @@ def test_a_tied_head_that_is_another_matrix_is_refused(
     check_import(tmp_path, read_hf_folder(tmp_path))
 
 
-def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(InputError, match="'bert'; known: gpt2, llama, mistral, qwen3, gemma3_text"):
+    with pytest.raises(
+        InputError, match="'bert'; supported: gpt2, llama, mistral, qwen3, gemma3_text"
+    ):
         read_hf_folder(tmp_path)
 
 

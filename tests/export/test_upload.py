@@ -54,7 +54,7 @@ def test_the_hub_receives_every_file_in_a_private_repository(folder: Path) -> No
         assert upload(folder, "org/model", hub.endpoint, hub.token)[0] == 0
 
 
-def test_without_a_token_it_says_how_to_get_one(folder: Path) -> None:
+def test_a_missing_token_is_reported_with_how_to_get_one(folder: Path) -> None:
     with LoopbackHub() as hub:
         code, text = upload(folder, "org/model", hub.endpoint, None)
     assert (code, hub.requests) == (78, [])
@@ -70,7 +70,7 @@ def test_a_wrong_token_is_named(folder: Path) -> None:
     assert "the token is not valid" in text
 
 
-def test_a_token_without_the_right_is_named(folder: Path) -> None:
+def test_a_token_without_write_access_is_named(folder: Path) -> None:
     with LoopbackHub(read_only_for_all=True) as hub:
         code, text = upload(folder, "org/model", hub.endpoint, hub.token)
     assert code == 78
@@ -78,7 +78,7 @@ def test_a_token_without_the_right_is_named(folder: Path) -> None:
     assert "may not write to org" in text
 
 
-def test_a_hub_out_of_reach_is_named(folder: Path) -> None:
+def test_an_unreachable_hub_is_named(folder: Path) -> None:
     with LoopbackHub() as hub:
         endpoint, token = hub.endpoint, hub.token
     code, text = upload(folder, "org/model", endpoint, token)
@@ -87,8 +87,8 @@ def test_a_hub_out_of_reach_is_named(folder: Path) -> None:
     assert f"complete in {folder}" in text
 
 
-def test_a_name_that_is_none_is_refused(folder: Path) -> None:
+def test_an_invalid_repository_name_is_refused(folder: Path) -> None:
     with LoopbackHub() as hub:
         code, text = upload(folder, "a/b/c", hub.endpoint, hub.token)
     assert code == 2
-    assert "no name of a Hub repository" in text
+    assert "is not the name of a Hub repository" in text

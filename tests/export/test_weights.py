@@ -31,7 +31,7 @@ def hf_model(arch: Architecture) -> Any:
 
 
 def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for fp32 rounding: to 1e-5 of the largest number."""
+    """Assert equality up to fp32 rounding: 1e-5 of the largest number."""
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -42,7 +42,9 @@ def ours(trained: Trained, state: dict[str, torch.Tensor] | None = None) -> Deco
 
 
 @torch.no_grad()
-def test_their_weights_in_our_decoder_give_their_logits(trained: Trained) -> None:
+def test_hugging_face_weights_in_a_decoder_give_the_logits_of_transformers(
+    trained: Trained,
+) -> None:
     theirs = hf_model(trained.arch)
     arch = families.get(trained.arch.family).from_hf_config(theirs.config.to_dict())
     assert arch == trained.arch
@@ -50,16 +52,18 @@ def test_their_weights_in_our_decoder_give_their_logits(trained: Trained) -> Non
     equal(model(TOKENS), theirs(TOKENS).logits)
 
 
-def test_weights_of_the_base_class_serve_as_well(trained: Trained) -> None:
-    whole = to_hf(trained.state, trained.arch)
-    base = {n if n == "lm_head.weight" else n.partition(".")[2]: t for n, t in whole.items()}
+def test_weights_of_the_base_class_are_accepted(trained: Trained) -> None:
+    with_prefix = to_hf(trained.state, trained.arch)
+    base = {n if n == "lm_head.weight" else n.partition(".")[2]: t for n, t in with_prefix.items()}
     got = from_hf(base, trained.arch)
     assert got.keys() == trained.state.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in trained.state.items())
 
 
 @torch.no_grad()
-def test_our_weights_in_their_class_give_our_logits(trained: Trained) -> None:
+def test_dtt_weights_in_the_class_of_transformers_give_the_logits_of_the_decoder(
+    trained: Trained,
+) -> None:
     theirs = hf_model(trained.arch)
     missing, unexpected = theirs.load_state_dict(to_hf(trained.state, trained.arch), strict=False)
     assert not unexpected
@@ -70,7 +74,7 @@ def test_our_weights_in_their_class_give_our_logits(trained: Trained) -> None:
     equal(logits, theirs(TOKENS).logits)
 
 
-def test_gradients_are_theirs_too(trained: Trained) -> None:
+def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
     theirs = hf_model(trained.arch)
     model = ours(trained, from_hf(theirs.state_dict(), trained.arch))
     targets = TOKENS.roll(-1, 1)
@@ -85,7 +89,7 @@ def test_gradients_are_theirs_too(trained: Trained) -> None:
 
 
 @torch.no_grad()
-def test_bf16_weights_give_their_bf16_logits_but_for_rounding(trained: Trained) -> None:
+def test_bf16_weights_give_the_bf16_logits_of_transformers_up_to_rounding(trained: Trained) -> None:
     theirs = hf_model(trained.arch)
     model = ours(trained, from_hf(theirs.state_dict(), trained.arch))
     exact = theirs(TOKENS).logits
@@ -109,7 +113,7 @@ def test_gemmas_embeddings_are_scaled_by_the_root_rounded_to_bf16() -> None:
     assert not torch.equal(seen[0], model.embed(TOKENS) * arch.embed_scale)
 
 
-def test_there_and_back_changes_no_bit(trained: Trained) -> None:
+def test_a_round_trip_changes_no_bit(trained: Trained) -> None:
     state = from_hf(to_hf(trained.state, trained.arch), trained.arch)
     assert state.keys() == dict(trained.state).keys()
     assert all(torch.equal(state[name], value) for name, value in trained.state.items())
@@ -119,7 +123,7 @@ def test_there_and_back_changes_no_bit(trained: Trained) -> None:
 
 
 def test_a_tensor_of_another_shape_is_named(trained: Trained) -> None:
-    tensors = to_hf(trained.state, trained.arch)
+    tensors = dict(to_hf(trained.state, trained.arch))
     name = next(name for name, tensor in tensors.items() if tensor.ndim == 1)
     tensors[name] = torch.zeros(7)
     with pytest.raises(DamagedError, match=rf"{re.escape(name)} is \[7\], not \["):

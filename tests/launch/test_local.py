@@ -56,7 +56,7 @@ def parent() -> Iterator[Family]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_handed_on_once_and_the_childs_code_returned(
+def test_a_signal_is_forwarded_once_and_the_exit_code_returned(
     parent: Family, number: signal.Signals
 ) -> None:
     process, _ = parent
@@ -65,7 +65,7 @@ def test_a_signal_is_handed_on_once_and_the_childs_code_returned(
     assert out.splitlines() == [f"child got {number.name}", "parent saw 75"]
 
 
-def test_a_child_is_told_to_stop_when_its_parent_is_killed(parent: Family) -> None:
+def test_a_child_receives_sigterm_when_its_parent_is_killed(parent: Family) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux tells a child that its parent has died")
     process, child = parent
@@ -86,7 +86,7 @@ def test_a_child_that_a_signal_ended_gives_128_and_its_number(number: signal.Sig
     assert code == 128 + number
 
 
-def test_the_handlers_that_were_there_come_back() -> None:
+def test_previous_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     local.run([sys.executable, "-c", ""])
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before

@@ -14,6 +14,7 @@ VARIANTS = {
     ),
     "mistral": ModelConfig(family="mistral", dim=32, n_layers=2, n_heads=4, window=7),
     "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
+    "phi3": ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, window=7),
     "gemma3": ModelConfig(
         family="gemma3",
         dim=32,

@@ -30,6 +30,8 @@ PUBLISHED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi4": 14_659_507_200,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 4_300_079_472 - 419_816_304,  # less the image encoder
@@ -56,6 +58,16 @@ def test_every_published_size_is_shipped() -> None:
 
 def test_parameters_are_counted_exactly(arch: Architecture) -> None:
     assert count.parameters(arch) == sum(p.numel() for p in Decoder(arch).parameters())
+
+
+def test_each_parameter_of_a_layer_has_the_counted_shape(arch: Architecture) -> None:
+    shapes = {name: tuple(p.shape) for name, p in Decoder(arch).layers[0].named_parameters()}
+    assert count.layer_shapes(arch) == shapes
+
+
+def test_of_a_stack_only_the_experts_of_a_token_are_active() -> None:
+    shapes = [(8, 3, 5), (8, 5, 3), (7, 5), (5,)]
+    assert count.active_weights(shapes, experts_per_token=2) == 2 * 15 + 2 * 15 + 35
 
 
 def test_flops_are_those_of_the_matrix_products(arch: Architecture) -> None:

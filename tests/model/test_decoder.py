@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, parameter_role, roles
 from dtt.model.init import initialize
 
 
@@ -69,6 +69,25 @@ def test_every_parameter_has_one_role(arch: Architecture) -> None:
     assert {n for n, r in found.items() if r == "matrix"} == {
         n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim == 2
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "expected"),
+    [
+        ("layers.3.mlp.experts.gate", 3, "matrix"),
+        ("layers.3.mlp.experts.down", 3, "matrix"),
+        ("layers.3.mlp.experts.down_bias", 2, "vector"),
+        ("layers.3.attn.q.bias", 1, "vector"),
+    ],
+)
+def test_a_stack_has_the_role_of_what_it_stacks(name: str, ndim: int, expected: str) -> None:
+    assert parameter_role(name, ndim) == expected
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("embed.weight", 3), ("layers.0.mlp.experts.up", 4)])
+def test_other_shapes_have_no_role(name: str, ndim: int) -> None:
+    with pytest.raises(ValueError, match=name):
+        parameter_role(name, ndim)
 
 
 def test_it_can_be_built_on_the_meta_device_and_filled_later(arch: Architecture) -> None:

@@ -35,7 +35,7 @@ def alone(model: Any, tokens: Tensor) -> Tensor:
     return torch.stack([torch.cat([model(part[None])[0] for part in row]) for row in parts])
 
 
-def test_positions_begin_anew_with_each_document() -> None:
+def test_positions_restart_with_each_document() -> None:
     expected = [[i for length in row for i in range(length)] for row in LENGTHS]
     assert document_positions(DOCUMENTS).tolist() == expected
 
@@ -43,7 +43,7 @@ def test_positions_begin_anew_with_each_document() -> None:
 @torch.no_grad()
 def test_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
     model, tokens = make(arch)
-    packed = model(tokens, documents_BT=DOCUMENTS)
+    packed = model(tokens, doc_ids_BT=DOCUMENTS)
     torch.testing.assert_close(packed, alone(model, tokens), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed, model(tokens), atol=1e-2)
 
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers_for_each_document_alone(arch: Architec
         parameter.add_(0.1 * torch.randn_like(parameter))
     model, tokens = make(arch)
     model.load_state_dict(from_hf(theirs.state_dict(), arch))
-    packed = model.eval()(tokens, documents_BT=DOCUMENTS)
+    packed = model.eval()(tokens, doc_ids_BT=DOCUMENTS)
     expected = alone(lambda part: theirs(part).logits, tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=2e-5)
@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers_for_each_document_alone(arch: Architec
 def test_gradients_are_the_sum_of_those_of_each_document_alone(arch: Architecture) -> None:
     model, tokens = make(arch)
     targets = tokens.roll(-1, 1)
-    model(tokens, targets, documents_BT=DOCUMENTS).backward()
+    model(tokens, targets, doc_ids_BT=DOCUMENTS).backward()
     packed = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     for row, wanted, lengths in zip(tokens, targets, LENGTHS, strict=True):
@@ -79,7 +79,7 @@ def test_gradients_are_the_sum_of_those_of_each_document_alone(arch: Architectur
 @torch.no_grad()
 def test_one_document_is_what_a_plain_sequence_is(arch: Architecture) -> None:
     model, tokens = make(arch)
-    masked = model(tokens, documents_BT=torch.zeros_like(tokens))
+    masked = model(tokens, doc_ids_BT=torch.zeros_like(tokens))
     torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
 
 
@@ -88,5 +88,5 @@ def test_one_document_is_what_a_plain_sequence_is(arch: Architecture) -> None:
 @torch.no_grad()
 def test_on_a_gpu_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
     model, tokens = make(dataclasses.replace(arch, dropout=0.0))
-    on_gpu = model.cuda()(tokens.cuda(), documents_BT=DOCUMENTS.cuda()).cpu()
+    on_gpu = model.cuda()(tokens.cuda(), doc_ids_BT=DOCUMENTS.cuda()).cpu()
     torch.testing.assert_close(on_gpu, alone(model.cpu(), tokens), rtol=1e-3, atol=1e-3)

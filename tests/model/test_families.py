@@ -27,7 +27,7 @@ def test_an_architecture_survives_the_hugging_face_config(arch: Architecture) ->
 def test_weight_rules_name_each_parameter_once(arch: Architecture) -> None:
     from dtt.model.decoder import Decoder
 
-    named = [n for rule in families.get(arch.family).weight_rules(arch) for n in rule.ours]
+    named = [n for rule in families.get(arch.family).weight_rules(arch) for n in rule.dtt_names]
     assert sorted(named) == sorted(Decoder(arch).state_dict())
 
 
@@ -66,6 +66,9 @@ def test_sequences_longer_than_the_context_are_refused() -> None:
         ("llama", "partial_rotary_factor", 0.5),
         ("qwen3", "use_sliding_window", True),
         ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+        ("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+        ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("phi3", "partial_rotary_factor", 0.75),
         ("gemma3", "layer_types", ["full_attention", "chunked_attention"]),
         ("gemma3", "hidden_activation", "silu"),
         ("gemma3", "attn_logit_softcapping", 50.0),
@@ -120,6 +123,7 @@ def test_layers_with_a_window_have_a_rotary_embedding_of_their_own() -> None:
         ("llama", "window", 8),
         ("qwen3", "window", 8),
         ("mistral", "window_pattern", 2),
+        ("phi3", "rope_scaling", LinearRopeScaling()),
         ("llama", "logit_softcap", 30.0),
     ],
 )
@@ -128,8 +132,8 @@ def test_a_key_that_a_family_would_ignore_is_refused(family: str, key: str, valu
     assert [found for found, _ in cfg.problems()] == [key]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
-def test_what_transformers_would_not_load_is_refused_before_training(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "phi3"])
+def test_models_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
     cfg = ModelConfig(family=family, dim=36, n_heads=8, head_dim=4, n_layers=1)  # type: ignore[arg-type]
     facts = families.get(family)
     config = facts.to_hf_config(facts.architecture(cfg, 100, 64), 0)

@@ -7,10 +7,10 @@ import torch
 
 from dtt.errors import Diverged
 from dtt.model.architecture import Architecture
-from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate, generate_batch, sample
+from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
 from dtt.model.init import initialize
+from dtt.model.kv_cache import KVCache
 
 PROMPT = [5, 17, 3, 88]
 PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]
@@ -69,7 +69,7 @@ def test_sampling_with_cache_equals_sampling_without(model: Decoder) -> None:
 def test_it_stops_before_the_stop_token(model: Decoder) -> None:
     tokens = list(generate(model, PROMPT, max_new_tokens=12, temperature=0))
     stop = tokens[-1]
-    stopped = generate(model, PROMPT, max_new_tokens=12, temperature=0, stop_id=stop)
+    stopped = generate(model, PROMPT, max_new_tokens=12, temperature=0, stop_ids=[stop])
     assert list(stopped) == tokens[: tokens.index(stop)]
 
 
@@ -86,11 +86,85 @@ def test_it_leaves_the_model_in_the_mode_it_found(model: Decoder) -> None:
 
 
 @torch.no_grad()
-def test_a_second_prompt_in_one_cache_is_refused(model: Decoder) -> None:
-    cache = KVCache(model.arch, 1, 24, torch.device("cpu"), torch.float32)
-    model(torch.tensor([PROMPT]), cache=cache)
+@pytest.mark.parametrize("pieces", [(6, 9, 5), (1, 2, 17), (20,), (3, 1, 1, 15)])
+def test_logits_do_not_depend_on_how_a_prompt_is_divided(
+    model: Decoder, pieces: tuple[int, ...]
+) -> None:
+    tokens = torch.randint(model.arch.vocab_size, (2, 20))
+    full = model(tokens)
+    cache = KVCache(model.arch, 2, 20, tokens.device, torch.float32)
+    for part in tokens.split(pieces, dim=1):
+        logits = model(part, cache=cache)
+        position = cache.lengths[0] - 1
+        torch.testing.assert_close(logits[:, 0], full[:, position], rtol=1e-4, atol=1e-4)
+    assert cache.lengths == [20, 20]
+
+
+@torch.no_grad()
+def test_sequences_of_different_lengths_take_one_token_at_a_time(model: Decoder) -> None:
+    cache = KVCache(model.arch, 2, 24, torch.device("cpu"), torch.float32)
+    cache.lengths = [3, 4]
     with pytest.raises(ValueError, match="one token at a time"):
-        model(torch.tensor([PROMPT]), cache=cache)
+        model(torch.tensor([PROMPT, PROMPT]), cache=cache)
+
+
+class CountingDecoder(Decoder):
+    """Records the number of tokens of each forward pass."""
+
+    def forward(self, tokens_BT: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        self.computed.append(tokens_BT.shape[1])
+        return super().forward(tokens_BT, *given, **options)
+
+
+@pytest.mark.parametrize("chunk", [1024, 2])
+def test_successive_prompts_give_what_each_gives_alone_and_compute_only_new_tokens(
+    model: Decoder, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixCachedGenerator, "CHUNK", chunk)
+    options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0, "top_k": None, "top_p": 1.0}
+    counting = CountingDecoder(model.arch)
+    counting.load_state_dict(model.state_dict())
+    cached, draws = PrefixCachedGenerator(counting), torch.Generator()
+    history = list(PROMPT)
+    for new in ([], [9, 9, 41, 2], [70], [5, 6, 7, 8]):
+        history += new
+        counting.computed = []
+        kept = cached.cached_prefix(history)
+        answer = list(cached.generate(history, **options, generator=draws))
+        assert answer == list(generate(model, history, **options))
+        assert sum(counting.computed) == len(history) - kept + len(answer) - 1
+        assert kept == max(0, len(history) - len(new) - 1) if history != PROMPT else kept == 0
+        history += answer
+    other = [5, 17, 99, 4]  # its third token differs from that of the cache
+    assert cached.cached_prefix(other) == 2
+    alone = list(generate(model, other, **options))
+    assert list(cached.generate(other, **options, generator=draws)) == alone
+    assert cached.cached_prefix(other[:2]) == 1  # the last token is computed, for its logits
+
+
+def test_generation_continues_after_an_interruption_at_any_forward_pass(model: Decoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "top_k": None, "top_p": 1.0}
+    expected = list(generate(model, PROMPT, **options))
+    interrupted = CountingDecoder(model.arch)
+    interrupted.load_state_dict(model.state_dict())
+    interrupted.computed = []
+    for layer in range(model.arch.n_layers):
+        for passes in range(1, 8):
+            cached = PrefixCachedGenerator(interrupted)
+            calls = 0
+
+            def stop(*_: object, passes: int = passes) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == passes:
+                    raise KeyboardInterrupt
+
+            hook = interrupted.layers[layer].register_forward_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                list(cached.generate(PROMPT, **options, generator=torch.Generator()))
+            hook.remove()
+            answer = cached.generate(PROMPT, **options, generator=torch.Generator())
+            assert list(answer) == expected
 
 
 def in_a_batch(model: Decoder, seed: int | None, **options: Any) -> list[list[int]]:
@@ -125,13 +199,13 @@ def test_each_prompt_of_a_batch_ends_by_itself(model: Decoder) -> None:
     whole = in_a_batch(model, None, max_new_tokens=100, temperature=0)
     assert [len(a) + len(p) for a, p in zip(whole, PROMPTS, strict=True)] == 4 * [24]
     stop = whole[1][5]
-    stopped = in_a_batch(model, None, max_new_tokens=100, temperature=0, stop_id=stop)
+    stopped = in_a_batch(model, None, max_new_tokens=100, temperature=0, stop_ids=[stop])
     expected = [a[: a.index(stop)] if stop in a else a for a in whole]
     assert stopped == expected
     assert len(stopped[1]) < len(whole[1])
 
 
-def test_a_prompt_that_fills_the_context_gets_nothing_and_holds_up_nobody(model: Decoder) -> None:
+def test_a_prompt_that_fills_the_context_gets_nothing_and_delays_no_other(model: Decoder) -> None:
     full = [1] * model.arch.max_seq_len
     options = {"max_new_tokens": 3, "temperature": 0}
     both = generate_batch(model, [full, PROMPT], generators=[None, None], **options)
@@ -157,7 +231,7 @@ def test_sampling_follows_temperature_top_k_and_top_p() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_probability_is_no_token(temperature: float, value: float) -> None:
+def test_non_finite_logits_are_refused(temperature: float, value: float) -> None:
     logits = torch.tensor([0.0, value, -torch.inf])
-    with pytest.raises(Diverged, match="gives no probabilities"):
+    with pytest.raises(Diverged, match="logits are not finite"):
         sample(logits, temperature, None, 1.0, None)

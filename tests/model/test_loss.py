@@ -199,6 +199,7 @@ def part_of_loss(world: World) -> tuple[float, list[Any], int]:
     return loss.item(), [grad.tolist() for grad in grads], largest.elements
 
 
+@pytest.mark.slow
 def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients() -> None:
     hidden, weight, targets = even_problem()
     wanted = torch.autograd.grad(plain(hidden, weight, targets, **CAPPED), (hidden, weight))
@@ -214,6 +215,7 @@ def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients(
 # ---- the two passes that a GPU compiles ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("bf16", "softcap", "z_loss"), [(False, None, 0.0), (False, 5.0, 0.1), (True, None, 1e-4)]
@@ -271,6 +273,7 @@ def fused_part_of_loss(world: World) -> tuple[float, list[Any]]:
     return loss.item(), [grad.tolist() for grad in torch.autograd.grad(loss, (hidden, mine))]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_compile_exchanges_what_the_others_do() -> None:
     hidden, weight, targets = even_problem()
     wanted = torch.autograd.grad(plain(hidden, weight, targets, **CAPPED), (hidden, weight))

@@ -90,6 +90,19 @@ GEMMA3 = {
     "vocab_size": 262144,
 }
 
+PHI3: dict[str, Any] = {
+    "model_type": "phi3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+
 
 def sizes(dim: int, ffn_dim: int, n_layers: int) -> dict[str, Any]:
     return {"hidden_size": dim, "intermediate_size": ffn_dim, "num_hidden_layers": n_layers}
@@ -148,6 +161,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3
     | sizes(4096, 12288, 36)
     | {"max_window_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False},
+    "phi3-mini-4k": PHI3
+    | sizes(3072, 8192, 32)
+    | {
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "vocab_size": 32064,
+    },
+    "phi4": PHI3
+    | sizes(5120, 17920, 40)
+    | {
+        "max_position_embeddings": 16384,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384,
+        "pad_token_id": 100257,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "vocab_size": 100352,
+    },
     "gemma3-270m": GEMMA3
     | sizes(640, 2048, 18)
     | {

@@ -15,12 +15,13 @@ from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.errors import ConfigError
-from dtt.model.decoder import Decoder, roles
-from dtt.model.init import initialize
+from dtt.model import families
+from dtt.model.decoder import Decoder, parameter_role, roles
+from dtt.model.init import init_std, initialize
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import groups
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma3")
+FAMILIES = [family.name for family in families.FAMILIES]
 DEPTHS: dict[str, dict[str, Any]] = {
     "none": {},
     "sqrt": {"depth": "sqrt", "base_layers": 2},
@@ -113,24 +114,40 @@ def test_rates_follow_width_and_depth_and_decay_per_step_does_not(
 
 
 @pytest.mark.parametrize("scale", ["rms", "spectral"])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 1), (1, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns"),
+    [((), 1, 1), ((), 4, 1), ((), 1, 4), ((), 1, 2), ((3,), 1, 2)],
+)
 def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
-    scale: str, rows: int, columns: int
+    scale: str, experts: tuple[int, ...], rows: int, columns: int
 ) -> None:
     norms = []
     for dim in (32, 64, 128):
         cfg = run("llama", dim, base_head_dim=16)
         optim = MuonConfig(scale=scale, ns_coefficients="polar-express", weight_decay=0.0)  # type: ignore[arg-type]
         factors = scaled(cfg, 100).learning_rates(optim, {"layers.0.w": "matrix"})
-        weight = nn.Parameter(torch.zeros(rows * dim, columns * dim))
+        weight = nn.Parameter(torch.zeros(*experts, rows * dim, columns * dim))
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
         built = groups.build(
             optim, {"layers.0.w": weight}, {"layers.0.w": "matrix"}, torch.float32, factors
         )
         built["muon"].step()
-        norm = torch.linalg.matrix_norm(weight.detach(), 2).item()
+        norm = torch.linalg.matrix_norm(weight.detach(), 2).mean().item()
         norms.append(norm / math.sqrt(rows / columns))
     assert max(norms) / min(norms) < 1.05
+
+
+def test_a_stack_is_scaled_as_its_matrices() -> None:
+    scaling = scaled(run("llama", 128, base_head_dim=16, depth="sqrt", base_layers=1), 100)
+    names = ("layers.0.mlp.up.weight", "layers.0.mlp.experts.up")
+    rates = scaling.learning_rates(
+        MuonConfig(), {n: parameter_role(n, i + 2) for i, n in enumerate(names)}
+    )
+    for optimizer in ("adamw", "muon"):
+        matrix, stack = (rates[optimizer][name] for name in names)
+        assert matrix == stack != 1.0
+    matrix_std, stack_std = (init_std(name, scaling.arch, scaling.base) for name in names)
+    assert matrix_std == stack_std == scaling.arch.init_std / 2
 
 
 def test_adamws_update_moves_the_outputs_of_a_matrix_alike_at_all_widths() -> None:

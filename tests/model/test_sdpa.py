@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from dtt.config.model import ModelConfig
 from dtt.config.train import AttentionKernel
 from dtt.errors import EnvironmentUnfit
-from dtt.model import attend, families, sdpa
+from dtt.model import attention_backend, families, sdpa
 from dtt.model.architecture import Architecture
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -43,7 +43,7 @@ def heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def kernels_run(device: torch.device, dtype: torch.dtype, asked: AttentionKernel) -> set[str]:
     """Those that the profiler sees in a forward and backward pass."""
     tokens = torch.zeros(2, 64, dtype=torch.long, device=device)
-    (causal,) = attend.attends(arch(), tokens, None, None, asked)
+    (causal,) = attention_backend.make_attention_fns(arch(), tokens, None, None, asked)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         causal(*heads(device, dtype)).sum().backward()
     seen = {event.key for event in trace.key_averages()}
@@ -96,10 +96,10 @@ def test_cudnn_is_for_training_alone_and_never_with_a_mask(monkeypatch: pytest.M
 
 
 def test_a_compiled_block_takes_the_kernel_too(tmp_path: Path) -> None:
-    causal = attend.Causal(0.125, (SDPBackend.MATH,))
+    causal = attention_backend.Causal(0.125, (SDPBackend.MATH,))
     q, k, v = heads(CPU, torch.float32)
     compiled = torch.compile(causal.__call__, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), attend.Causal(0.125)(q, k, v))
+    torch.testing.assert_close(compiled(q, k, v), attention_backend.Causal(0.125)(q, k, v))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         compiled(q, k, v)
     assert not any("flash" in event.key for event in trace.key_averages())

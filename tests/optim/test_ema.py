@@ -74,7 +74,7 @@ def test_a_skipped_step_changes_no_bit_of_it() -> None:
     assert equal(*runs)
 
 
-def test_it_goes_on_bit_for_bit_from_its_tensors() -> None:
+def test_it_continues_bit_for_bit_from_its_tensors() -> None:
     params = parameters()
     ema = Ema(params, decay=0.99)
     for step in range(5):
@@ -91,7 +91,7 @@ def test_it_goes_on_bit_for_bit_from_its_tensors() -> None:
     assert equal(ema.tensors(), restored.tensors())
 
 
-def test_without_one_in_the_checkpoint_it_begins_with_the_weights_and_says_so(
+def test_without_an_average_in_the_checkpoint_it_starts_from_the_weights_with_a_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     params = parameters()
@@ -99,17 +99,17 @@ def test_without_one_in_the_checkpoint_it_begins_with_the_weights_and_says_so(
     move(params, 0)  # the weights of the checkpoint
     with caplog.at_level(logging.INFO, logger="dtt"):
         ema.restore({"adamw/a/exp_avg": torch.zeros(3, 4)})
-    assert "holds no average of the weights" in caplog.text
+    assert "no average of the weights" in caplog.text
     assert equal(averages(ema.tensors()), {name: p.detach() for name, p in params.items()})
 
 
 def test_the_average_of_another_model_is_refused() -> None:
     other = Ema({"a": nn.Parameter(torch.zeros(3, 4))}, decay=0.99)
-    with pytest.raises(DamagedError, match="b is on one side only"):
+    with pytest.raises(DamagedError, match="b is present on one side only"):
         Ema(parameters(), decay=0.99).restore(other.tensors())
 
 
-def test_the_parameters_hold_it_meanwhile_and_are_the_same_afterwards() -> None:
+def test_the_parameters_hold_the_average_inside_the_context_and_are_restored() -> None:
     params = parameters()
     before = {name: p.detach().clone() for name, p in params.items()}
     ema = Ema(params, decay=0.5)
@@ -124,7 +124,7 @@ def test_the_parameters_hold_it_meanwhile_and_are_the_same_afterwards() -> None:
     assert equal({name: p.detach() for name, p in params.items()}, moved)
 
 
-def test_what_is_not_trained_is_not_averaged() -> None:
+def test_frozen_parameters_are_not_averaged() -> None:
     params = parameters()
     params["b"].requires_grad_(False)
     assert averages(Ema(params, decay=0.9).tensors()).keys() == {"a"}

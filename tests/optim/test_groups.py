@@ -11,8 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtt.config.load import resolve
-from dtt.config.optim import AdamWConfig, AdamWSettings, GroupConfig, MuonConfig, OptimConfig
+from dtt.config.optim import (
+    AdamWConfig,
+    AdamWSettings,
+    MuonConfig,
+    MuonGroup,
+    OptimConfig,
+)
 from dtt.errors import ConfigError
+from dtt.model.decoder import parameter_role
 from dtt.optim.groups import build, describe, set_learning_rate
 
 SHAPES = {
@@ -69,17 +76,41 @@ def test_each_parameter_is_held_once_and_only_matrices_decay(
         assert held[name].shape == SHAPES[name]
 
 
+@pytest.mark.parametrize(("config", "owner"), [(MuonConfig(), "muon"), (AdamWConfig(), "adamw")])
+def test_a_stack_of_matrices_decays_and_a_stack_of_biases_does_not(
+    config: OptimConfig, owner: str
+) -> None:
+    shapes = {"layers.0.mlp.experts.up": (3, 8, 4), "layers.0.mlp.experts.up_bias": (3, 8)}
+    stacks = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    roles = {name: parameter_role(name, len(shape)) for name, shape in shapes.items()}
+    optimizers = build(config, stacks, roles, torch.float32)
+    found, group = group_of(optimizers, "layers.0.mlp.experts.up")
+    assert (found, group["weight_decay"]) == (owner, 0.1)
+    found, group = group_of(optimizers, "layers.0.mlp.experts.up_bias")
+    assert (found, group["weight_decay"]) == ("adamw", 0.0)
+
+
+def test_split_cuts_the_rows_of_each_expert() -> None:
+    stack = {"layers.0.mlp.experts.gate_up": nn.Parameter(torch.ones(3, 8, 4))}
+    config = MuonConfig(groups=(MuonGroup(match="*", split=2),))
+    muon = build(config, stack, dict.fromkeys(stack, "matrix"), torch.float32)["muon"]
+    assert muon.param_groups[0]["split"] == (4, 4)
+
+
 def test_a_parameter_without_a_role_is_an_error() -> None:
     roles = {name: role for name, role in ROLES.items() if name != "norm.weight"}
     with pytest.raises(ValueError, match="norm"):
         build(AdamWConfig(), parameters(), roles, torch.float32)
 
 
-def test_each_role_has_its_own_rate_decay_and_betas() -> None:
+def test_groups_give_each_role_its_own_rate_decay_and_betas() -> None:
+    groups = (
+        "{match: embed.weight, lr: 0.2, weight_decay: 0.3}, "
+        "{match: head.weight, betas: [0.7, 0.99]}, {match: '*norm.weight', eps: 1e-6}"
+    )
     sections = [
         "optim.lr=0.5", "optim.adamw.lr=0.1", "optim.adamw.betas=[0.8,0.9]",
-        "optim.adamw.embed.lr=0.2", "optim.adamw.embed.weight_decay=0.3",
-        "optim.adamw.head.betas=[0.7,0.99]", "optim.adamw.vector.eps=1e-6",
+        f"optim.groups=[{groups}]",
     ]  # fmt: skip
     optimizers = made(resolve(None, sections, env={}).config.optim)
     assert group_of(optimizers, "layers.0.attn.q.weight")[1]["lr"] == 0.5
@@ -94,14 +125,14 @@ def test_each_role_has_its_own_rate_decay_and_betas() -> None:
 
 def test_the_first_entry_that_matches_a_name_decides() -> None:
     entries = (
-        GroupConfig(match="layers.0.attn.*.weight", optimizer="adamw", lr=0.3, betas=(0.5, 0.6)),
-        GroupConfig(match="layers.*.weight", weight_decay=0.7),
-        GroupConfig(match="embed.weight", optimizer="muon"),
+        MuonGroup(match="layers.0.attn.*.weight", optimizer="adamw", lr=0.3, betas=(0.5, 0.6)),
+        MuonGroup(match="layers.*.weight", weight_decay=0.7),
+        MuonGroup(match="embed.weight", optimizer="muon"),
     )
-    optimizers = made(MuonConfig(lr=0.4, groups=entries, adamw=AdamWSettings(weight_decay=0.2)))
+    optimizers = made(MuonConfig(lr=0.4, weight_decay=0.2, groups=entries))
     owner, group = group_of(optimizers, "layers.0.attn.q.weight")
     assert (owner, group["lr"], group["betas"]) == ("adamw", 0.3, (0.5, 0.6))
-    assert group["weight_decay"] == 0.2  # as AdamW decays matrices
+    assert group["weight_decay"] == 0.2  # it is a hidden matrix, whoever updates it
     assert group_of(optimizers, "layers.0.attn.q_norm.weight")[1]["weight_decay"] == 0
     owner, group = group_of(optimizers, "layers.1.attn.q.weight")
     assert (owner, group["lr"], group["weight_decay"]) == ("muon", 0.4, 0.7)
@@ -109,44 +140,44 @@ def test_the_first_entry_that_matches_a_name_decides() -> None:
     assert group_of(optimizers, "embed.weight")[0] == "muon"
 
 
-def test_an_optimizer_without_parameters_is_not_made() -> None:
-    everything = GroupConfig(match="*", optimizer="adamw")
+def test_an_optimizer_without_parameters_is_not_created() -> None:
+    everything = MuonGroup(match="*", optimizer="adamw")
     assert list(made(MuonConfig(groups=(everything,)))) == ["adamw"]
 
 
 @pytest.mark.parametrize("split", [3, (4, 4, 4)])
-def test_split_comes_to_the_rows_of_each_matrix(split: int | tuple[int, ...]) -> None:
-    entry = GroupConfig(match="*.up.weight", split=split)
+def test_split_resolves_to_the_rows_of_each_matrix(split: int | tuple[int, ...]) -> None:
+    entry = MuonGroup(match="*.up.weight", split=split)
     optimizers = made(MuonConfig(groups=(entry,)))
     assert group_of(optimizers, "layers.0.mlp.up.weight")[1]["split"] == (4, 4, 4)
     assert group_of(optimizers, "layers.0.attn.q.weight")[1]["split"] is None
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "messages"),
     [
-        ([GroupConfig(match="*.atn.q.weight")], ["'*.atn.q.weight'", "attn.q.weight"]),
-        ([GroupConfig(match="*"), GroupConfig(match="head*")], ["'head*'", "earlier"]),
-        ([GroupConfig(match="layers.0.*", optimizer="muon")], ["q_norm.weight", "[4]"]),
-        ([GroupConfig(match="*.up.weight", betas=(0.9, 0.9))], ["up.weight is Muon's"]),
-        ([GroupConfig(match="*.up.weight", split=5)], ["12 rows"]),
-        ([GroupConfig(match="*.up.weight", split=(4, 4))], ["12 rows"]),
-        ([GroupConfig(match="embed.weight", split=2)], ["embed.weight is AdamW's"]),
+        ([MuonGroup(match="*.atn.q.weight")], ["'*.atn.q.weight'", "attn.q.weight"]),
+        ([MuonGroup(match="*"), MuonGroup(match="head*")], ["'head*'", "earlier"]),
+        ([MuonGroup(match="layers.0.*", optimizer="muon")], ["q_norm.weight", "[4]"]),
+        ([MuonGroup(match="*.up.weight", betas=(0.9, 0.9))], ["Muon updates", "up.weight"]),
+        ([MuonGroup(match="*.up.weight", split=5)], ["12 rows"]),
+        ([MuonGroup(match="*.up.weight", split=(4, 4))], ["12 rows"]),
+        ([MuonGroup(match="embed.weight", split=2)], ["AdamW updates embed.weight"]),
     ],
     ids=["no match", "hidden", "muon on a vector", "betas", "parts", "rows", "split of AdamW"],
 )  # fmt: skip
-def test_an_entry_that_does_not_fit_is_refused_and_says_why(
-    entries: list[GroupConfig], said: list[str]
+def test_an_entry_that_does_not_fit_is_refused_with_the_reason(
+    entries: list[MuonGroup], messages: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as error:
         made(MuonConfig(groups=tuple(entries)))
-    assert all(text in str(error.value) for text in ["optim.groups", *said])
+    assert all(text in str(error.value) for text in ["optim.groups", *messages])
 
 
 def test_muon_in_a_configuration_without_it_is_refused_before_any_start() -> None:
     entry = 'optim.groups=[{match: "*", optimizer: muon}]'
     assert resolve(None, [entry], env={}).config.optim.groups[0].optimizer == "muon"
-    with pytest.raises(ConfigError, match=r"optim.type: muon"):
+    with pytest.raises(ConfigError, match=r"optimizer: is for another optim\.type than adamw"):
         resolve(None, ["optim.type=adamw", entry], env={})
 
 
@@ -172,7 +203,7 @@ def test_all_groups_follow_one_multiplier() -> None:
 
 
 def test_the_table_names_every_group_and_counts_every_parameter() -> None:
-    entry = GroupConfig(match="*.up.weight", lr=0.5)
+    entry = MuonGroup(match="*.up.weight", lr=0.5)
     table = describe(made(MuonConfig(groups=(entry,))))
     assert [line.split()[-7:] for line in table.splitlines()[1:]] == [
         ["matrix", "muon", "2", "32", "0.002", "0.1", "0.95"],

@@ -41,7 +41,7 @@ def test_the_mean_is_the_number_itself(value: float) -> None:
     assert abs(found.mean().item() - exact_value) < 5 * deviation
 
 
-def test_what_bf16_holds_stays_as_it_is() -> None:
+def test_values_representable_in_bf16_are_unchanged() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     kept = rounded(every.float())
     same = kept.view(torch.int16) == every.view(torch.int16)
@@ -51,7 +51,7 @@ def test_what_bf16_holds_stays_as_it_is() -> None:
     assert rounded(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)).isnan().all()
 
 
-def test_what_is_drawn_depends_on_seed_step_and_name_alone() -> None:
+def test_random_bits_depend_on_seed_step_and_name_alone() -> None:
     values = torch.linspace(1.0, 2.0, 1000)
     first = rounded(values, "a", step=3, seed=1)
     torch.manual_seed(5)

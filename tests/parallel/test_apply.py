@@ -98,7 +98,7 @@ def test_two_ranks_give_the_gradient_of_one_process(
     assert_equal(first, one_big_batch)
 
 
-def test_while_accumulating_ranks_exchange_nothing() -> None:
+def test_ranks_do_not_communicate_while_accumulating() -> None:
     assert on_ranks(2, unsynchronised) == [(False, True)] * 2
 
 
@@ -145,5 +145,6 @@ def graphs_under_ddp(world: World) -> int:
     return len(graphs)
 
 
+@pytest.mark.slow
 def test_under_ddp_a_block_is_compiled_into_one_graph() -> None:
     assert on_ranks(2, graphs_under_ddp) == [1, 1]

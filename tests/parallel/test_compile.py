@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 from running import Dtt
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from dtt.config.model import ModelConfig
 from dtt.config.optim import AdamWConfig
 from dtt.config.train import TrainConfig
+from dtt.evaluate.validation import Sampler
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.parallel.compile import compile_each_block
-from dtt.train.evaluate import Sampler
 
 
 def make_model() -> Decoder:
@@ -58,6 +59,7 @@ def test_every_size_of_a_growing_batch_is_compiled(graphs: list[list[object]]) -
     assert len(graphs) == len(sizes)
 
 
+@pytest.mark.slow
 def test_evaluation_and_samples_leave_the_training_graph_static(
     graphs: list[list[object]], tokens: Path
 ) -> None:
@@ -67,7 +69,9 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
     with torch.no_grad():
         for rows in (8, 3):
             model(ids[:rows, :-1], ids[:rows, 1:])
-    Sampler(TrainConfig(sample_tokens=6), tokens / "tokenizer.json", 0, seed=0).record(model, 0)
+    tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
+    train = TrainConfig(sample_tokens=6)
+    Sampler(train, tokenizer, [1], "one", (0,), seed=0).record(model, 0)
     before = len(graphs)
     for _ in range(2):
         model(ids[:, :-1], ids[:, 1:]).backward()
@@ -92,7 +96,8 @@ def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> N
     assert len(graphs) == counters["stats"]["unique_graphs"] == 1
 
 
-def test_without_a_compiler_training_goes_on_and_says_why_once(
+@pytest.mark.slow
+def test_without_a_compiler_training_continues_and_logs_the_reason_once(
     dtt: Dtt, tiny: Any, tmp_path: Path
 ) -> None:
     run = dtt(
@@ -101,9 +106,9 @@ def test_without_a_compiler_training_goes_on_and_says_why_once(
         CXX="/bin/false",
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"),
     )
-    told = [line for line in run.stderr.splitlines() if "training goes on uncompiled" in line]
-    assert len(told) == 1
-    assert "No working C++ compiler" in told[0]
-    assert "/bin/false" in told[0]
+    reported = [line for line in run.stderr.splitlines() if "training continues uncompiled" in line]
+    assert len(reported) == 1
+    assert "No working C++ compiler" in reported[0]
+    assert "/bin/false" in reported[0]
     assert "Traceback" not in run.stderr
     assert "step 2/2" in run.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.model import families
-from dtt.model.attend import attends_from_chunks
+from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.init import initialize
@@ -50,7 +51,7 @@ def make(family: str, length: int = LENGTH) -> Decoder:
 
 def shared(model: Decoder, layout: Layout) -> ContextParallel:
     """As a run wires it."""
-    attends = partial(attends_from_chunks, model.arch)
+    attends = partial(make_context_attention_fns, model.arch)
     return ContextParallel(model, layout, document_positions, attends)
 
 
@@ -80,12 +81,12 @@ def differences(world: World, sizes: Sizes, names: list[str]) -> dict[str, float
     for family in names:
         for documents in (None, numbers):
             model = make(family)
-            loss = model(tokens, targets, documents_BT=documents, z_loss=1e-3)
+            loss = model(tokens, targets, doc_ids_BT=documents, z_loss=1e-3)
             loss.backward()
             expected = gradients(model)
             model.zero_grad()
             module = shared(model, layout)
-            part = module(tokens, targets, documents_BT=documents, z_loss=1e-3)
+            part = module(tokens, targets, doc_ids_BT=documents, z_loss=1e-3)
             part.backward()
             for parameter in model.parameters():
                 assert parameter.grad is not None
@@ -97,8 +98,8 @@ def differences(world: World, sizes: Sizes, names: list[str]) -> dict[str, float
             for name, gradient in gradients(model).items():
                 found[f"{key}: {name}"] = apart(gradient, expected[name])
             with torch.no_grad():
-                whole = model(tokens, documents_BT=documents)
-                found[f"{key}: logits"] = apart(module(tokens, documents_BT=documents), whole)
+                whole = model(tokens, doc_ids_BT=documents)
+                found[f"{key}: logits"] = apart(module(tokens, doc_ids_BT=documents), whole)
     return found
 
 
@@ -125,7 +126,7 @@ def generated(world: World, length: int) -> tuple[list[int], list[int]]:
         "max_new_tokens": length,
         "temperature": 1.0,
         "top_p": 0.9,
-        "stop_id": -1,
+        "stop_ids": (),
     }
     module, multiple, agreed = shared(model, layout), layout.granularity, world.from_first
     together = generate_uncached(
@@ -138,7 +139,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_text_fills_a_context_that_does_not_divide() -> None:
+def test_text_fills_a_context_that_is_not_divisible() -> None:
     for together, alone in on_ranks(2, generated, LENGTH + 2):
         assert together == alone
         assert len(alone) == LENGTH - 1
@@ -153,11 +154,12 @@ def compiled(world: World) -> float:
     for layer in model.layers:
         layer.compile(dynamic=False, backend="aot_eager", fullgraph=True)
     tokens, targets, documents = batch()
-    module(tokens, targets, documents_BT=documents).backward()
+    module(tokens, targets, doc_ids_BT=documents).backward()
     with torch.compiler.set_stance("fail_on_recompile"):
-        got = module(tokens, targets, documents_BT=documents // 2)
-    return apart(got, shared(plain, layout)(tokens, targets, documents_BT=documents // 2))
+        got = module(tokens, targets, doc_ids_BT=documents // 2)
+    return apart(got, shared(plain, layout)(tokens, targets, doc_ids_BT=documents // 2))
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_whole_and_once() -> None:
     assert max(on_ranks(2, compiled)) < 1e-6

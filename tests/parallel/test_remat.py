@@ -40,11 +40,11 @@ def documents() -> Tensor:
     return (torch.arange(SEQ_LEN) // 20).expand(ROWS, -1).contiguous()
 
 
-def backward(module: torch.nn.Module, documents_BT: Tensor | None = None) -> Tensor:
+def backward(module: torch.nn.Module, doc_ids_BT: Tensor | None = None) -> Tensor:
     """Forward and backward pass of a batch that is always the same, as are random numbers."""
     ids = torch.randint(64, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)
-    loss: Tensor = module(ids[:, :-1], ids[:, 1:], documents_BT=documents_BT)
+    loss: Tensor = module(ids[:, :-1], ids[:, 1:], doc_ids_BT=doc_ids_BT)
     loss.backward()
     return loss.detach()
 
@@ -91,7 +91,8 @@ def peak(kind: Literal["none", "full", "selective"], every: int = 1) -> int:
     return total
 
 
-def test_the_less_is_kept_the_smaller_is_the_peak() -> None:
+@pytest.mark.slow
+def test_keeping_fewer_activations_lowers_the_peak() -> None:
     selective, full = peak("selective"), peak("full")
     assert peak("none") > 1.25 * selective
     assert selective > 1.15 * full
@@ -124,7 +125,7 @@ def executed(kind: Literal["none", "full", "selective"], backward_too: bool = Tr
     return operators.count
 
 
-def test_selective_repeats_neither_attention_nor_every_second_product() -> None:
+def test_selective_recomputes_neither_attention_nor_every_second_matmul() -> None:
     none, full, selective = executed("none"), executed("full"), executed("selective")
     attention = "dtt::tiled_attention"
     assert none[attention] == selective[attention] == LAYERS
@@ -136,14 +137,14 @@ def test_selective_repeats_neither_attention_nor_every_second_product() -> None:
     }
 
 
-def test_without_gradients_nothing_is_done_twice() -> None:
+def test_without_gradients_nothing_is_recomputed() -> None:
     plain = executed("none", backward_too=False)
     for kind in KINDS:
         assert executed(kind, backward_too=False)["aten::mm"] == plain["aten::mm"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_blocks_repeat_too_and_share_one_compilation(
+def test_compiled_blocks_recompute_too_and_share_one_compilation(
     kind: Literal["full", "selective"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.utils import counters

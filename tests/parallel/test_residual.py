@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.model import families
-from dtt.model.attend import attends_from_chunks
+from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
@@ -44,7 +44,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
         model = model.to(Precision(precision).weights)
     module = apply(model, world, layout, compile_blocks=False, precision=precision)
     if sizes.context > 1:
-        attends = partial(attends_from_chunks, model.arch)
+        attends = partial(make_context_attention_fns, model.arch)
         module = ContextParallel(model, layout, document_positions, attends)
     if layout.sharded:
         model.to_empty(device="cpu")
@@ -68,6 +68,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
     return sorted(seen), loss.item()
 
 
+@pytest.mark.slow(except_for=["llama"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 def test_the_residual_stream_is_bf16_on_every_layout(family: str) -> None:
     alone = outcome(start(Ranks(), "cpu"), Sizes(), family, "bf16")

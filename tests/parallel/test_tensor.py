@@ -20,7 +20,7 @@ from dtt.parallel.apply import apply, autocast
 from dtt.parallel.mesh import make_layout
 from dtt.parallel.tensor import overlap
 from dtt.runtime.dist import World
-from dtt.runtime.sharding import held
+from dtt.runtime.sharding import local_shard
 
 ROWS, SEQ_LEN = 2, 16
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
@@ -32,6 +32,7 @@ VARIANTS = {
     "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
     "mistral": ModelConfig(family="mistral", window=7, **SIZES),
     "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
+    "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
     "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
     "gemma3-untied": ModelConfig(tie_embeddings=False, **GEMMA),
 }
@@ -64,7 +65,7 @@ def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = Fal
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             assert isinstance(mine, DTensor)
-            part = held(mine)
+            part = local_shard(mine)
             part.local.copy_(theirs[part.box.slices])
     return module
 
@@ -89,7 +90,7 @@ def outcome(
 ) -> Outcome:
     """Logits, loss, and gradients times `copies`, over which FSDP2 has averaged them."""
     tokens, targets, documents = (x[rows] for x in batch())
-    options = {"documents_BT": documents} if masked else {}
+    options = {"doc_ids_BT": documents} if masked else {}
     model.zero_grad()
     with torch.no_grad(), autocast(torch.device("cpu"), precision):
         found = {"logits": model(tokens, **options)}
@@ -181,7 +182,7 @@ def initialised(world: World) -> bool:
     initialize(model, seed=7)
     whole = Decoder(model.arch)
     initialize(whole, seed=7)
-    pairs = zip(map(held, model.parameters()), whole.parameters(), strict=True)
+    pairs = zip(map(local_shard, model.parameters()), whole.parameters(), strict=True)
     return all(torch.equal(part.local, theirs[part.box.slices]) for part, theirs in pairs)
 
 
@@ -199,6 +200,7 @@ def compiled(world: World) -> tuple[dict[str, Any], int]:
     return numbers({name: p.grad.full_tensor() for name, p in model.named_parameters()}), graphs
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_gradients() -> None:
     found, graphs = on_ranks(2, compiled)[0]
     assert graphs > 0
@@ -207,14 +209,14 @@ def test_compiled_blocks_have_the_same_gradients() -> None:
 
 
 def overlapped(world: World) -> tuple[str, bool]:
-    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
-    return said, torch._inductor.config._micro_pipeline_tp
+    line = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
+    return line, torch._inductor.config._micro_pipeline_tp
 
 
-def test_where_memory_is_not_shared_products_wait_and_the_reason_is_told() -> None:
-    said, on = on_ranks(2, overlapped)[0]
-    assert "products wait" in said
-    assert "cpu" in said
+def test_without_shared_memory_collectives_do_not_overlap_and_the_reason_is_logged() -> None:
+    line, on = on_ranks(2, overlapped)[0]
+    assert "do not overlap" in line
+    assert "cpu" in line
     assert not on
 
 
@@ -234,20 +236,19 @@ def overlapped_but_on_one(world: World, failing: str) -> tuple[str, bool]:
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # type: ignore[assignment]
     symmetric.enable_symm_mem_for_group = lambda _name: None
-    said = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
-    return said, torch._inductor.config._micro_pipeline_tp
+    line = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
+    return line, torch._inductor.config._micro_pipeline_tp
 
 
 @pytest.mark.parametrize("failing", ["allocate", "meet"])
-def test_exchanges_overlap_on_all_ranks_or_on_none(failing: str) -> None:
+def test_collectives_overlap_on_all_ranks_or_on_none(failing: str) -> None:
     (first, on_first), (second, on_second) = on_ranks(2, overlapped_but_on_one, failing)
     assert not on_first
     assert not on_second
-    assert first.endswith(
-        "products wait for exchanges: another rank cannot reach its peers' memory"
-    )
+    assert "do not overlap" in first
+    assert first.endswith("another rank cannot reach its peers' memory")
     assert "CUDA driver error" in second
     assert (
         on_ranks(2, overlapped_but_on_one, "nothing")
-        == [("tensor parallelism: exchanges overlap with products", True)] * 2
+        == [("tensor parallelism: collectives overlap with matrix products", True)] * 2
     )

@@ -23,7 +23,7 @@ comm = open_comm(Ranks.detect(), Path("nowhere"))
 """
 
 
-def test_one_process_speaks_with_itself_and_needs_no_mpi() -> None:
+def test_a_single_process_needs_no_mpi() -> None:
     comm = open_comm(Ranks(), Path("nowhere"))
     assert isinstance(comm, Serial)
     comm.barrier()
@@ -32,7 +32,9 @@ def test_one_process_speaks_with_itself_and_needs_no_mpi() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_gets_rank_0s_word_and_all_answers_in_order(mpirun: MpiRun, ranks: int) -> None:
+def test_every_rank_gets_the_broadcast_of_rank_0_and_the_gather_in_order(
+    mpirun: MpiRun, ranks: int
+) -> None:
     run = mpirun(
         ranks, "-c", OPEN + "word = comm.broadcast({'from': comm.rank})\n"
         "print(word, comm.gather((comm.rank, 'é' * 10**comm.rank))[-1][0], comm.size)"
@@ -76,13 +78,13 @@ def test_a_rank_that_fails_ends_all_at_once_with_its_code(
 
 
 @pytest.mark.parametrize("first", ["", "from mpi4py import MPI\n"], ids=["no MPI", "one rank"])
-def test_outside_an_mpi_job_there_is_nobody_to_abort(first: str) -> None:
+def test_outside_an_mpi_job_abort_does_nothing(first: str) -> None:
     code = f"{first}from dtt.runtime.comm import abort_peers; abort_peers(3, ''); print('goes on')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "goes on\n"), run.stderr
 
 
-def test_ranks_without_mpi4py_are_told_what_to_install() -> None:
+def test_without_mpi4py_ranks_report_what_to_install() -> None:
     code = (
         "import sys; sys.modules['mpi4py'] = None\n"
         "from dtt.runtime.process import command\n"
@@ -91,18 +93,18 @@ def test_ranks_without_mpi4py_are_told_what_to_install() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 78
-    assert "2 processes were started, but they cannot talk to each other" in run.stderr
+    assert "2 processes were started, but they cannot communicate with each other" in run.stderr
     assert f"{sys.executable} -m pip install 'mpi4py>=4'; where the machine" in run.stderr
     assert "-m pip install 'mpi4py>=4' 'mpich>=4.2'\n" in run.stderr
     assert "Traceback" not in run.stderr
 
 
-def test_torchrun_is_turned_away() -> None:
+def test_torchrun_is_refused() -> None:
     with pytest.raises(EnvironmentUnfit, match="mpirun -n 4 dtt"):
         open_comm(Ranks(0, 4, 0, 4, "torchrun"), Path("nowhere"))
 
 
-def test_a_launcher_of_another_mpi_is_noticed() -> None:
+def test_a_launcher_of_another_mpi_is_detected() -> None:
     code = (
         "from dtt.runtime.process import command\n"
         "from dtt.runtime.comm import open_comm; from dtt.runtime.ranks import Ranks\n"

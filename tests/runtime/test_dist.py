@@ -48,7 +48,7 @@ def test_no_rank_passes_the_barrier_before_all_are_there(tmp_path: Path) -> None
     assert on_ranks(2, meet, tmp_path) == [["rank-0", "rank-1"]] * 2
 
 
-def test_alone_every_exchange_is_with_oneself() -> None:
+def test_a_single_rank_communicates_with_itself() -> None:
     world = start(Ranks(), "cpu")
     assert (world.rank, world.size, world.first, world.control) == (0, 1, True, None)
     assert world.agree(5) == 5
@@ -59,7 +59,7 @@ def test_alone_every_exchange_is_with_oneself() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_absent_gpu_is_the_machines_fault_not_a_crash() -> None:
+def test_a_missing_gpu_is_an_environment_error() -> None:
     with pytest.raises(EnvironmentUnfit, match=r"no GPU[\s\S]*train\.device=cpu"):
         start(Ranks(), "cuda")
 
@@ -97,6 +97,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [{"fail": "1"}, {}], ids=["failure", "success"])
 def test_only_a_run_that_ends_well_waits_for_the_process_group(
     dtt: Dtt, tiny: Any, env: dict[str, str]

@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ from dtt.runtime import environment
 def test_versions_and_the_disk_are_known_before_torch_is_imported() -> None:
     code = (
         "import sys, dtt.commands.doctor\n"
-        "from dtt.runtime import disk, environment\n"
+        "from dtt.doctor import disk\n"
+        "from dtt.runtime import environment\n"
         "from pathlib import Path\n"
         "disk.examine(Path())\n"
         "print(environment.facts()['torch'], 'torch' in sys.modules)"
@@ -29,7 +32,7 @@ def test_versions_and_the_disk_are_known_before_torch_is_imported() -> None:
     assert run.stdout.split() == [torch.__version__, "False"], run.stderr
 
 
-def test_a_torch_that_cannot_be_imported_is_told_and_not_a_crash(
+def test_a_torch_that_cannot_be_imported_is_reported_and_not_a_crash(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -57,21 +60,33 @@ def test_a_hint_installs_what_an_extra_requires_and_names_no_distribution_of_dtt
     assert rest == ["-m", "pip", "install", *project["optional-dependencies"][extra]]
 
 
-def test_what_a_hint_says_runs_as_printed() -> None:
-    assert {"fp8", "mpi", "mpich", "tensorboard", "wandb"} == set(NAMED)
+def test_the_command_of_a_hint_runs_as_printed() -> None:
+    assert {"fp8", "harness", "mpi", "mpich", "tensorboard", "wandb"} == set(NAMED)
     hint = environment.install("tensorboard")  # developers have it: nothing is fetched
     run = subprocess.run(f"{hint} --dry-run", shell=True, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "already satisfied: tensorboard" in run.stdout
 
 
+def test_after_a_hint_setuptools_can_still_be_imported() -> None:
+    """An import of torch.utils.cpp_extension needs it."""
+    code = "from dtt.runtime import environment; environment.install('wandb'); import setuptools"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_where_there_is_no_pip_a_hint_names_uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.util, "find_spec", lambda name: None)
+    found = metadata.distributions
+
+    def without_pip(*, name: str) -> Iterable[metadata.Distribution]:
+        return () if name == "pip" else found(name=name)
+
+    monkeypatch.setattr(environment.metadata, "distributions", without_pip)
     hint = environment.install("wandb")
     assert hint == f"uv pip install --python {sys.executable} 'wandb>=0.19'"
 
 
-def test_nothing_says_to_install_a_distribution_that_is_called_dtt() -> None:
+def test_no_hint_installs_a_distribution_called_dtt() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         assert tomllib.load(file)["project"]["name"] == environment.DISTRIBUTION != "dtt"
     pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/errors.md"}
@@ -96,7 +111,7 @@ def test_nothing_says_to_install_a_distribution_that_is_called_dtt() -> None:
         (None, "none"),
     ],
 )
-def test_the_driver_is_read_from_what_it_says_of_itself(
+def test_the_driver_version_is_parsed_from_its_own_report(
     text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "NVIDIA_DRIVER", tmp_path / "version")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.errors import EnvironmentUnfit, StorageError
+from dtt.errors import InUse, StorageError
 from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
 
 WRITER = """
@@ -28,7 +28,7 @@ for i in range(10**9):
 """
 
 
-def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_whole(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, "a" * 3_000_000)
     whole = {hashlib.sha256(letter * 3_000_000).hexdigest() for letter in (b"a", b"b")}
@@ -64,7 +64,7 @@ def test_text_is_utf8_and_missing_folders_are_made(tmp_path: Path) -> None:
     assert sha256_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_too_little_space_is_said_before_work_starts(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_work_starts(tmp_path: Path) -> None:
     check_space(tmp_path / "not/yet/there", 1, "a byte")
     with pytest.raises(StorageError) as caught:
         check_space(tmp_path / "not/yet/there", 10**18, "the corpus")
@@ -87,7 +87,7 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
     ) as other:  # fmt: skip
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(EnvironmentUnfit) as caught, exclusive(tmp_path, "dtt train"):
+        with pytest.raises(InUse) as caught, exclusive(tmp_path, "dtt train"):
             pass
         assert str(caught.value).splitlines()[:2] == [
             f"{tmp_path} is in use",
@@ -98,7 +98,7 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
         pass
 
 
-def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
+def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), exclusive(tmp_path, "dtt train"):
         1 / 0  # noqa: B018
     with exclusive(tmp_path, "dtt train"):

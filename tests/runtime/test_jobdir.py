@@ -63,7 +63,7 @@ def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:
     ]  # fmt: skip
 
 
-def test_ranks_that_end_together_leave_one_whole_record(job: JobDir) -> None:
+def test_ranks_that_end_together_leave_one_complete_record(job: JobDir) -> None:
     job.begin_attempt()
     code = (
         "import sys\nfrom pathlib import Path\nfrom dtt.errors import ExitCode\n"

@@ -38,7 +38,7 @@ def test_a_second_set_up_does_not_double_the_lines(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_ranks_after_the_first_only_warn_and_say_who_they_are(
+def test_other_ranks_log_only_warnings_with_their_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     setup_logging(Ranks(1, 2, 1, 2, "pmi"))
@@ -47,7 +47,7 @@ def test_ranks_after_the_first_only_warn_and_say_who_they_are(
     assert re.fullmatch(r"\S+ \[rank 1\] shown\n", capsys.readouterr().err)
 
 
-def test_progress_without_a_terminal_is_plain_lines_now_and_then(
+def test_progress_without_a_terminal_is_periodic_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
@@ -68,7 +68,7 @@ def test_progress_of_other_ranks_shows_nothing(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_on_a_terminal_is_a_bar_that_goes_away_and_spares_stdout() -> None:
+def test_progress_on_a_terminal_is_a_transient_bar_on_stderr() -> None:
     code = (
         "from dtt.runtime.log import progress, setup_logging\n"
         "from dtt.runtime.ranks import Ranks\n"

@@ -33,12 +33,12 @@ def body(folder: Path, *lines: str) -> Done:
     return dtt.wait(dtt.start_python("-c", "\n".join([*code, *(f"    {line}" for line in lines)])))
 
 
-def test_a_users_fault_shows_its_traceback_only_when_asked(dtt: Dtt) -> None:
+def test_a_user_error_shows_its_traceback_only_on_request(dtt: Dtt) -> None:
     dtt("train", expect=ExitCode.USAGE)
     debug = dtt.wait(dtt.start("train", DTT_DEBUG="1"))
     assert debug.returncode == ExitCode.USAGE
     assert "Traceback" in debug.stderr
-    assert "\ndtt: train takes either" in debug.stderr
+    assert "\ndtt: train requires either" in debug.stderr
     assert debug.stdout == ""
 
 
@@ -61,19 +61,19 @@ def test_ctrl_c_ends_quietly(dtt: Dtt, tmp_path: Path) -> None:
     assert done.stderr == "interrupted\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     done = shell(tmp_path, f"{DTT} config schema | head -1")
     assert (done.returncode, done.stdout, done.stderr) == (ExitCode.DONE, "{\n", "")
 
 
 @pytest.mark.parametrize("results", ["schema", "explain seed"], ids=["long", "short"])
-def test_a_reader_that_never_reads_is_no_failure(tmp_path: Path, results: str) -> None:
+def test_a_pipe_that_is_never_read_is_not_an_error(tmp_path: Path, results: str) -> None:
     done = shell(tmp_path, f"{DTT} config {results} | true")
     assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
 
 
 @pytest.mark.parametrize("results", ["schema", "explain seed"], ids=["long", "short"])
-def test_a_full_disk_under_stdout_is_told(tmp_path: Path, results: str) -> None:
+def test_a_full_disk_under_stdout_is_reported(tmp_path: Path, results: str) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     done = shell(tmp_path, f"{DTT} config {results} > /dev/full")
@@ -82,9 +82,7 @@ def test_a_full_disk_under_stdout_is_told(tmp_path: Path, results: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_files_that_cannot_grow_are_told_and_nothing_half_written_counts(
-    dtt: Dtt, tmp_path: Path
-) -> None:
+def test_a_file_size_limit_is_reported_and_no_partial_file_counts(dtt: Dtt, tmp_path: Path) -> None:
     documents = (json.dumps({"text": f"{i} " + "word " * 50}) for i in range(2000))
     (tmp_path / "book.jsonl").write_text("\n".join(documents))
     dtt("download", "-d", "book.jsonl")
@@ -103,16 +101,14 @@ def test_files_that_cannot_grow_are_told_and_nothing_half_written_counts(
     ("fault", "code", "says"),
     [
         ("open('nowhere')", ExitCode.INPUT_MISSING, "no such file or directory\n  where: nowhere"),
-        ("os.mkdir('file/sub')", ExitCode.IO, "a file stands where a folder should be"),
+        ("os.mkdir('file/sub')", ExitCode.IO, "there is a file where a folder is expected"),
         ("os.mkdir('file/sub')", ExitCode.IO, "where: file\n"),
-        ("os.makedirs('file', exist_ok=True)", ExitCode.IO, "where: file\n  next:  name another"),
+        ("os.makedirs('file', exist_ok=True)", ExitCode.IO, "where: file\n  next:  specify"),
         ("raise PermissionError(13, 'Permission denied', 'x')", ExitCode.IO, "ls -ld"),
         ("raise OSError('odd')", ExitCode.IO, "dtt: odd\n"),
     ],
 )  # fmt: skip
-def test_what_the_system_refuses_is_told_in_words(
-    tmp_path: Path, fault: str, code: ExitCode, says: str
-) -> None:
+def test_os_errors_are_explained(tmp_path: Path, fault: str, code: ExitCode, says: str) -> None:
     (tmp_path / "file").write_text("")
     done = body(tmp_path, fault)
     assert done.returncode == code

@@ -72,7 +72,7 @@ def test_variables_without_torchrun_count_only_together() -> None:
     assert Ranks.detect(by_hand).launcher == "torchrun"
 
 
-def test_the_ranks_of_a_real_mpirun_are_all_there(mpirun: MpiRun) -> None:
+def test_every_rank_of_a_real_mpirun_is_detected(mpirun: MpiRun) -> None:
     run = mpirun(2, "-c", "from dtt.runtime.ranks import Ranks; print(Ranks.detect())")
     launcher = "openmpi" if "openmpi" in run.stdout else "pmi"
     assert sorted(run.stdout.splitlines()) == [

@@ -126,7 +126,7 @@ class Submitted:
     path: Path
     id: str
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """What `dtt job status` says."""
         status: dict[str, Any] = json.loads(self.dtt("job", "status", self.path, "--json").stdout)
         return status
@@ -185,8 +185,8 @@ def submit(dtt: Dtt, cluster: Cluster, settings: Settings) -> Callable[..., Subm
     """Hands a training job to Slurm; keywords change keys."""
 
     def submitted(**changes: object) -> Submitted:
-        said = json.loads(dtt("submit", "train", *settings(**changes), "-y", "--json").stdout)
-        return Submitted(dtt, Path(said["job_dir"]), said["job_id"])
+        report = json.loads(dtt("submit", "train", *settings(**changes), "-y", "--json").stdout)
+        return Submitted(dtt, Path(report["job_dir"]), report["job_id"])
 
     return submitted
 

@@ -24,6 +24,8 @@ for step, mfu, rate in ((10, None, 12_345.0), (20, 0.4567, 1_234_567.0)):
                  "communication_seconds": {"gradients": 4.9},
                  "slowest_rank": None, "slowest_behind": None})
 log.info("saved step-000020")
+console.log({"kind": "task", "step": 20, "task": "piqa", "n": 8, "acc": 0.5, "acc_stderr": 0.0189,
+             "acc_norm": None, "bits_per_byte": 1.25, "bits_per_byte_stderr": None})
 console.log({"kind": "sample", "step": 20, "text": "def f():\\n    pass"})
 ledger = {"ledger": "ab", "bad_step": 29}
 for step, action in ((28, "rewind"), (29, "skip"), (29, "stop")):
@@ -44,6 +46,7 @@ SECOND = (
 SAID = [
     "step 0: validation loss 5.5000, 2.2500 bits per byte",
     "saved step-000020",
+    "step 20: piqa acc 0.500 ± 0.019, bits_per_byte 1.250",
     "step 20: sample",
 ]
 
@@ -92,6 +95,6 @@ def test_on_a_terminal_the_progress_line_is_rewritten_and_reports_stay() -> None
     assert run.stdout == ""
     assert FIRST in seen  # it stood there …
     screen = on_screen(seen)
-    assert screen[:3] == SAID[:1] + SAID[1:]  # … and gave way
-    assert screen[3:5] == ["    def f():", "        pass"]
-    assert not any(FIRST in line or SECOND in line for line in screen[:3])
+    assert screen[:4] == SAID  # … and gave way
+    assert screen[4:6] == ["    def f():", "        pass"]
+    assert not any(FIRST in line or SECOND in line for line in screen[:4])

@@ -63,7 +63,7 @@ def test_every_record_has_the_time_at_which_it_was_written_and_keeps_it(tmp_path
     assert list(jsonl.read(path)) == RECORDS[:5]
 
 
-def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     losses = {"a": 1.5, "b": math.inf}
     write(path, None, [{"kind": "eval", "step": 4, "loss": math.nan, "losses": losses}])
@@ -76,7 +76,7 @@ def test_no_file_has_no_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_going_back_drops_what_came_after_and_goes_on(metrics: Path, step: int) -> None:
+def test_rewind_drops_later_records_and_continues(metrics: Path, step: int) -> None:
     tracker = JsonlTracker(metrics, 9)
     tracker.log({"kind": "train", "step": 4, "loss": 9.9})
     tracker.rewind(step)
@@ -92,18 +92,18 @@ def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: 
     assert list(jsonl.read(metrics)) == [r for r in RECORDS if r["step"] <= step]
 
 
-def test_crashed_and_resumed_equals_undisturbed(metrics: Path) -> None:
+def test_a_crashed_and_resumed_run_equals_an_uninterrupted_one(metrics: Path) -> None:
     undisturbed = timeless(metrics)
     write(metrics, 1, [r for r in RECORDS if r["step"] > 1])
     assert timeless(metrics) == undisturbed
 
 
-def test_a_fresh_start_drops_what_was_there(metrics: Path) -> None:
+def test_a_fresh_start_drops_old_records(metrics: Path) -> None:
     write(metrics, None, RECORDS[:1])
     assert list(jsonl.read(metrics)) == RECORDS[:1]
 
 
-def test_a_line_torn_at_any_byte_is_dropped_and_the_rest_kept(tmp_path: Path) -> None:
+def test_a_line_truncated_at_any_byte_is_dropped_and_the_rest_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, None, RECORDS[:3])
     whole = path.read_bytes()
@@ -120,11 +120,11 @@ def test_steps_without_a_record_are_reported_once_and_kept_on_record(
     metrics: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = {"kind": "gap", "step": 9, "steps": [[4, 9]]}
-    for told in (True, False):
+    for reported in (True, False):
         caplog.clear()
         write(metrics, 9, [])
         assert list(jsonl.read(metrics)) == [*RECORDS, lost]
-        assert ("lacks the records of steps 4 to 9" in caplog.text) == told
+        assert ("lacks the records of steps 4 to 9" in caplog.text) == reported
 
 
 def test_flush_puts_the_records_on_the_disk(
@@ -141,7 +141,7 @@ def test_flush_puts_the_records_on_the_disk(
     tracker.close()
 
 
-def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(
+def test_records_that_a_full_disk_rejected_are_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -168,15 +168,15 @@ def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(
     assert list(jsonl.read(path)) == RECORDS[:5]
 
 
-def test_an_evaluation_that_will_be_made_again_is_dropped(metrics: Path) -> None:
-    JsonlTracker(metrics, 1, evaluated=False).close()
+def test_an_evaluation_that_will_be_repeated_is_dropped(metrics: Path) -> None:
+    JsonlTracker(metrics, 1, again=("eval", "sample")).close()
     assert list(jsonl.read(metrics)) == RECORDS[:2]
 
 
-def test_a_line_that_is_no_record_is_named_and_left_out(
+def test_an_invalid_line_is_reported_and_skipped(
     metrics: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join([*lines[:2], b"\0" * 50 + b"\n", *lines[2:]]))
     assert list(jsonl.read(metrics)) == RECORDS
-    assert "metrics.jsonl:3 is no record" in caplog.text
+    assert "metrics.jsonl:3 is not a record" in caplog.text

@@ -18,6 +18,8 @@ def train(folder: Path, resume_step: int | None, steps: range, loss: float) -> N
         tracker.log({"kind": "train", "step": step, "loss": loss + step, "ledger": "ab"})
         tracker.log({"kind": "perf", "step": step, "tokens_per_second": 5.0, "mfu": None})
     tracker.log({"kind": "eval", "step": steps[-1], "loss": loss, "bits_per_byte": 1.5})
+    scores = {"acc": 0.25, "acc_stderr": 0.125}
+    tracker.log({"kind": "task", "step": steps[-1], "task": "piqa", **scores})
     tracker.log({"kind": "sample", "step": steps[-1], "text": "import sys"})
     tracker.close()
 
@@ -41,6 +43,8 @@ def test_every_number_is_a_scalar_and_nothing_else_is(tmp_path: Path) -> None:
         "perf/tokens_per_second": [(1, 5), (2, 5), (3, 5)],
         "eval/loss": [(3, 10)],
         "eval/bits_per_byte": [(3, 1.5)],
+        "task/piqa/acc": [(3, 0.25)],
+        "task/piqa/acc_stderr": [(3, 0.125)],
     }
 
 
@@ -51,7 +55,7 @@ def test_after_a_resume_steps_that_were_trained_again_show_once(tmp_path: Path) 
     assert losses == [(n, 10 + n) for n in range(1, 5)] + [(n, 100 + n) for n in range(5, 10)]
 
 
-def test_steps_that_training_went_back_over_show_once(tmp_path: Path) -> None:
+def test_repeated_steps_after_a_rewind_show_once(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path, None)
     for step in range(1, 8):
         tracker.log({"kind": "train", "step": step, "loss": 10 + step})
@@ -63,7 +67,7 @@ def test_steps_that_training_went_back_over_show_once(tmp_path: Path) -> None:
     assert scalars(tmp_path) == {"train/loss": expected, "train/skipped": [(5, 1)]}
 
 
-def test_without_tensorboard_it_says_what_to_install(
+def test_without_tensorboard_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -25,9 +25,9 @@ from dtt.config.train import WandbConfig
 from dtt.runtime.log import setup_logging
 from dtt.runtime.ranks import Ranks
 from dtt.track.wandb import WandbTracker
-mode, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 setup_logging(Ranks())
-config = WandbConfig(project="p", mode=mode)
+config = WandbConfig(project="p")
 tracker = WandbTracker(config, "small", "abc123", folder, {"seed": 7})
 for step in range(first, last + 1):
     if step == last:
@@ -41,30 +41,27 @@ print("went on")
 """
 
 
-def attempt(
-    mode: str, folder: Path, first: int, last: int, **env: str
-) -> tuple[subprocess.CompletedProcess[str], float]:
-    """One attempt's trackers in a process of its own; also the seconds it took."""
-    start = time.monotonic()
+def attempt(folder: Path, first: int, last: int, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the trackers of one attempt in a process of its own, which must end within 120 s."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    run = subprocess.run(
-        [sys.executable, "-c", ATTEMPT, mode, str(folder), str(first), str(last)],
+    return subprocess.run(
+        [sys.executable, "-c", ATTEMPT, str(folder), str(first), str(last)],
         env=clean | {"HOME": str(folder), "WANDB_SILENT": "true"} | env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=100,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
-    return run, time.monotonic() - start
 
 
 def went_on(run: subprocess.CompletedProcess[str]) -> bool:
     return run.returncode == 0 and "went on" in run.stdout and "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize("mode", ["auto", "offline"])
+@pytest.mark.slow(except_for=["offline"])
+@pytest.mark.parametrize("env", [{}, {"WANDB_MODE": "offline"}], ids=["unset", "offline"])
 def test_without_a_key_each_attempt_is_kept_offline_under_the_same_id(
-    tmp_path: Path, mode: str
+    tmp_path: Path, env: dict[str, str]
 ) -> None:
     for first, last in ((1, 3), (4, 5)):
-        run, _ = attempt(mode, tmp_path, first, last)
+        run = attempt(tmp_path, first, last, **env)
         assert went_on(run), run.stderr
     kept = sorted(tmp_path.glob("wandb/offline-run-*"))
     assert [folder.name.split("-")[-1] for folder in kept] == ["abc123"] * len(kept)
@@ -72,15 +69,16 @@ def test_without_a_key_each_attempt_is_kept_offline_under_the_same_id(
     assert [b"train/loss" in content for content in files] == [True, True]
 
 
+@pytest.mark.slow
 def test_online_the_second_attempt_resumes_the_run_of_the_first(tmp_path: Path) -> None:
     with LoopbackWandb() as server:
         for first, last in ((1, 3), (4, 5)):
             env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
-            run, _ = attempt("auto", tmp_path, first, last, **env)
+            run = attempt(tmp_path, first, last, **env)
             assert went_on(run), run.stderr
     assert list(server.runs) == ["abc123"]
     arrived = server.runs["abc123"]
-    assert (arrived.name, arrived.finished) == ("small", 2)
+    assert (arrived.name, arrived.group, arrived.finished) == ("small", "small", 2)
     assert arrived.config["seed"]["value"] == 7
     losses = [(h["step"], h["train/loss"]) for h in arrived.history if "train/loss" in h]
     assert losses == [(step, 9.0 - step) for step in range(1, 6)]
@@ -88,33 +86,36 @@ def test_online_the_second_attempt_resumes_the_run_of_the_first(tmp_path: Path) 
     assert "import sys" not in json.dumps(arrived.history)
 
 
-def test_a_server_that_does_not_answer_costs_seconds_and_the_run_is_kept(tmp_path: Path) -> None:
+def test_the_run_is_kept_offline_if_no_server_listens(
+    tmp_path: Path,
+) -> None:
     env = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": KEY}
-    run, seconds = attempt("online", tmp_path, 1, 3, **env)
+    run = attempt(tmp_path, 1, 3, WANDB_MODE="online", **env)
     assert went_on(run), run.stderr
-    assert "http://127.0.0.1:9 does not answer" in run.stderr
-    assert seconds < 15
+    assert "http://127.0.0.1:9 did not respond" in run.stderr
     assert list(tmp_path.glob("wandb/offline-run-*-abc123"))
 
 
-def test_a_server_that_takes_everything_and_answers_nothing_is_found_out(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_server_that_never_answers_is_detected(tmp_path: Path) -> None:
     with LoopbackWandb() as server:
         server.silent.set()
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
-        run, _ = attempt("auto", tmp_path, 1, 3, **env)
+        run = attempt(tmp_path, 1, 3, **env)
     assert went_on(run), run.stderr
-    assert "does not answer" in run.stderr
+    assert "did not respond" in run.stderr
     assert list(tmp_path.glob("wandb/offline-run-*-abc123"))
 
 
-def test_a_network_that_goes_silent_in_the_middle_neither_stops_nor_holds_up_the_run(
+@pytest.mark.slow
+def test_a_network_failure_neither_stops_nor_delays_the_run(
     tmp_path: Path,
 ) -> None:
     with LoopbackWandb() as server:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_SILENT": "true"}
         run = subprocess.Popen(
-            [sys.executable, "-c", ATTEMPT, "online", str(tmp_path), "1", "500"],
+            [sys.executable, "-c", ATTEMPT, str(tmp_path), "1", "500"],
             env=clean | {"HOME": str(tmp_path)} | env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -127,13 +128,15 @@ def test_a_network_that_goes_silent_in_the_middle_neither_stops_nor_holds_up_the
     assert "Traceback" not in err
 
 
-def test_whatever_the_client_raises_training_goes_on(tmp_path: Path) -> None:
-    run, _ = attempt("offline", tmp_path, 1, 3, WANDB_RUN_ID="kept", WANDB_DISABLE_CODE="neither")
+def test_training_continues_after_any_error_of_the_client(tmp_path: Path) -> None:
+    run = attempt(
+        tmp_path, 1, 3, WANDB_MODE="offline", WANDB_RUN_ID="kept", WANDB_DISABLE_CODE="neither"
+    )
     assert went_on(run), run.stderr
     assert run.stderr.count("wandb failed and is off for this attempt") == 1
 
 
-def test_without_wandb_it_says_what_to_install(
+def test_without_wandb_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

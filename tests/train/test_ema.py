@@ -37,7 +37,7 @@ def job(tiny: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
     return folder / "jobs/t"
 
 
-def test_its_loss_stands_beside_that_of_the_weights(job: Path) -> None:
+def test_its_loss_is_recorded_next_to_that_of_the_weights(job: Path) -> None:
     evals = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
     assert [r["step"] for r in evals] == [0, 5, 10, 12]
     assert evals[0]["ema_loss"] == evals[0]["loss"]
@@ -66,7 +66,7 @@ def exported(job: Path, out: Path, *, ema: bool) -> dict[str, torch.Tensor]:
     return dict(read_hf_folder(out).state)
 
 
-def test_it_is_exported_and_told_apart_from_the_weights(job: Path, tmp_path: Path) -> None:
+def test_it_is_exported_and_distinguished_from_the_weights(job: Path, tmp_path: Path) -> None:
     checkpoint = store.find(str(job))
     weights = checkpoint.tensors(store.MODEL)
     average = averages(checkpoint.tensors(store.STATE))
@@ -74,26 +74,27 @@ def test_it_is_exported_and_told_apart_from_the_weights(job: Path, tmp_path: Pat
         got = exported(job, tmp_path / "out", ema=ema)
         assert all(torch.equal(got[name], expected[name]) for name in expected), ema
     assert not torch.equal(weights["embed.weight"], average["embed.weight"])
-    with pytest.raises(ConfigError, match="is an exported folder"):
+    with pytest.raises(ConfigError, match="is not one"):
         generate.run(
-            tmp_path / "out", ["x"], max_new_tokens=1, temperature=0.0, top_k=None, top_p=1.0,
-            seed=0, ema=True,
-        )  # fmt: skip
+            str(tmp_path / "out"), ["x"], generate.Sampling(max_tokens=1, temperature=0), ema=True
+        )
 
 
-def test_a_text_is_continued_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_averaged_weights_continue_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = write_job(tmp_path)
     a, b, c = make_tokenizer().encode("abc").ids
     end = END_OF_DOCUMENT
     write_checkpoint(job, 15, says={a: b, b: end}, average_says={a: c, c: end})
     for ema, expected in ((False, "ab\n"), (True, "ac\n")):
-        generate.run(
-            job, ["a"], max_new_tokens=9, temperature=0.0, top_k=None, top_p=1.0, seed=0, ema=ema
-        )
+        generate.run(str(job), ["a"], generate.Sampling(max_tokens=9, temperature=0), ema=ema)
         assert capsys.readouterr().out == expected
 
 
-def test_a_job_that_keeps_none_says_what_would_have(job: Path) -> None:
+def test_a_job_without_one_explains_which_setting_keeps_one(job: Path) -> None:
     other = write_job(job.parents[1] / "other")
-    with pytest.raises(InputError, match=r"no average of the weights(.|\n)*train.ema_decay=0.999"):
+    with pytest.raises(
+        InputError, match=r"no moving average of the weights(.|\n)*train.ema_decay=0.999"
+    ):
         exported(other, job / "no", ema=True)

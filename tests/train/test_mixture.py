@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_runs import run
 from running import Dtt
 from tiny_job import END_OF_DOCUMENT, make_tokenizer
 from token_files import write_folder
@@ -72,12 +73,6 @@ def metrics(job: Path, *kinds: str) -> list[dict[str, Any]]:
     return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in (kinds or KINDS)]
 
 
-def torchrun(dtt: Dtt, ranks: int, *arguments: object) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
-    done = dtt.wait(dtt.start_python(*launcher, "-m", "dtt.main", "train", *arguments))
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def killed(mixed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same job, ended by kill -9 after a checkpoint, somewhere within a step."""
@@ -90,11 +85,12 @@ def killed(mixed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         time.sleep(0.002)
     time.sleep(random.Random(0).random() * 0.05)
     process.kill()
-    assert dtt.wait(process).returncode == -9
+    assert Dtt.wait(process).returncode == -9
     return dtt.folder / "jobs/t"
 
 
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_ends_bit_for_bit_equal(
     dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
 ) -> None:
     job = shutil.copytree(killed, dtt.folder / "jobs/t")
@@ -105,16 +101,18 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
         assert (job / file.relative_to(undisturbed)).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_on_other_ranks_it_sees_the_same_samples(
     dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
 ) -> None:
     job = shutil.copytree(killed, dtt.folder / "jobs/t")
-    torchrun(dtt, 2, *mixed)
+    run(dtt, "train", *mixed, ranks=2)
     for a, b in zip(metrics(undisturbed, "train"), metrics(job, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_source_is_measured(undisturbed: Path) -> None:
     evals, data = metrics(undisturbed, "eval"), metrics(undisturbed, "data")
     assert [record["step"] for record in data] == [*range(3, 40, 3), 40]
@@ -129,6 +127,7 @@ def test_each_source_is_measured(undisturbed: Path) -> None:
     assert data[-1]["epochs"] == {name: taken[name] / sizes[name] for name in taken}
 
 
+@pytest.mark.slow
 def test_the_overall_loss_counts_sources_by_their_share_of_the_run(undisturbed: Path) -> None:
     for record in metrics(undisturbed, "eval"):
         losses = record["losses"]
@@ -136,11 +135,12 @@ def test_the_overall_loss_counts_sources_by_their_share_of_the_run(undisturbed: 
         assert record["loss"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[str]) -> None:
     """Batches differ in their number of targets, and so do the ranks' shares of them."""
     packed = [*mixed, "data.packing=best-fit", "train.steps=12"]
     dtt("train", *packed, "name=one")
-    torchrun(dtt, 2, *packed, "train.micro_batch=2")
+    run(dtt, "train", *packed, "train.micro_batch=2", ranks=2)
     one, two = (metrics(dtt.folder / "jobs" / name, "train") for name in ("one", "t"))
     seen = [record["tokens"] for record in one]
     targets = [after - before for before, after in zip([0, *seen], seen, strict=False)]
@@ -152,6 +152,7 @@ def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_other_data_than_each_other_stop_at_the_first_save(
     dtt: Dtt, mixed: list[str], tokens: Path, other: Path
 ) -> None:
@@ -189,19 +190,21 @@ def test_a_packed_step_may_have_no_target(dtt: Dtt) -> None:
     assert sorted(after - before for before, after in pairwise([0, *seen])) == [0, 32, 32]
 
 
+@pytest.mark.slow
 def test_a_run_that_may_not_repeat_its_data_ends_with_it_and_is_done(
     dtt: Dtt, mixed: list[str]
 ) -> None:
     endless = [*mixed, "data.on_exhausted=stop", "data.weights=[]", "train.steps=100000"]
     endless += ["train.eval_every=0", "checkpoint.every=1000"]
-    run = dtt("train", *endless)
+    ended = dtt("train", *endless)
     job = dtt.folder / "jobs/t"
     last = metrics(job, "data")[-1]
-    assert f"the run ends at step {last['step']}, not 100000" in run.stderr
+    assert f"the run ends at step {last['step']} instead of 100000" in ended.stderr
     assert 0.9 < max(last["epochs"].values()) <= 1
     assert "is done" in dtt("train", *endless).stderr
 
 
+@pytest.mark.slow
 def test_other_weights_on_resume_must_be_allowed_and_leave_what_was_trained_as_it_is(
     dtt: Dtt, mixed: list[str], undisturbed: Path
 ) -> None:
@@ -218,7 +221,8 @@ def test_other_weights_on_resume_must_be_allowed_and_leave_what_was_trained_as_i
     assert found.step == 42
 
 
-def test_what_is_exported_needs_no_token_files(
+@pytest.mark.slow
+def test_an_export_needs_no_token_files(
     dtt: Dtt, undisturbed: Path, tokens: Path, other: Path
 ) -> None:
     (dtt.folder / "jobs").mkdir()

@@ -1,4 +1,4 @@
-"""Of a GPU's trace: the share of time in which it did nothing but exchange."""
+"""The share of exposed communication in a GPU's trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dtt.model import families
 from dtt.runtime.dist import start
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.ranks import Ranks
-from dtt.runtime.watchdog import Watchdog
-from dtt.train.meter import Meter
 from dtt.train.profiler import Profiler, covered, exposed_share
+from dtt.train.supervise.watchdog import Watchdog
+from dtt.train.throughput import ThroughputMeter
 
 
 def kernel(name: str, start: float, end: float, **other: object) -> SimpleNamespace:
     span = SimpleNamespace(start=start, end=end)
-    told = {"device_type": DeviceType.CUDA, "is_user_annotation": False} | other
-    return SimpleNamespace(name=name, time_range=span, **told)
+    reported = {"device_type": DeviceType.CUDA, "is_user_annotation": False} | other
+    return SimpleNamespace(name=name, time_range=span, **reported)
 
 
 def test_what_overlaps_counts_once() -> None:
@@ -31,7 +31,7 @@ def test_what_overlaps_counts_once() -> None:
     assert covered([]) == 0
 
 
-def test_exchange_beside_other_kernels_is_not_exposed() -> None:
+def test_communication_that_overlaps_with_other_kernels_is_not_exposed() -> None:
     events = [
         kernel("gemm", 0, 4),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 6),
@@ -42,17 +42,17 @@ def test_exchange_beside_other_kernels_is_not_exposed() -> None:
     assert exposed_share(events) == pytest.approx(2 / 10)
 
 
-def test_without_a_gpu_it_is_not_known() -> None:
+def test_without_a_gpu_exposed_communication_is_unknown() -> None:
     assert exposed_share([kernel("aten::mm", 0, 1, device_type=DeviceType.CPU)]) is None
 
 
-def test_writing_a_profile_is_no_step_that_hangs_or_is_slow(
+def test_writing_a_profile_is_not_reported_as_a_slow_or_hanging_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, job = start(Ranks(), "cpu"), JobDir(tmp_path)
     config = ModelConfig(dim=16, n_layers=2, n_heads=2)
     arch = families.get(config.family).architecture(config, 64, 32)
-    meter = Meter(arch, torch.float32, world)
+    meter = ThroughputMeter(arch, torch.float32, world)
     watchdog = Watchdog(job, world.ranks, 3, attempt=job.begin_attempt())
     phases, write = [], Profiler._write_trace
 

@@ -45,7 +45,7 @@ def unchanged(world: World) -> list[bool]:
         model(torch.arange(32).view(2, 16), torch.arange(32).view(2, 16)).backward()
         if bad and world.first:  # one part of one gradient is enough
             local(model.embed.weight.grad).fill_(torch.nan)  # type: ignore[arg-type]
-        norm = clip_gradients(list(parameters.values()), 1.0)
+        norm = clip_gradients(layout, list(parameters.values()), 1.0)
         assert norm.isfinite() == (not bad)
         before = state()
         for optimizer in optimizers.values():

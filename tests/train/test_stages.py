@@ -1,4 +1,4 @@
-"""Training with batches and contexts that grow: what is recorded, resumed, and on two ranks."""
+"""Training with batches and contexts that grow: records, resume, and two ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dtt.commands.prepare import prepare
 from dtt.config.load import load_job
 from dtt.errors import DamagedError
 from dtt.runtime.dist import World
-from dtt.runtime.laps import Laps
 from dtt.track import jsonl
-from dtt.train.attempt import attempt
-from dtt.train.stop import Requests
+from dtt.train.supervise.attempt import attempt
+from dtt.train.supervise.phase_timer import PhaseTimer
+from dtt.train.supervise.stop import Requests
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
@@ -70,7 +70,7 @@ def whole(tiny: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "jobs/t"
 
 
-def test_metrics_tell_the_size_of_each_step(whole: Path) -> None:
+def test_metrics_record_the_size_of_each_step(whole: Path) -> None:
     found = records(whole, "train")
     assert [r["batch_tokens"] for r in found] == SIZES
     assert [r["tokens"] for r in found] == [sum(SIZES[: n + 1]) for n in range(STEPS)]
@@ -105,13 +105,14 @@ def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
 def go_on(world: World, folder: str) -> None:
     os.chdir(folder)
     resolved, job = command.find_job(None, ["jobs/t", "train.micro_batch=1"], [])
-    start = prepare(resolved, job, world.ranks, 8, None, Laps())
+    start = prepare(resolved, job, world.ranks, 8, None, PhaseTimer())
     with attempt(job, world.ranks, Requests()) as this:
         this.number = world.from_first(this.number)
         command.train(start, this, world)
 
 
-def test_two_ranks_go_on_with_what_one_would_have_trained(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_ranks_continue_with_what_one_would_have_trained(whole: Path, tmp_path: Path) -> None:
     job = shutil.copytree(whole, tmp_path / "jobs/t")
     on_ranks(2, go_on, str(tmp_path))
     assert store.at_step(job / "checkpoints", STEPS).manifest.world_size == 2
@@ -127,10 +128,10 @@ def test_what_a_step_was_trained_on_is_found_again(
     samples = []
     for step, size in enumerate(SIZES, start=1):
         data.at_step(whole, step, rank=None, ranks=None, limit=None, full=False, as_json=True)
-        told = json.loads(capsys.readouterr().out)
-        assert told["ledger_agrees"]
-        assert told["samples_of_step"] == size // 32
-        samples += [sample["position"] for sample in told["samples"]]
+        reported = json.loads(capsys.readouterr().out)
+        assert reported["ledger_agrees"]
+        assert reported["samples_of_step"] == size // 32
+        samples += [sample["position"] for sample in reported["samples"]]
     assert samples == list(range(sum(SIZES) // 32))
     data.mix(load_job(whole), as_json=True)
     mixed = json.loads(capsys.readouterr().out)
@@ -138,7 +139,7 @@ def test_what_a_step_was_trained_on_is_found_again(
     assert (mixed["samples"], mixed["tokens"]) == (sum(SIZES) // 32, sum(SIZES))
 
 
-def test_a_job_does_not_go_on_with_other_sizes_behind_it(whole: Path, tmp_path: Path) -> None:
+def test_a_job_does_not_resume_after_steps_of_other_sizes(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "jobs/t")
     key = "train.batch_schedule.length"
     with pytest.raises(DamagedError, match="not in the order that this job was trained in"):

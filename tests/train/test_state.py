@@ -1,4 +1,4 @@
-"""What a checkpoint holds goes back bit for bit, into the objects it came from only."""
+"""A checkpoint is restored bit for bit, and only into the objects that it came from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
-from dtt.config.optim import AdamWConfig, GroupConfig, MuonConfig, OptimConfig
-from dtt.data.order import EMPTY_LEDGER
+from dtt.config.optim import AdamWConfig, MuonConfig, MuonGroup, OptimConfig
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
@@ -62,7 +62,7 @@ def through_a_file(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.type)
-def test_training_goes_on_bit_for_bit_with_restored_optimizers(
+def test_training_continues_bit_for_bit_with_restored_optimizers(
     config: OptimConfig, tmp_path: Path
 ) -> None:
     model, optimizers = make(config)
@@ -92,7 +92,7 @@ def test_every_parameter_has_its_state_under_its_name() -> None:
     assert state["adamw/norm.weight/exp_avg"].shape == (16,)
 
 
-def test_what_was_loaded_is_no_longer_tied_to_the_checkpoint() -> None:
+def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:
     model, optimizers = make(AdamWConfig())
     train(model, optimizers, range(1))
     state = {key: value.clone() for key, value in optimizer_tensors(optimizers).items()}
@@ -132,7 +132,7 @@ def test_other_groups_of_the_same_optimizer_take_up_the_state_that_there_is() ->
     model, optimizers = make(MuonConfig())
     train(model, optimizers, range(2))
     state = {key: value.clone() for key, value in optimizer_tensors(optimizers).items()}
-    entries = (GroupConfig(match="layers.*.attn.*.weight", lr=1e-3, split=2),)
+    entries = (MuonGroup(match="layers.*.attn.*.weight", lr=1e-3, split=2),)
     resumed, regrouped = make(MuonConfig(groups=entries, momentum_warmup=4))
     load_optimizers(regrouped, state)
     taken = optimizer_tensors(regrouped)
@@ -144,9 +144,9 @@ def test_other_groups_of_the_same_optimizer_take_up_the_state_that_there_is() ->
 def test_a_parameter_that_another_optimizer_takes_now_is_refused() -> None:
     model, optimizers = make(MuonConfig())
     train(model, optimizers, range(1))
-    entries = (GroupConfig(match="layers.0.attn.q.weight", optimizer="adamw"),)
+    entries = (MuonGroup(match="layers.0.attn.q.weight", optimizer="adamw"),)
     _, regrouped = make(MuonConfig(groups=entries))
-    with pytest.raises(ConfigError, match=r"layers.0.attn.q.weight is on one side only"):
+    with pytest.raises(ConfigError, match=r"layers.0.attn.q.weight is present on one side only"):
         load_optimizers(regrouped, optimizer_tensors(optimizers))
 
 
@@ -173,10 +173,10 @@ def test_the_position_survives_json() -> None:
     position = Position(step=7, tokens=7 * 256, ledger=b"\x01" * 16, previous_ledger=b"\xfe" * 16)
     position.evaluated, position.eval_loss = 5, 1.25
     assert Position.from_json(position.to_json()) == position
-    assert Position().ledger == Position().previous_ledger == EMPTY_LEDGER
+    assert Position().ledger == Position().previous_ledger == EMPTY_DATA_HASH
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
+def test_random_numbers_continue_where_they_were() -> None:
     seed_rank(3, 0)
     torch.rand(5)
     state = rng_tensors(0, CPU)

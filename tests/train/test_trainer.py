@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from forked_runs import run, start
 from running import Dtt
 from safetensors.torch import load_file
 
 from dtt.checkpoint import store
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
-from dtt.train.goodput import goodput
+from dtt.train.supervise.goodput import goodput
 
 Settings = Any
 
@@ -52,7 +53,7 @@ def exit_record(job: Path, attempt: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of 120 steps that nothing disturbed; `long` names its settings."""
+    """An uninterrupted job of 80 steps with the settings of `long`."""
     folder = tmp_path_factory.mktemp("undisturbed")
     Dtt(folder)("train", *long(tokens), OMP_NUM_THREADS="1")
     return folder / "jobs/t"
@@ -62,18 +63,19 @@ def long(tokens: Path) -> list[str]:
     """A run with accumulation, Muon, dropout, evaluation, samples and many checkpoints."""
     return [
         f"data.tokens={tokens}", "name=t", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
-        "model.dropout=0.1", "train.steps=120", "train.seq_len=32", "train.micro_batch=3",
+        "model.dropout=0.1", "train.steps=80", "train.seq_len=32", "train.micro_batch=3",
         "train.global_batch_tokens=256", "train.eval_every=7", "train.log_every=3",
         "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=8",
         "schedule.warmup=2",
     ]  # fmt: skip
 
 
+@pytest.mark.slow(except_for=["muon"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_the_loss_falls_and_everything_is_recorded(
     dtt: Dtt, tiny: Settings, optimizer: str
 ) -> None:
-    run = dtt("train", *tiny(optim__type=optimizer, train__steps=60, optim__lr=1e-2))
+    done = dtt("train", *tiny(optim__type=optimizer, train__steps=60, optim__lr=1e-2))
     job = dtt.folder / "jobs/t"
     train = metrics(job, "train")
     assert [r["step"] for r in train] == list(range(1, 61))
@@ -81,7 +83,7 @@ def test_the_loss_falls_and_everything_is_recorded(
     evals = metrics(job, "eval")
     assert evals[-1]["loss"] < evals[0]["loss"] - 0.5
     assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
-    assert "step 60/60" in run.stderr
+    assert "step 60/60" in done.stderr
     assert exit_record(job, 1)["code"] == 0
     assert (job / "config.yaml").exists()
     assert (job / "env.json").exists()
@@ -91,11 +93,11 @@ def test_the_loss_falls_and_everything_is_recorded(
 def test_a_vocabulary_that_the_token_files_have_not_ends_a_run_before_it_starts(
     dtt: Dtt, tiny: Settings, tokens: Path
 ) -> None:
-    """But a job that has a checkpoint goes on, whatever was said when it began."""
+    """But a job that has a checkpoint resumes, whatever vocabulary was configured."""
     own = tiny(data__tokens="null", tokenize__out=tokens, train__steps=2)
-    said = dtt("train", *own, "tokenizer.vocab_size=999", expect=2).stderr
-    assert "tokenizer.vocab_size=999 (argument)" in said
-    assert "dtt tokenize --overwrite" in said
+    stderr = dtt("train", *own, "tokenizer.vocab_size=999", expect=2).stderr
+    assert "tokenizer.vocab_size=999 (argument)" in stderr
+    assert "dtt tokenize --overwrite" in stderr
     (dtt.folder / "run.yaml").write_text("tokenizer: {vocab_size: 999}\n")
     warned = dtt("train", "-c", "run.yaml", *tiny(train__steps=2)).stderr
     assert "tokenizer.vocab_size=999 (run.yaml:1), but the token files have" in warned
@@ -103,7 +105,7 @@ def test_a_vocabulary_that_the_token_files_have_not_ends_a_run_before_it_starts(
     assert "vocab_size" not in again
 
 
-def test_a_finished_job_says_so_and_changes_nothing(dtt: Dtt, tiny: Settings) -> None:
+def test_a_finished_job_reports_so_and_changes_nothing(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
     before = (dtt.folder / "jobs/t/metrics.jsonl").read_bytes()
     again = dtt("train", *tiny())
@@ -115,16 +117,12 @@ def test_the_result_as_json_is_all_of_stdout_and_printed_by_one_rank(
     dtt: Dtt, tiny: Settings
 ) -> None:
     done = dtt("train", *tiny(), "--json", "-q")
-    told = json.loads(done.stdout)
-    assert (told["job"], told["steps"]) == ("jobs/t", 12)
-    assert told["last_eval"] == metrics(dtt.folder / "jobs/t", "eval")[-1]
+    reported = json.loads(done.stdout)
+    assert (reported["job"], reported["steps"]) == ("jobs/t", 12)
+    assert reported["last_eval"] == metrics(dtt.folder / "jobs/t", "eval")[-1]
     assert "progress" not in done.stderr
     assert "step 12" not in done.stderr
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    two = dtt.start_python(*launcher, "-m", "dtt.main", "train", "jobs/t", "--json")
-    both = Dtt.wait(two)
-    assert both.returncode == 0, both.stderr
-    assert json.loads(both.stdout) == told
+    assert json.loads(run(dtt, "train", "jobs/t", "--json", ranks=2).stdout) == reported
 
 
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
@@ -134,7 +132,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
     generator = random.Random(0)
     kills = 0
     for _ in range(30):
-        process = dtt.start("train", *long(tokens), OMP_NUM_THREADS="1")
+        process = dtt.start("train", *long(tokens))
         target = reached(job) + generator.randrange(1, 16)
         wait_until(lambda: process.poll() is not None or reached(job) >= target)  # noqa: B023
         time.sleep(generator.random() * 0.05)  # somewhere inside a step, a save, an evaluation
@@ -144,7 +142,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
             break
     dtt("train", *long(tokens))
     assert kills == 3
-    assert_same_run(undisturbed, job, 120)
+    assert_same_run(undisturbed, job, 80)
     spent = goodput(JobDir(job))
     assert spent is not None
     assert spent.attempts == 4
@@ -156,7 +154,7 @@ def reached(job: Path) -> int:
     return max((r["step"] for r in metrics(job, "train")), default=0)
 
 
-def wait_until(true: Any, limit: float = 60.0) -> None:
+def wait_until(true: Any, limit: float = 200.0) -> None:
     """Poll for something another process does."""
     end = time.monotonic() + limit
     while not true():
@@ -164,27 +162,34 @@ def wait_until(true: Any, limit: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR2", "control/stop"])
-def test_asked_to_stop_it_saves_exits_75_and_goes_on_bit_for_bit(
-    dtt: Dtt, tokens: Path, undisturbed: Path, how: str
+@pytest.mark.slow(except_for=["SIGTERM"])
+@pytest.mark.parametrize(
+    "requests",
+    [["SIGTERM"], ["SIGINT", "SIGUSR2", "control/stop"]],
+    ids=["SIGTERM", "the others in turn"],
+)
+def test_a_stop_request_saves_exits_75_and_the_job_resumes_bit_for_bit(
+    dtt: Dtt, tokens: Path, undisturbed: Path, requests: list[str]
 ) -> None:
     job = dtt.folder / "jobs/t"
-    process = dtt.start("train", *long(tokens), "checkpoint.every=1000", OMP_NUM_THREADS="1")
-    wait_until(lambda: reached(job) >= 3)
-    if how == "control/stop":
-        (job / how).touch()
-    else:
-        process.send_signal(signal.Signals[how])
-    stopped = Dtt.wait(process)
-    assert stopped.returncode == 75, stopped.stderr
-    assert "dtt train jobs/t" in stopped.stderr
-    assert how in stopped.stderr
-    record = exit_record(job, 1)
-    assert record["code"] == 75
-    assert record["checkpoint"] == f"step-{record['step']:06d}"
-    assert not (job / "control/stop").exists()
+    for attempt, how in enumerate(requests, start=1):
+        before = reached(job)
+        process = dtt.start("train", *long(tokens), "checkpoint.every=1000")
+        wait_until(lambda: reached(job) >= before + 3)  # noqa: B023
+        if how == "control/stop":
+            (job / how).touch()
+        else:
+            process.send_signal(signal.Signals[how])
+        stopped = Dtt.wait(process)
+        assert stopped.returncode == 75, stopped.stderr
+        assert "dtt train jobs/t" in stopped.stderr
+        assert how in stopped.stderr
+        record = exit_record(job, attempt)
+        assert record["code"] == 75
+        assert record["checkpoint"] == f"step-{record['step']:06d}"
+        assert not (job / "control/stop").exists()
     dtt("train", job, "checkpoint.every=8")
-    assert_same_run(undisturbed, job, 120)
+    assert_same_run(undisturbed, job, 80)
 
 
 def test_a_signal_before_the_first_step_ends_the_attempt_at_once(dtt: Dtt, tiny: Settings) -> None:
@@ -201,14 +206,16 @@ def test_a_signal_before_the_first_step_ends_the_attempt_at_once(dtt: Dtt, tiny:
     assert [record["step"] for record in evals] == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_hangup_is_a_stop_request_but_not_under_nohup(
     dtt: Dtt, tiny: Settings, nohup: bool
 ) -> None:
     job = dtt.folder / "jobs/t"
-    code = f"import signal, sys; {'signal.signal(signal.SIGHUP, signal.SIG_IGN); ' * nohup}"
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
     code += "sys.argv[0] = 'dtt'; from dtt.main import main; main()"
-    process = dtt.start_python("-c", code, "train", *tiny(train__steps=100_000))
+    arguments = ("train", *tiny(train__steps=100_000))
+    process = dtt.start_python("-c", code, *arguments) if nohup else dtt.start(*arguments)
     wait_until(lambda: reached(job) >= 1)
     process.send_signal(signal.SIGHUP)
     if nohup:
@@ -231,7 +238,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught_signals(pid), 16) >> (number - 1) & 1)
 
 
-def test_control_save_saves_and_goes_on(dtt: Dtt, tiny: Settings) -> None:
+def test_control_save_saves_and_continues(dtt: Dtt, tiny: Settings) -> None:
     job = dtt.folder / "jobs/t"
     process = dtt.start("train", *tiny(train__steps=100_000, checkpoint__every=1_000_000))
     wait_until(lambda: reached(job) >= 1)
@@ -243,7 +250,7 @@ def test_control_save_saves_and_goes_on(dtt: Dtt, tiny: Settings) -> None:
     assert Dtt.wait(process).returncode == 75
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_name(dtt: Dtt, tiny: Settings) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_name(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
     job = dtt.folder / "jobs/t"
     final = (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes()
@@ -255,7 +262,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(dtt: Dtt, tiny: Settings) -
     assert (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes() == final
 
 
-def test_other_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Settings) -> None:
+def test_changed_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Settings) -> None:
     dtt("train", *tiny())
     refused = dtt("train", *tiny(train__steps=16, optim__lr=0.5), expect=2)
     assert "optim.lr, train.steps" in refused.stderr
@@ -267,8 +274,8 @@ def test_other_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Setting
 
 def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(optim__type="adamw", optim__lr=1e30, train__clip_norm="null", train__steps=40)
-    run = dtt("train", *settings, "train.precision=fp32", expect=76)
-    assert "diverged" in run.stderr
+    done = dtt("train", *settings, "train.precision=fp32", expect=76)
+    assert "diverged" in done.stderr
     assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
     for path in (dtt.folder / "jobs/t/checkpoints").glob("step-*"):
         assert all(t.isfinite().all() for t in load_file(path / "model-00000.safetensors").values())
@@ -276,8 +283,11 @@ def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny
     (bad,) = status["bad_steps"]
     assert (bad["why"], bad["action"]) == ("non_finite", "stop")
     assert bad["step"] == exit_record(dtt.folder / "jobs/t", 1)["step"]
-    assert f"the last {bad['step']} (non_finite, stop)" in dtt("job", "status", "jobs/t").stdout
-    assert "metrics.jsonl records" in dtt("data", "at-step", "jobs/t", bad["step"]).stdout
+    assert (
+        f"the last is step {bad['step']} (non_finite, stop)"
+        in dtt("job", "status", "jobs/t").stdout
+    )
+    assert "the same as in metrics.jsonl" in dtt("data", "at-step", "jobs/t", bad["step"]).stdout
 
 
 def torchrun(dtt: Dtt, ranks: int, *arguments: object, **env: str) -> subprocess.Popen[str]:
@@ -285,13 +295,17 @@ def torchrun(dtt: Dtt, ranks: int, *arguments: object, **env: str) -> subprocess
     return dtt.start_python(*launcher, "-m", "dtt.main", *arguments, **env)
 
 
+@pytest.mark.slow(except_for=[""])
 @pytest.mark.parametrize("documents", [{}, {"data.eod_mask_loss": True}], ids=["", "eod"])
 def test_two_ranks_train_what_one_does_and_resume_each_other(
     dtt: Dtt, tiny: Settings, documents: dict[str, object]
 ) -> None:
     settings = tiny(train__precision="fp32", train__steps=12, **documents)
     dtt("train", *settings)
-    assert dtt.wait(torchrun(dtt, 2, "train", *settings, "name=two")).returncode == 0
+    if documents:
+        run(dtt, "train", *settings, "name=two", ranks=2)
+    else:
+        assert dtt.wait(torchrun(dtt, 2, "train", *settings, "name=two")).returncode == 0
     one, two = dtt.folder / "jobs/t", dtt.folder / "jobs/two"
     for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
@@ -305,31 +319,32 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(
     assert "resumed from jobs/two/checkpoints/step-000012" in resumed.stderr
 
 
+@pytest.mark.slow
 def test_when_one_rank_fails_the_others_do_not_call_it_a_bug(dtt: Dtt, tiny: Settings) -> None:
     (dtt.folder / "jobs/t").mkdir(parents=True)
-    (dtt.folder / "jobs/t/checkpoints").write_text("a file where a folder should be")
-    failed = Dtt.wait(torchrun(dtt, 2, "train", *tiny()))
+    (dtt.folder / "jobs/t/checkpoints").write_text("a file where a folder is expected")
+    failed = start(dtt, "train", *tiny(), ranks=2).wait()
     assert failed.returncode != 0
     assert "this is a bug" not in failed.stderr
     record = exit_record(dtt.folder / "jobs/t", 1)
     assert record["code"] == 74
-    assert "a file stands where a folder should be" in record["reason"]
+    assert "there is a file where a folder is expected" in record["reason"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Settings) -> None:
     job = dtt.folder / "jobs/t"
-    process = torchrun(dtt, 2, "train", *tiny(train__steps=100_000))
+    process = start(dtt, "train", *tiny(train__steps=100_000), ranks=2)
     wait_until(lambda: reached(job) >= 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    last = max(int(pid) for pid in children)
-    os.kill(last, signal.SIGTERM)
-    stopped = Dtt.wait(process)
+    os.kill(process.pids[1], signal.SIGTERM)
+    stopped = process.wait()
     record = exit_record(job, 1)
     assert record["code"] == 75, stopped.stderr
     assert record["checkpoint"] == f"step-{record['step']:06d}"
 
 
-def test_an_evaluation_breaks_off_on_request_and_is_made_anew(
+@pytest.mark.slow
+def test_an_evaluation_is_interrupted_on_request_and_repeated(
     dtt: Dtt, tiny: Settings, tokens: Path
 ) -> None:
     """Here evaluation takes most of the time, so that is when the requests come."""
@@ -351,6 +366,7 @@ def test_an_evaluation_breaks_off_on_request_and_is_made_anew(
     assert_same_run(dtt.folder / "jobs/whole", job, 6)
 
 
+@pytest.mark.slow
 def test_on_any_layout_of_any_number_of_ranks_in_turn_it_trains_what_one_does(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -364,8 +380,7 @@ def test_on_any_layout_of_any_number_of_ranks_in_turn_it_trains_what_one_does(
     for turn, (ranks, shard, tensor) in enumerate(turns, start=1):
         layout = (f"parallel.shard={shard}", f"parallel.tensor={tensor}")
         allow = (f"train.steps={6 * turn}", "--allow-change", "train.steps")
-        done = Dtt.wait(torchrun(dtt, ranks, "train", *settings, *layout, *allow))
-        assert done.returncode == 0, done.stderr
+        run(dtt, "train", *settings, *layout, *allow, ranks=ranks)
     changed, whole = dtt.folder / "jobs/t", dtt.folder / "jobs/undisturbed"
     steps = [record["step"] for record in metrics(changed, "train")]
     assert steps == list(range(1, 31))
@@ -387,7 +402,7 @@ def test_a_save_that_fails_ends_the_run_with_74(dtt: Dtt, tiny: Settings) -> Non
     (job / "control/save").touch()
     failed = Dtt.wait(process)
     assert failed.returncode == 74, failed.stderr
-    assert "a file stands where a folder should be" in failed.stderr
+    assert "there is a file where a folder is expected" in failed.stderr
     assert exit_record(job, 1)["code"] == 74
 
 
@@ -405,6 +420,7 @@ def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
     assert int((dtt.folder / "jobs/t/lead").read_text()) >= 60
 
 
+@pytest.mark.slow
 def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings) -> None:
     """A job script learns from it that trying again is of no use."""
     job = dtt.folder / "jobs/t"
@@ -424,6 +440,7 @@ def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings
     assert exit_record(job, 3)["code"] == 66
 
 
+@pytest.mark.slow
 def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
     dtt: Dtt, tiny: Settings, tokens: Path
 ) -> None:
@@ -461,6 +478,7 @@ def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
     assert not (dtt.folder / "jobs/new").exists()
 
 
+@pytest.mark.slow
 def test_gpus_that_a_slurm_job_asked_for_and_torch_does_not_see_end_it_with_78(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -483,19 +501,20 @@ def test_gpus_that_a_slurm_job_asked_for_and_torch_does_not_see_end_it_with_78(
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_run_of_which_every_step_was_left_out_has_diverged(
+def test_a_run_whose_steps_were_all_skipped_has_diverged(
     dtt: Dtt, tiny: Settings, action: str
 ) -> None:
     settings = tiny(
         train__z_loss=3e38, train__precision="fp32", train__steps=8, guard__non_finite=action
     )  # such gradients are infinite
-    run = dtt("train", *settings, expect=76)
-    assert "none of its 8 steps changed the weights" in run.stderr
+    done = dtt("train", *settings, expect=76)
+    assert "none of its 8 steps changed the weights" in done.stderr
     assert exit_record(dtt.folder / "jobs/t", 1)["code"] == 76
     assert store.steps(dtt.folder / "jobs/t/checkpoints")[-1] < 8
     dtt("train", "jobs/t", expect=76)  # it does not pass for done afterwards
 
 
+@pytest.mark.slow
 def test_more_steps_after_a_decay_warn_of_the_leap_and_the_advice_avoids_it(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -505,20 +524,20 @@ def test_more_steps_after_a_decay_warn_of_the_leap_and_the_advice_avoids_it(
     shutil.copytree(before, dtt.folder / "jobs/t")
     more = ["jobs/t", "train.steps=24", "--allow-change", "train.steps"]
     leapt = dtt("train", *more)
-    assert "the learning rate leaps from" in leapt.stderr
+    assert "the learning rate jumps from" in leapt.stderr
     assert "to 100% of its peak after step 12" in leapt.stderr
-    assert "the decay from step 7 to 12 is over, and now there are 24 steps" in leapt.stderr
+    assert "the decay from step 7 to 12 has run, and the run now has 24 steps" in leapt.stderr
     shutil.rmtree(dtt.folder / "jobs/t")
     shutil.copytree(before, dtt.folder / "jobs/t")
     advice = re.search(r"next:  dtt (train --branch .*), or dtt (train .*)", leapt.stderr)
     assert advice is not None
     for command in advice.groups():
         followed = dtt(*command.split())
-        assert "leaps" not in followed.stderr
+        assert "jumps" not in followed.stderr
     for name in ("t", "ANOTHER"):
         rates = [r["lr"] for r in metrics(dtt.folder / "jobs" / name, "train")][2:]
         assert rates == sorted(rates, reverse=True), name
-    assert "leaps" not in dtt("train", "jobs/t", "checkpoint.keep_last=8").stderr
+    assert "jumps" not in dtt("train", "jobs/t", "checkpoint.keep_last=8").stderr
 
 
 def test_before_its_first_checkpoint_a_job_may_become_another(dtt: Dtt, tiny: Settings) -> None:

@@ -1,2 +1,2 @@
 """Training checkpoints, either complete on disk or absent; knows only state dicts and files.
-May touch: config, runtime."""
+May import: config, runtime."""

@@ -25,7 +25,7 @@ ITEM_SIZES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class HeaderEntry:
     """A box of a tensor as described by a header."""
 
     name: str
@@ -37,33 +37,33 @@ class Part:
     """Shape of the full tensor."""
 
 
-def read(path: Path) -> list[Part]:
-    """Return the tensor parts in a file; raise DamagedError if its header is invalid.
+def read(path: Path) -> list[HeaderEntry]:
+    """Return the entries of a file's header; raise DamagedError if it is invalid.
 
     The data of the tensors must fill the rest of the file without gap or overlap.
     """
     try:
-        return _parts(*_header(path))
+        return _entries(*_header(path))
     except ValueError as error:
         raise _damaged(path, str(error)) from None
 
 
 def check(paths: Iterable[Path]) -> None:
-    """Raise DamagedError unless the parts in `paths` cover every tensor exactly once."""
-    parts: dict[str, list[tuple[Path, Part]]] = defaultdict(list)
+    """Raise DamagedError unless the boxes in `paths` cover every tensor exactly once."""
+    by_name: dict[str, list[tuple[Path, HeaderEntry]]] = defaultdict(list)
     for path in paths:
-        for part in read(path):
-            parts[part.name].append((path, part))
-    for name, found in parts.items():
-        path, first = found[0]
-        if any((part.dtype, part.shape) != (first.dtype, first.shape) for _, part in found):
-            raise _damaged(path, f"{name} has another dtype or shape in another file")
-        elements = sum(math.prod(part.extent) for _, part in found)
+        for entry in read(path):
+            by_name[entry.name].append((path, entry))
+    for name, entries in by_name.items():
+        path, first = entries[0]
+        if any((entry.dtype, entry.shape) != (first.dtype, first.shape) for _, entry in entries):
+            raise _damaged(path, f"{name} has a different dtype or shape in another file")
+        elements = sum(math.prod(entry.extent) for _, entry in entries)
         missing = math.prod(first.shape) - elements
         if missing > 0:
             raise _damaged(path, f"{missing} elements of {name} are in none of the files")
-        if missing < 0 or _overlap([part for _, part in found]):
-            raise _damaged(path, f"elements of {name} are in more than one place")
+        if missing < 0 or _overlap([entry for _, entry in entries]):
+            raise _damaged(path, f"elements of {name} are stored more than once")
 
 
 def _header(path: Path) -> tuple[Any, int]:
@@ -76,22 +76,22 @@ def _header(path: Path) -> tuple[Any, int]:
         return parse(file.read(length), STRICT), size - 8 - length
 
 
-def _parts(header: Any, data: int) -> list[Part]:
+def _entries(header: Any, data: int) -> list[HeaderEntry]:
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     described = metadata.get("pieces", "{}") if isinstance(metadata, dict) else None
     pieces = parse(described.encode(), STRICT) if isinstance(described, str) else None
     if not isinstance(pieces, dict) or not pieces.keys() <= header.keys():
         raise ValueError("its `pieces` do not describe the tensors in it")
-    parts, ends = [], []
+    entries, ends = [], []
     for name, entry in header.items():
         extent = _extent(name, entry)
         begin, end = entry["data_offsets"]
         if end - begin != math.prod(extent) * ITEM_SIZES[entry["dtype"]]:
-            raise ValueError(f"the data of {name!r} has another size than its shape")
-        offset, shape = _place(name, pieces.get(name), extent)
-        parts.append(Part(name, entry["dtype"], extent, offset, shape))
+            raise ValueError(f"the data of {name!r} does not have the size of its shape")
+        offset, shape = _position(name, pieces.get(name), extent)
+        entries.append(HeaderEntry(name, entry["dtype"], extent, offset, shape))
         ends.append((begin, end))
     position = 0
     for begin, end in sorted(ends):
@@ -100,7 +100,7 @@ def _parts(header: Any, data: int) -> list[Part]:
         position = end
     if position != data:
         raise ValueError(f"its tensors have {position:,} bytes, the file has {data:,} for them")
-    return parts
+    return entries
 
 
 def _extent(name: str, entry: Any) -> tuple[int, ...]:
@@ -110,14 +110,14 @@ def _extent(name: str, entry: Any) -> tuple[int, ...]:
     if entry["dtype"] not in ITEM_SIZES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     if not _sizes(entry["shape"]) or not _sizes(entry["data_offsets"], 2):
-        raise ValueError(f"{name!r} has an impossible shape or place")
+        raise ValueError(f"{name!r} has an impossible shape or position")
     return tuple(entry["shape"])
 
 
-def _place(
+def _position(
     name: str, piece: Any, extent: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset of a part in its full tensor, and the shape of the full tensor."""
+    """Return the offset of a box in its full tensor, and the shape of the full tensor."""
     if piece is None:
         return (0,) * len(extent), extent
     if (
@@ -135,26 +135,26 @@ def _sizes(values: Any, count: int | None = None) -> bool:
     return all(is_kind(n, int) and n >= 0 for n in values) and count in (None, len(values))
 
 
-def _overlap(parts: Sequence[Part]) -> bool:
+def _overlap(entries: Sequence[HeaderEntry]) -> bool:
     """Return True if two boxes share an element.
 
-    A sweep along the first dimension, which is the one that most tensors are cut along.
+    A sweep along the first dimension, along which most tensors are sharded.
     """
-    boxes = sorted((p for p in parts if math.prod(p.extent)), key=lambda p: p.offset)
-    reaching: list[Part] = []
+    boxes = sorted((e for e in entries if math.prod(e.extent)), key=lambda e: e.offset)
+    reaching: list[HeaderEntry] = []
     for box in boxes:
         if not box.offset:
             return len(boxes) > 1
         reaching = [
             other for other in reaching if other.offset[0] + other.extent[0] > box.offset[0]
         ]
-        if any(_meet(box, other) for other in reaching):
+        if any(_intersect(box, other) for other in reaching):
             return True
         reaching.append(box)
     return False
 
 
-def _meet(one: Part, other: Part) -> bool:
+def _intersect(one: HeaderEntry, other: HeaderEntry) -> bool:
     sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
     return all(a < b + m and b < a + n for a, n, b, m in sides)
 

@@ -1,6 +1,6 @@
 """Asynchronous checkpointing: tensors are copied to the host, then written by a thread.
 
-All ranks write in parallel, each its own pieces. The thread uses its own process group, so its
+All ranks write in parallel, each its own shards. The thread uses its own process group, so its
 collectives never interleave with those of training. At most one save is in progress.
 """
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from dtt.artifacts import FileRecord
-from dtt.checkpoint import retain, store, tensors
-from dtt.checkpoint.tensors import Piece
+from dtt.checkpoint import retention, store, tensors
+from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
 from dtt.errors import DiskFull, DttError, StorageError
 from dtt.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
@@ -45,13 +45,13 @@ class Save:
     """A checkpoint being saved: its content, then the time it took."""
 
     step: int
-    pieces: dict[str, list[Piece]]
-    """Pieces that this rank writes, by kind."""
+    shards: dict[str, list[TensorShard]]
+    """Shards that this rank writes, by kind."""
     position: Mapping[str, Any]
     bytes: int
     """Bytes of the tensors that all ranks save together."""
     flush: Callable[[], None]
-    """Function that makes durable everything else that a run resumed from here needs."""
+    """Function that flushes to disk everything else that a resume from this checkpoint needs."""
     began: float = field(default_factory=time.perf_counter)
     """`time.perf_counter` when the copy to host memory was complete."""
     ended: float = 0.0
@@ -90,7 +90,7 @@ class Saver:
         self._diverged = job.diverged_after()
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
-        self._copies: dict[tuple[str, str], Tensor] = {}
+        self._host_copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
         self._error: Exception | None = None
@@ -105,19 +105,20 @@ class Saver:
     ) -> None:
         """Copy the tensors and start to write them; on return the tensors may change.
 
-        `shared` tensors, by kind and name, are identical on every rank, or DTensors. `own` tensors
-        belong to this rank, have names that no other rank uses, and are saved with the kind STATE.
+        `shared` tensors, by kind and name, are on the ranks that `layout_of` reports: plain tensors
+        are identical on every rank. `own` tensors belong to this rank, have names that no other
+        rank uses, and are saved with the kind STATE.
         Rank 0 calls `flush`, from the writing thread. Waits for the previous save first, and raises
         its error if it failed.
         """
         started = time.perf_counter()
         self.wait()
         ranks = self._world
-        pieces = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
-        whole = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
-        pieces.setdefault(store.STATE, []).extend(whole)
+        shards = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
+        full = [TensorShard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
+        shards.setdefault(store.STATE, []).extend(full)
         size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
-        save = Save(step, self._copied(pieces), position, size, flush)
+        save = Save(step, self._copied(shards), position, size, flush)
         if self._config.asynchronous:
             self._thread = threading.Thread(
                 target=self._run, args=(save,), name="checkpoint", daemon=True
@@ -151,28 +152,28 @@ class Saver:
         done, self._done = self._done, []
         return done
 
-    def _copied(self, pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
-        """Copy the pieces to host memory, so that training may change the originals.
+    def _copied(self, shards: Mapping[str, list[TensorShard]]) -> dict[str, list[TensorShard]]:
+        """Copy the shards to host memory, so that training may change the originals.
 
-        Returns the pieces themselves if they are on the CPU and the save is synchronous.
+        Returns the shards themselves if they are on the CPU and the save is synchronous.
         """
         on_gpu = self._world.device.type == "cuda"
         if not on_gpu and not self._config.asynchronous:
-            return dict(pieces)
-        copied = {k: [self._copy(k, piece, on_gpu) for piece in some] for k, some in pieces.items()}
+            return dict(shards)
+        copied = {k: [self._copy(k, shard, on_gpu) for shard in some] for k, some in shards.items()}
         if on_gpu:
             torch.cuda.synchronize(self._world.device)
         return copied
 
-    def _copy(self, kind: str, piece: Piece, pinned: bool) -> Piece:
-        copy = self._copies.get((kind, piece.name))
-        if copy is None or copy.shape != piece.tensor.shape:
+    def _copy(self, kind: str, shard: TensorShard, pinned: bool) -> TensorShard:
+        copy = self._host_copies.get((kind, shard.name))
+        if copy is None or copy.shape != shard.tensor.shape:
             copy = torch.empty_like(
-                piece.tensor, device="cpu", pin_memory=pinned, requires_grad=False
+                shard.tensor, device="cpu", pin_memory=pinned, requires_grad=False
             )
-            self._copies[kind, piece.name] = copy
-        copy.copy_(piece.tensor.detach(), non_blocking=True)
-        return Piece(piece.name, copy, piece.offset, piece.shape)
+            self._host_copies[kind, shard.name] = copy
+        copy.copy_(shard.tensor.detach(), non_blocking=True)
+        return TensorShard(shard.name, copy, shard.offset, shard.shape)
 
     def _run(self, save: Save) -> None:
         """Run a save in the thread. Errors are stored for `wait`, which raises them."""
@@ -218,8 +219,8 @@ class Saver:
             return error
         save.write_seconds = time.perf_counter() - started
         path = store.folder_of(folder, save.step)
-        mine = written[self._world.rank]
-        self._together(lambda: _verify_files(path, mine))
+        files = written[self._world.rank]
+        self._together(lambda: _verify_files(path, files))
         save.verify_seconds = time.perf_counter() - started - save.write_seconds
         if first:
             self._prune()
@@ -240,9 +241,9 @@ class Saver:
         staging = self._staging(save)
         rank = self._world.rank
         files = [
-            retrying(partial(tensors.write, staging / store.rank_file(kind, rank), pieces))
-            for kind, pieces in save.pieces.items()
-            if pieces
+            retrying(partial(tensors.write, staging / store.rank_file(kind, rank), shards))
+            for kind, shards in save.shards.items()
+            if shards
         ]
         if self._world.first:
             text = (json.dumps(save.position, indent=1) + "\n").encode()
@@ -258,21 +259,21 @@ class Saver:
         try:
             outcome = action()
         except OSError as error:
-            told = in_words(error)  # every OSError here is a storage failure
-            outcome = told if isinstance(told, StorageError) else StorageError(str(told))
+            failure = in_words(error)  # every OSError here is a storage failure
+            outcome = failure if isinstance(failure, StorageError) else StorageError(str(failure))
         except DttError as error:
             outcome = error
         outcomes = self._world.exchange(outcome)
-        failures = [failure for failure in outcomes if isinstance(failure, DttError)]
+        failures = [error for error in outcomes if isinstance(error, DttError)]
         if failures:
             raise failures[0]
         return [result for result in outcomes if not isinstance(result, DttError)]
 
     def _prune(self) -> None:
         try:
-            retain.prune(self._job.checkpoints, self._config, self._diverged)
-            retain.remove_rejected(self._job.checkpoints)
-        except OSError as error:  # an extra checkpoint is no reason to stop
+            retention.prune(self._job.checkpoints, self._config, self._diverged)
+            retention.remove_rejected(self._job.checkpoints)
+        except OSError as error:  # a failure to delete an old checkpoint should not stop training
             log.warning("an old checkpoint could not be deleted: %s", error)
 
 
@@ -284,9 +285,8 @@ def _verify_files(path: Path, files: list[FileRecord]) -> None:
             store.verify_file(path, record)
         except DttError as error:
             raise StorageError(
-                "a checkpoint reads back otherwise than it was written",
+                "read-back verification of a checkpoint failed",
                 where=path,
                 why=str(error),
-                next="look at that disk; the checkpoint before is still there, the same command "
-                "goes on from it",
+                next="inspect that disk; the same command resumes from the checkpoint before",
             ) from None

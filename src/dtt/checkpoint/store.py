@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.artifacts import LARGEST, CheckpointManifest, FileRecord, checked_file
+from dtt.artifacts import LARGEST, CheckpointManifest, FileRecord
 from dtt.checkpoint import header
 from dtt.errors import DamagedError, DttError, InputError
 from dtt.reading import read_json, read_small, retrying
 from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
+from dtt.safe_names import checked_file
 
 if TYPE_CHECKING:  # keeps torch out of `dtt ckpt ls`
     from torch import Tensor
@@ -43,7 +44,7 @@ REJECTED_SUFFIX = "-rejected"
 
 
 def rank_file(kind: str, rank: int) -> str:
-    """Return the name of the file with the pieces that `rank` writes."""
+    """Return the name of the file with the shards that `rank` writes."""
     return f"{kind}-{rank:05d}.safetensors"
 
 
@@ -144,17 +145,28 @@ def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     staging = folder / staging_name(checkpoint.step, 0)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    for name in (checkpoint.manifest.filename, *(f.path for f in checkpoint.manifest.files)):
-        try:
-            os.link(checkpoint.path / name, staging / name)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(checkpoint.path / name, staging / name)
-            fsync_file(staging / name)
-    fsync_folder(staging)
+    files = (checkpoint.manifest.filename, *(f.path for f in checkpoint.manifest.files))
+    link_files(checkpoint.path, staging, files)
     final = folder_of(folder, checkpoint.step)
     staging.rename(final)
     fsync_folder(folder)
     return verify(final)
+
+
+def link_files(source: Path, folder: Path, names: Iterable[str]) -> bool:
+    """Hard-link files of one folder into another; return False if some had to be copied."""
+    linked = True
+    for name in names:
+        try:
+            os.link(source / name, folder / name)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(source / name, folder / name)
+            fsync_file(folder / name)
+            linked = False
+    fsync_folder(folder)
+    return linked
 
 
 def verify(path: Path) -> Checkpoint:
@@ -169,11 +181,11 @@ def verify(path: Path) -> Checkpoint:
         why = f"{CheckpointManifest.filename} cannot be read: {error}"
         raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
     if text != manifest.dump().encode():
-        why = f"{manifest.filename} is not as it was written"
+        why = f"{manifest.filename} differs from what was written"
         raise DamagedError(f"checkpoint {path} is damaged", why=why)
     if path.name != f"{PREFIX}{manifest.step:06d}":
-        why = f"{manifest.filename} says that it holds step {manifest.step}"
-        raise DamagedError(f"checkpoint {path} is not what it is called", why=why)
+        why = f"{manifest.filename} records step {manifest.step}"
+        raise DamagedError(f"the name of checkpoint {path} contradicts its content", why=why)
     names = [file.path for file in manifest.files]
     if POSITION not in names or len(set(names)) < len(names) or any("/" in n for n in names):
         why = f"{manifest.filename} does not list the files of a checkpoint"
@@ -237,8 +249,8 @@ def newest(
         log.warning("rejected a checkpoint: %s", checkpoint)
     if rejected:
         raise DamagedError(
-            f"none of the {rejected} checkpoints in {folder} is whole",
-            why="the lines above tell what is wrong with each",
+            f"none of the {rejected} checkpoints in {folder} is complete",
+            why="the lines above report what is wrong with each",
             next=f"restore one from a backup, or start over: mv {folder} {folder}.damaged",
         )
     return None
@@ -273,7 +285,7 @@ def parse(reference: str) -> tuple[Path, int | None]:
     """
     job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
     if step and not step.isdigit():
-        raise InputError(f"{reference} names no step", next=f"a number, as {job}@500")
+        raise InputError(f"{reference} does not name a step", next=f"a number, such as {job}@500")
     return JobDir(Path(job)).checkpoints, int(step) if step else None
 
 
@@ -287,7 +299,7 @@ def locate(reference: str) -> tuple[Path, int | None]:
         raise InputError(
             f"no checkpoint in {folder}",
             why="that job has not saved one" if folder.parent.is_dir() else "there is no such job",
-            next="name a job directory, as jobs/base or jobs/base@500",
+            next="specify a job directory, such as jobs/base or jobs/base@500",
         )
     if step is not None:
         existing(folder, step)
@@ -300,7 +312,7 @@ def at_step(folder: Path, step: int) -> Checkpoint:
         return verify(existing(folder, step))
     except DamagedError as error:
         raise DamagedError(
-            str(error), next="name no step to take the newest that is whole"
+            str(error), next="omit the step to use the newest complete checkpoint"
         ) from None
 
 
@@ -312,6 +324,6 @@ def existing(folder: Path, step: int) -> Path:
         raise InputError(
             f"no checkpoint of step {step} in {folder}",
             why=f"there are: {there}",
-            next="name one of those; without a step it is the newest that is whole",
+            next="specify one of these, or omit the step to use the newest complete checkpoint",
         )
     return path

@@ -1,8 +1,8 @@
 """Sharded tensors in safetensors files, resharded when read.
 
-Every rank writes one file with its pieces. Data that several ranks replicate, whether full tensors
+Every rank writes one file with its shards. Data that several ranks replicate, whether full tensors
 or shards, is divided along its first dimension so that these ranks write about the same number of
-bytes. The header of each file describes the pieces that are not full tensors. So a checkpoint can
+bytes. The header of each file describes the shards that are not full tensors. So a checkpoint can
 be read with any number of ranks and any sharding, and each rank reads only its own part.
 """
 
@@ -21,13 +21,12 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtt.artifacts import FileRecord
 from dtt.checkpoint import header
 from dtt.errors import DamagedError
 from dtt.runtime.files import named
-from dtt.runtime.sharding import Box, Held, held
+from dtt.runtime.sharding import Box, layout_of, local
 
 CHUNK = 2**24
 """Bytes hashed and written at a time; small enough to stay in the CPU cache in between."""
@@ -45,8 +44,8 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor."""
+class TensorShard:
+    """A box of a tensor, to be written by one rank."""
 
     name: str
     tensor: Tensor
@@ -57,53 +56,61 @@ class Piece:
     """Shape of the full tensor."""
 
     @property
-    def whole(self) -> bool:
-        """True if the piece is the full tensor."""
+    def full(self) -> bool:
+        """True if the shard is the full tensor."""
         return tuple(self.tensor.shape) == self.shape
 
 
-def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]:
-    """Return the pieces that `rank` of `size` writes of tensors that all ranks save together.
+def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorShard]:
+    """Return the shards that `rank` of `size` writes of tensors that all ranks save together.
 
-    A DTensor contributes its local shard, which the ranks with a replica of that shard divide among
-    them. Other tensors are replicated on all ranks. Tensors held by the same ranks are
-    concatenated, and their bytes are divided evenly; a row belongs to the rank in whose range it
-    starts. Tensors are ordered by name, so that the order of insertion, which may differ between
-    ranks, does not matter. Those with larger elements come first, so that all data is aligned.
+    Ranks that hold the same part of a tensor (`layout_of`) divide it among them. Parts held by the
+    same ranks are concatenated, and their bytes are divided evenly; a row belongs to the rank in
+    whose range it starts. Tensors are ordered by name, so that the order of insertion, which may
+    differ between ranks, does not matter. Those with larger elements come first, so that all data
+    is aligned.
     """
-    alike: dict[tuple[int, ...], list[tuple[str, Held]]] = defaultdict(list)
+    by_ranks: dict[tuple[int, ...], list[tuple[str, Tensor, Box]]] = defaultdict(list)
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        part = held(tensor.detach())
-        if not isinstance(tensor, DTensor):
-            part = part._replace(peers=tuple(range(size)), copy=rank)
-        alike[part.peers].append((name, part))
-    pieces = [piece for parts in alike.values() for piece in _divided(parts)]
-    return sorted(pieces, key=lambda piece: -piece.tensor.itemsize)
+        layout = layout_of(tensor, size)
+        part = name, tensor.detach(), layout.box(rank)
+        by_ranks[layout.replica_ranks(rank)].append(part)
+    shards = [
+        shard
+        for ranks, parts in by_ranks.items()
+        for shard in _divided(parts, ranks.index(rank), len(ranks))
+    ]
+    return sorted(shards, key=lambda shard: -shard.tensor.itemsize)
 
 
-def _divided(parts: Sequence[tuple[str, Held]]) -> Iterator[Piece]:
-    """Yield the pieces that this rank writes of parts that the same ranks hold."""
-    copy, copies = parts[0][1].copy, parts[0][1].copies
-    total, position = sum(part.local.nbytes for _, part in parts), 0
-    begin, end = total * copy // copies, total * (copy + 1) // copies
-    for name, (local, box, shape, *_) in parts:
-        rows = local.shape[0] if local.dim() else 1
-        per_row = max(1, local.nbytes // max(1, rows))
+def _divided(
+    parts: Sequence[tuple[str, Tensor, Box]], replica: int, replicas: int
+) -> Iterator[TensorShard]:
+    """Yield the shards that replica `replica` of `replicas` writes of parts that all of them hold.
+
+    Each part is a name, a tensor, and the box of it that these ranks hold.
+    """
+    total, position = sum(local(tensor).nbytes for _, tensor, _ in parts), 0
+    begin, end = total * replica // replicas, total * (replica + 1) // replicas
+    for name, tensor, box in parts:
+        part = local(tensor)
+        rows = part.shape[0] if part.dim() else 1
+        per_row = max(1, part.nbytes // max(1, rows))
         first, last = (min(max(-((position - b) // per_row), 0), rows) for b in (begin, end))
-        if last > first and local.numel():
-            share = local[first:last] if local.dim() else local
-            offset = (box.offset[0] + first, *box.offset[1:]) if local.dim() else ()
-            yield Piece(name, share, offset, shape)
-        position += local.nbytes
+        if last > first and part.numel():
+            written = part[first:last] if part.dim() else part
+            offset = (box.offset[0] + first, *box.offset[1:]) if part.dim() else ()
+            yield TensorShard(name, written, offset, tuple(tensor.shape))
+        position += part.nbytes
 
 
-def write(path: Path, pieces: Iterable[Piece]) -> FileRecord:
-    """Write CPU pieces as one safetensors file, and fsync it.
+def write(path: Path, shards: Iterable[TensorShard]) -> FileRecord:
+    """Write CPU shards as one safetensors file, and fsync it.
 
     The hash in the returned record is computed from the bytes in memory, so verifying the file also
     detects corruption while it was written.
     """
-    return write_bytes(path, _safetensors(list(pieces)))
+    return write_bytes(path, _safetensors(list(shards)))
 
 
 def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
@@ -120,24 +127,24 @@ def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(path=path.name, bytes=size, sha256=digest.hexdigest())
 
 
-def _safetensors(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
+def _safetensors(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: header length, header, tensors."""
-    parts = {p.name: {"offset": p.offset, "shape": p.shape} for p in pieces if not p.whole}
-    described: dict[str, object] = {"__metadata__": {"pieces": json.dumps(parts)}}
+    boxes = {s.name: {"offset": s.offset, "shape": s.shape} for s in shards if not s.full}
+    described: dict[str, object] = {"__metadata__": {"pieces": json.dumps(boxes)}}
     position = 0
-    for piece in pieces:
-        end = position + piece.tensor.nbytes
-        described[piece.name] = {
-            "dtype": DTYPES[piece.tensor.dtype],
-            "shape": list(piece.tensor.shape),
+    for shard in shards:
+        end = position + shard.tensor.nbytes
+        described[shard.name] = {
+            "dtype": DTYPES[shard.tensor.dtype],
+            "shape": list(shard.tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensor data to 8 bytes
     yield len(text).to_bytes(8, "little") + text
-    for piece in pieces:
-        flat = piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    for shard in shards:
+        flat = shard.tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         for start in range(0, len(flat), CHUNK):
             yield flat[start : start + CHUNK].data
 
@@ -149,7 +156,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[tuple[Any, Box]] = field(default_factory=list)
+    boxes: list[tuple[Any, Box]] = field(default_factory=list)
     """Open files, each with the box of the tensor that it contains."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
@@ -158,7 +165,7 @@ class Stored:
         wanted = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         tensor = torch.empty([end - begin for begin, end in wanted], dtype=self.dtype)
         missing = tensor.numel()
-        for file, (offset, shape) in self.pieces:
+        for file, (offset, shape) in self.boxes:
             ranges = zip(wanted, offset, shape, strict=True)
             common = [(max(b, o), min(e, o + n)) for (b, e), o, n in ranges]
             if all(begin < end for begin, end in common):
@@ -168,8 +175,8 @@ class Stored:
                 missing -= math.prod(end - begin for begin, end in common)
         if missing:
             raise DamagedError(
-                f"the checkpoint's {self.name} is not whole",
-                why=f"{missing} of {tensor.numel()} elements are in none of its files",
+                f"the checkpoint's {self.name} is not complete",
+                why=f"{missing} of {tensor.numel()} elements are not in any of its files",
             )
         return tensor
 
@@ -183,14 +190,14 @@ def read(paths: Iterable[Path]) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for path in paths:
-        parts = header.read(path)
+        entries = header.read(path)
         try:
             file: Any = safetensors.safe_open(path, "pt")  # safetensors has no type annotations
         except safetensors.SafetensorError as error:
             why = f"{path.name}: {error}"
             raise DamagedError(f"checkpoint {path.parent} is damaged", why=why) from None
-        for part in parts:
-            stored = Stored(part.name, part.shape, dtypes[part.dtype])
-            box = Box(part.offset, part.extent)
-            found.setdefault(part.name, stored).pieces.append((file, box))
+        for entry in entries:
+            stored = Stored(entry.name, entry.shape, dtypes[entry.dtype])
+            box = Box(entry.offset, entry.extent)
+            found.setdefault(entry.name, stored).boxes.append((file, box))
     return found

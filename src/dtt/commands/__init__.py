@@ -1,2 +1,2 @@
-"""Contains one module per command, which connects the parts that the command needs.
-May touch: everything but main."""
+"""One module per command, which connects the parts that the command needs.
+May import: everything but main."""

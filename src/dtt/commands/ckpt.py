@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts import CheckpointManifest
-from dtt.checkpoint import retain, store
+from dtt.checkpoint import retention, store
 from dtt.config.load import load_job, resolve
 from dtt.errors import DamagedError, DttError, InputError
 from dtt.runtime.files import exclusive
@@ -23,13 +23,13 @@ def ls(job: Path, *, as_json: bool) -> None:
     """Print one line per checkpoint, oldest first; read the manifests without verifying files."""
     load_job(job)
     folder = JobDir(job).checkpoints
-    found = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
-    found += [_facts(path) for path in sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))]
+    checkpoints = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
+    checkpoints += [_facts(path) for path in sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(checkpoints, indent=1))
         return
     print(f"{'checkpoint':<28}{'saved':<18}{'GB':>9}{'ranks':>7}{'attempt':>9}  validation loss")
-    for facts in found:
+    for facts in checkpoints:
         saved = datetime.fromtimestamp(facts["saved"]).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006  in the user's local time
         loss = "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"
         print(
@@ -53,7 +53,7 @@ def _facts(path: Path) -> dict[str, Any]:
         manifest = CheckpointManifest.read(path)
     except DttError as error:
         return facts | {"problem": str(error).splitlines()[0]}
-    loss = retain.eval_loss(path)
+    loss = retention.eval_loss(path)
     return facts | {
         "world_size": manifest.world_size,
         "attempt": manifest.attempt,
@@ -70,7 +70,7 @@ def verify(job: Path, step: int | None, *, as_json: bool) -> None:
     folder = JobDir(job).checkpoints
     steps = store.steps(folder)
     if step is not None and step not in steps:
-        store.at_step(folder, step)  # raises InputError, which lists the steps there are
+        store.at_step(folder, step)  # raises InputError with the existing steps
     results = []
     for one in steps if step is None else [step]:
         problem = None
@@ -85,13 +85,12 @@ def verify(job: Path, step: int | None, *, as_json: bool) -> None:
         print(json.dumps(results, indent=1))
     else:
         for result in results:
-            print(f"step {result['step']:<10} {result['problem'] or 'whole'}")
+            print(f"step {result['step']:<10} {result['problem'] or 'verified'}")
     damaged = [result for result in results if not result["whole"]]
     if damaged:
         raise DamagedError(
             f"{len(damaged)} of {len(results)} checkpoints in {folder} are damaged",
-            next="training resumes from the newest that is whole; `dtt ckpt prune` removes none "
-            "of the whole ones it would need",
+            next="training resumes from the newest verified one, which `dtt ckpt prune` keeps",
         )
 
 
@@ -109,14 +108,19 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
         newest = store.newest(folder)  # DamagedError if none verifies: then nothing is deleted
         if newest is None:
             raise InputError(f"no checkpoint in {folder}", why="training has not saved one yet")
-        keep = retain.kept(folder, rules, places.diverged_after()) | {newest.step}
-        gone = [store.folder_of(folder, s) for s in store.steps(folder) if s not in keep]
-        gone += sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
-        for path in gone:
+        keep = retention.kept(folder, rules, places.diverged_after()) | {newest.step}
+        surplus = [store.folder_of(folder, s) for s in store.steps(folder) if s not in keep]
+        surplus += sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
+        for path in surplus:
             print(f"{'would delete' if dry_run else 'deleted'}  {path}")
             if not dry_run:
-                retain.delete(path)
-        log.info("%d stay, %d go", len(keep), len(gone))
+                retention.delete(path)
+        log.info(
+            "kept %d checkpoints, %s %d",
+            len(keep),
+            "would delete" if dry_run else "deleted",
+            len(surplus),
+        )
 
 
 def diff(one: str, other: str, *, as_json: bool) -> None:
@@ -135,7 +139,7 @@ def diff(one: str, other: str, *, as_json: bool) -> None:
         how = line["problem"] or f"largest difference {distance:.3g}"
         print(f"  {line['kind']:<6} {line['name']:<40} {how}")
     if not facts and not tensors:
-        print("  equal, bit for bit")
+        print("  identical")
 
 
 def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tuple[Any, Any]]:
@@ -147,7 +151,7 @@ def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tupl
 
 
 def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """Return one record for each tensor that is not equal bit for bit."""
+    """Return a record for each tensor that is not bitwise identical."""
     import torch
 
     left, right = a.stored(kind), b.stored(kind)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 
 from dtt.artifacts import DataManifest
 from dtt.checkpoint import store
-from dtt.commands.home import enter
+from dtt.commands.job_paths import enter
 from dtt.config.data import SourceConfig
 from dtt.config.load import load_job
+from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
-from dtt.data.dataset import Dataset, open_dataset
-from dtt.data.inspect.lengths import Summary
-from dtt.data.inspect.look import look
-from dtt.data.inspect.mix import Mix, SourceShare, work_out
-from dtt.data.inspect.report import Report, Wishes, raise_if_damaged
-from dtt.data.inspect.step import Sample, Step
-from dtt.data.order import EMPTY_LEDGER
-from dtt.data.tokenizer import open_tokenizer
+from dtt.config.source import is_config
+from dtt.data.inspect.conversation_report import BEGIN, END
+from dtt.data.inspect.inspector import inspect_path
+from dtt.data.inspect.lengths import LengthSummary
+from dtt.data.inspect.mixture_preview import MixturePreview, SourceShare, preview_mixture
+from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
+from dtt.data.inspect.step_samples import StepSample, StepSamples
+from dtt.data.samples.dataset import Dataset, open_dataset
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH
+from dtt.data.tokenize.tokenizer import open_tokenizer
 from dtt.errors import ConfigError, DamagedError
 from dtt.reading import read_json
 from dtt.runtime.jobdir import JobDir
@@ -32,11 +38,14 @@ from dtt.track import jsonl
 BAR = 40
 """Width in characters of the longest bar of a histogram."""
 SHOWN_LINES = 6
-"""Maximum number of lines shown of an inspected sample."""
+"""Maximum number of lines of an inspected sample to show."""
+SHOWN_CONVERSATION_LINES = 40
+"""Maximum number of lines of an inspected conversation to show."""
+COLOR, PLAIN = "\x1b[32m", "\x1b[0m"
 SHORT = 200
-"""Number of characters shown of a document's text, unless `full` is set."""
+"""Number of characters of a document's text to show, unless `full` is set."""
 
-LEDGER = re.compile(r"(?:[0-9a-f]{2})+")
+SAMPLE_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 """Pattern of a sample hash in metrics.jsonl, in hexadecimal digits."""
 
 
@@ -50,22 +59,37 @@ def inspect(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Print a summary of the data at `path`; then raise DamagedError if a file is damaged."""
+    """Print a summary of the data at `path`; then raise DamagedError if a file is damaged.
+
+    If `path` is a configuration, the summary describes the token files of its run, and lists the
+    conversations that the run leaves out.
+    """
     known = get_args(SourceConfig.model_fields["dtype"].annotation)
     if dtype not in known:
-        raise ConfigError(f"--dtype {dtype} is no type of raw ids", next=" or ".join(known))
-    wishes = Wishes(
+        raise ConfigError(
+            f"--dtype {dtype} is not a type of raw ids", next=f"use {' or '.join(known)}"
+        )
+    wishes = InspectOptions(
         samples=samples, everything=everything, hashes=hashes, tokenizer=tokenizer, dtype=dtype
     )
-    report = look(path, wishes)
-    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(_report(report)))
-    raise_if_damaged(report)
+    cfg = load_config(str(path), []).config if is_config(path) else None
+    paths = [path] if cfg is None else [*dict.fromkeys(cfg.token_paths)] or [cfg.corpus_dir]
+    reports = [inspect_path(one, wishes) for one in paths]
+    if as_json:
+        facts = [asdict(report) for report in reports]
+        print(json.dumps(facts[0] if cfg is None else facts, indent=1))
+    else:
+        print("\n".join(line for report in reports for line in _report(report)))
+    for report in reports:
+        raise_if_damaged(report)
+    if cfg is not None and not as_json:
+        print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
 
 
 def mix(cfg: RunConfig, *, as_json: bool) -> None:
     """Print the share, samples, tokens and epochs of each data source in the run of `cfg`."""
-    found = work_out(cfg, open_dataset(cfg))
-    print(json.dumps(asdict(found), indent=1) if as_json else "\n".join(_mix(found)))
+    mixture = preview_mixture(cfg, open_dataset(cfg))
+    print(json.dumps(asdict(mixture), indent=1) if as_json else "\n".join(_mix(mixture)))
 
 
 def at_step(
@@ -81,18 +105,18 @@ def at_step(
     """Print the samples of step `step` (from 1) and the documents in them.
 
     With `rank` and `ranks`, prints the samples of one rank out of `ranks`. Raises DamagedError if
-    metrics.jsonl records that the step was trained on other samples.
+    metrics.jsonl records that the step was trained on different samples.
     """
     if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
-        raise ConfigError("--rank R and --of N go together, R from 0 to N - 1")
+        raise ConfigError("--rank R and --of N require each other, with R from 0 to N - 1")
     job, _ = enter(job)
     dataset = open_dataset(load_job(job))
     if not 1 <= step <= dataset.steps:
-        raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 … {dataset.steps}")
+        raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")
     places = JobDir(job)
-    _restore(dataset, places, step)
-    seen = Step.of(dataset, step)
-    agrees = _check_ledger(seen, dataset, places, step)
+    _restore_streams(dataset, places, step)
+    seen = StepSamples.of(dataset, step)
+    agrees = _check_samples(seen, dataset, places, step)
     rows = seen.rows(rank or 0, ranks or 1)
     tokenizer = open_tokenizer(dataset.tokenizer)
     samples = (
@@ -104,43 +128,43 @@ def at_step(
         print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}, indent=1))
         return
     print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
-    print("as metrics.jsonl records them" if agrees else "not trained yet")
+    print("the same as in metrics.jsonl" if agrees else "not trained yet")
     for sample in samples:
         print("\n".join(_sample(sample, full=full)))
     if len(rows[:limit]) < len(rows):
         print(f"\n… and {len(rows) - len(rows[:limit])} more")
 
 
-def _restore(dataset: Dataset, job: JobDir, step: int) -> None:
+def _restore_streams(dataset: Dataset, job: JobDir, step: int) -> None:
     """Restore streamed sources from the newest checkpoint up to `step`, if there is one."""
     before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
     # A checkpoint holds the state of the sources from one step earlier. Without a usable checkpoint
     # they start at the beginning, which only takes longer. A checkpoint that does not belong to
-    # these samples is detected afterwards, by the sample hash chain in `_check_ledger`.
+    # these samples is detected afterwards, by the sample hash chain in `_check_samples`.
     with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
         path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
         dataset.restore(read_json(path)["sources"])
 
 
-def _check_ledger(seen: Step, dataset: Dataset, job: JobDir, step: int) -> bool | None:
+def _check_samples(seen: StepSamples, dataset: Dataset, job: JobDir, step: int) -> bool | None:
     """Compare the samples `seen` with the sample hash chain in metrics.jsonl.
 
     Returns True if the step was trained on exactly these samples, and None if it has not been
-    trained yet. Raises DamagedError if it was trained on other samples.
+    trained yet. Raises DamagedError if it was trained on different samples.
     """
     wanted = (step - 1, step)
     records = (r for r in jsonl.read(job.metrics, "train") if r["step"] in wanted)
-    sound = (r for r in records if LEDGER.fullmatch(str(r.get("ledger"))))
-    ledgers = {0: EMPTY_LEDGER} | {r["step"]: bytes.fromhex(r["ledger"]) for r in sound}
-    if not all(one in ledgers for one in wanted):
+    valid = (r for r in records if SAMPLE_HASH.fullmatch(str(r.get("ledger"))))
+    hashes = {0: EMPTY_DATA_HASH} | {r["step"]: bytes.fromhex(r["ledger"]) for r in valid}
+    if not all(one in hashes for one in wanted):
         return None
-    if seen.follows(ledgers[step - 1], ledgers[step]):
+    if seen.follows(hashes[step - 1], hashes[step]):
         return True
     raise DamagedError(
-        f"step {step} was trained on other samples than those it would see now",
+        f"step {step} was trained on other samples than the current data yields",
         where=job.metrics,
         why=_difference(dataset, job),
-        next="name the token files and the configuration that the job had at that step",
+        next="restore the token files and the configuration that the job had at that step",
     )
 
 
@@ -151,7 +175,7 @@ def _difference(dataset: Dataset, job: JobDir) -> str:
     changed = sorted(name for name in now | then if now.get(name) != then.get(name))
     if changed:
         return f"the files of {', '.join(changed)} have changed since"
-    return "seed, weights or sizes were changed with --allow-change, or a record has been altered"
+    return "seed, weights or sizes were changed with --allow-change, or metrics.jsonl was edited"
 
 
 def _report(report: Report) -> Iterator[str]:
@@ -171,33 +195,53 @@ def _report(report: Report) -> Iterator[str]:
         per_token = report.text_bytes / report.tokens if report.tokens else None
         each = "" if per_token is None else f", {per_token:.2f} per token"
         yield _line("text", f"{report.text_bytes:,} bytes{each}")
-    yield _line("read", _how_much(report))
+    yield _line("read", _amount_read(report))
     if report.verified:
-        yield _line(
-            "verified", "every file is what its manifest says" if not report.damaged else "no"
-        )
+        yield _line("verified", "every file matches its manifest" if not report.damaged else "no")
     if report.lengths is not None and report.lengths.documents:
         yield from _histogram(report.lengths)
-    for sample in report.samples:
-        yield f"\n  {sample.where}"
-        yield from (f"    | {line}" for line in sample.text.strip().splitlines()[:SHOWN_LINES])
-    for title, problems in (("odd", report.oddities), ("damaged", report.damaged)):
+    yield from _samples(report)
+    for title, problems in (("anomalies", report.oddities), ("damaged", report.damaged)):
         if problems:
             yield f"\n  {title}"
             yield from (f"    {problem}" for problem in problems)
+
+
+def _samples(report: Report) -> Iterator[str]:
+    is_chat = "trained_tokens" in report.facts
+    shown = SHOWN_CONVERSATION_LINES if is_chat else SHOWN_LINES
+    for sample in report.samples:
+        yield f"\n  {sample.where}"
+        lines = sample.text.strip().splitlines()
+        yield from (f"    | {line}" for line in islice(_colored(lines, is_chat=is_chat), shown))
+    if is_chat and report.samples:
+        yield f"    trained tokens are between {BEGIN} and {END}"
+
+
+def _colored(lines: list[str], *, is_chat: bool) -> Iterator[str]:
+    """Yield the lines of a sample, with trained text in color if a terminal shows them."""
+    if not (is_chat and sys.stdout.isatty() and "NO_COLOR" not in os.environ):
+        yield from lines
+        return
+    trained = False
+    for line in lines:
+        start = COLOR if trained else ""
+        trained = line.rfind(BEGIN) > line.rfind(END) or (trained and END not in line)
+        text = line.replace(BEGIN, f"{COLOR}{BEGIN}").replace(END, f"{END}{PLAIN}")
+        yield f"{start}{text}{PLAIN}"
 
 
 def _line(name: str, value: object) -> str:
     return f"  {name:<18} {value}"
 
 
-def _how_much(report: Report) -> str:
+def _amount_read(report: Report) -> str:
     read = report.read
     if report.damaged:
-        return f"{read.amount:,} {read.unit}; damaged files are left out"
+        return f"{read.amount:,} {read.unit}, without damaged files"
     if read.everything:
         return "everything"
-    return f"{read.amount:,} of {read.total:,} {read.unit}, spread evenly; --all reads everything"
+    return f"{read.amount:,} of {read.total:,} {read.unit}, evenly spread; --all reads everything"
 
 
 def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
@@ -210,7 +254,7 @@ def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
         yield _line(name, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None))
 
 
-def _histogram(lengths: Summary) -> Iterator[str]:
+def _histogram(lengths: LengthSummary) -> Iterator[str]:
     yield (
         f"\n  {lengths.unit} per document ({lengths.documents:,} measured): mean {lengths.mean:,}, "
         f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, longest {lengths.max:,}"
@@ -223,7 +267,7 @@ def _histogram(lengths: Summary) -> Iterator[str]:
         yield f"    {label:>23}  {'█' * -(-BAR * n // most):<{BAR}} {n:,}"
 
 
-def _mix(mix: Mix) -> Iterator[str]:
+def _mix(mix: MixturePreview) -> Iterator[str]:
     width = max(6, *(len(source.name) for source in mix.sources))
     yield (
         f"{'source':<{width}}  {'share':>7}  {'tokens':>15}  {'samples':>11}  {'of run':>11}"
@@ -243,13 +287,13 @@ def _mix(mix: Mix) -> Iterator[str]:
     )
     for source in mix.sources:
         if source.utilisation is not None:
-            yield f"{source.name}: best-fit packing fills {source.utilisation:.2%} of the places"
+            yield f"{source.name}: best-fit packing fills {source.utilisation:.2%} of the positions"
     if len(mix.phases) > 1:
         for phase in mix.phases:
             shares = ", ".join(f"{name} {share:.2%}" for name, share in phase.shares.items())
             yield f"from step {phase.from_step:,}: {shares}"
     yield from mix.rounded
-    ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} asked for"
+    ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} requested"
     first, last = mix.samples_per_step
     size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
     yield f"{mix.steps:,} steps{ends}, {size} samples each"
@@ -259,21 +303,21 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _exhausted(source: SourceShare, mix: Mix) -> str:
+def _exhausted(source: SourceShare, mix: MixturePreview) -> str:
     if source.exhausted_at_step is None:
         return "no"
     then = {
-        "repeat": "then its next epoch",
+        "repeat": "then it starts its next epoch",
         "stop": "then the run ends",
-        "renormalise": "then the others go on",
+        "renormalise": "then the other sources continue",
     }
     return f"at step {source.exhausted_at_step:,}, {then[mix.on_exhausted]}"
 
 
-def _sample(sample: Sample, *, full: bool) -> Iterator[str]:
+def _sample(sample: StepSample, *, full: bool) -> Iterator[str]:
     yield f"\nsample {sample.sample:,} of {sample.source}, epoch {sample.epoch}"
     for part in sample.documents:
-        where = f", from its token {part.offset:,} on" if part.offset else ""
+        where = f", from token {part.offset:,}" if part.offset else ""
         yield f"  {part.file}, document {part.document:,}{where}: {part.tokens:,} tokens"
         text = part.text if full or len(part.text) <= SHORT else f"{part.text[:SHORT]} …"
         yield from (f"    | {line}" for line in text.splitlines())

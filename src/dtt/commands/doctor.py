@@ -12,18 +12,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtt.doctor import disk
+from dtt.doctor.disk import Disk
 from dtt.errors import ConfigError, EnvironmentUnfit
 from dtt.launch import local
-from dtt.runtime import disk, environment
-from dtt.runtime.disk import Disk
+from dtt.runtime import environment
 from dtt.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
-    from dtt.runtime.devices import Device
+    from dtt.doctor.collectives import Timing
+    from dtt.doctor.devices import Device
     from dtt.runtime.dist import World
-    from dtt.runtime.preflight import Timing
 
-PATIENCE = timedelta(minutes=5)
+JOIN_TIMEOUT = timedelta(minutes=5)
 """Timeout of the process group. It is long because containers may start minutes apart."""
 DEVICES = ("auto", "cpu", "cuda")
 GIB = 2**30
@@ -43,7 +44,7 @@ class Findings:
     problems: list[EnvironmentUnfit] = field(default_factory=list)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record an EnvironmentUnfit raised inside, and continue."""
         try:
             yield
@@ -59,25 +60,25 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
     reach the others.
     """
     if device not in DEVICES:
-        raise ConfigError(f"--device {device} is none of {', '.join(DEVICES)}")
+        raise ConfigError(f"--device {device} is not one of {', '.join(DEVICES)}")
     ranks = Ranks.detect()
     if processes is not None:
         options = ["--path", str(folder), "--device", device, *(["--json"] if as_json else [])]
-        _as_processes(processes, options, ranks)
+        _run_under_torchrun(processes, options, ranks)
         return
-    mine = Findings(ranks, socket.gethostname(), environment.facts())
+    findings = Findings(ranks, socket.gethostname(), environment.facts())
     if ranks.local_rank == 0:
-        with mine.noting():
-            mine.disk = disk.examine(folder)
+        with findings.recording():
+            findings.disk = disk.examine(folder)
     try:
-        mine.environment |= environment.torch_facts()
+        findings.environment |= environment.torch_facts()
         world = _join(ranks, device)
     except EnvironmentUnfit as problem:
         if not ranks.first:
             raise
-        _tell([mine], [], [*mine.problems, problem], as_json=as_json)
+        _print_findings([findings], [], [*findings.problems, problem], as_json=as_json)
     else:
-        _together(mine, world, folder, device, as_json=as_json)
+        _check_together(findings, world, folder, device, as_json=as_json)
 
 
 def _join(ranks: Ranks, device: str) -> World:
@@ -89,36 +90,39 @@ def _join(ranks: Ranks, device: str) -> World:
     # Without it NCCL aborts the process after a timeout, and no error names the collective.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
-        return dist.start(ranks, device, PATIENCE)
+        return dist.start(ranks, device, JOIN_TIMEOUT)
     except DistError as error:
         raise EnvironmentUnfit(
-            f"{ranks.size} processes do not find each other",
+            f"{ranks.size} processes could not form a process group",
             where=f"rank {ranks.rank} on node {socket.gethostname()}",
             why=str(error).splitlines()[0],
-            next="see that every node reaches MASTER_ADDR, and which one says nothing here",
+            next="check that every node reaches MASTER_ADDR, and which ranks have no output here",
         ) from None
 
 
-def _together(mine: Findings, world: World, folder: Path, device: str, *, as_json: bool) -> None:
+def _check_together(
+    findings: Findings, world: World, folder: Path, device: str, *, as_json: bool
+) -> None:
     """Run the checks that need torch or communication between all ranks."""
-    from dtt.runtime import devices, dist, preflight
+    from dtt.doctor import collectives, devices
+    from dtt.runtime import dist
 
     try:
-        with mine.noting():
+        with findings.recording():
             if device == "auto":
                 devices.check_seen()
-            mine.devices = devices.examine_all(world)
-        with dist.lost_peers_told():
-            with mine.noting():
+            findings.devices = devices.examine_all(world)
+        with dist.lost_peers_reported():
+            with findings.recording():
                 disk.check_shared(world, folder)
-            everyone = world.gather(mine)
+            everyone = world.gather(findings)
         problems = [
             *(problem for one in everyone for problem in one.problems),
             *environment.differences([(one.node, one.environment) for one in everyone]),
             *devices.faults([(p.ranks.rank, p.node, d) for p in everyone for d in p.devices]),
         ]
         try:
-            timings, wrong = preflight.exchange(world)
+            timings, wrong = collectives.run(world)
         except EnvironmentUnfit as problem:
             if not world.first:
                 raise
@@ -126,27 +130,27 @@ def _together(mine: Findings, world: World, folder: Path, device: str, *, as_jso
     finally:
         dist.stop()
     if world.first:
-        _tell(everyone, timings, [*problems, *wrong], as_json=as_json)
+        _print_findings(everyone, timings, [*problems, *wrong], as_json=as_json)
 
 
-def _as_processes(processes: int, options: Sequence[str], ranks: Ranks) -> None:
+def _run_under_torchrun(processes: int, options: Sequence[str], ranks: Ranks) -> None:
     """Run the checks in `processes` ranks of torchrun; raise EnvironmentUnfit if they fail.
 
     torchrun exits with 1 for every failure, so the exit code of the ranks is lost.
     """
     if ranks.size > 1:
         raise ConfigError(
-            f"{ranks.launcher} has started this as {ranks.size} processes",
-            next="leave --processes out",
+            f"{ranks.launcher} has already started {ranks.size} processes",
+            next="omit --processes",
         )
     if local.run(local.torchrun_argv(processes, ["doctor", *options])):
         raise EnvironmentUnfit(
-            "this machine is not fit to train on, or the look at it was broken off",
-            next="see what is told above, before the lines of torchrun",
+            "this machine is not fit for training, or the checks did not finish",
+            next="see the messages above those of torchrun",
         )
 
 
-def _tell(
+def _print_findings(
     everyone: Sequence[Findings],
     timings: Sequence[Timing],
     problems: Sequence[EnvironmentUnfit],
@@ -167,10 +171,9 @@ def _tell(
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        told = [f"{len(problems)} things are wrong", *map(str, problems)]
-        raise EnvironmentUnfit("\n".join(told))
+        raise EnvironmentUnfit("\n".join([f"{len(problems)} problems", *map(str, problems)]))
     if not as_json:
-        print("nothing is wrong")
+        print("no problems found")
 
 
 def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator[str]:
@@ -187,7 +190,7 @@ def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator
         for node in nodes:
             yield from lines(node, [one for one in everyone if one.node == node])
     if timings:
-        yield "exchanges (GB/s: bytes / p50, the algorithm bandwidth of nccl-tests)"
+        yield "collectives (GB/s: bytes / p50, the algorithm bandwidth of nccl-tests)"
         columns = f"{'bytes':>13}{'p50 us':>11}{'p99 us':>11}{'GB/s':>9}"
         yield f"  {'collective':<15}{'type':<10}{columns}"
     for one in timings:
@@ -195,24 +198,24 @@ def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator
         yield f"  {one.collective:<15}{one.dtype:<10}{one.bytes:>13,}{times}"
 
 
-def _device_lines(node: str, here: Sequence[Findings]) -> Iterator[str]:
+def _device_lines(node: str, findings: Sequence[Findings]) -> Iterator[str]:
     """Yield a line for the equal devices of a node: the least free memory, the range of speeds."""
-    found = [device for one in here for device in one.devices]
-    for name in dict.fromkeys(device.name for device in found):
-        alike = [device for device in found if device.name == name]
+    devices = [device for one in findings for device in one.devices]
+    for name in dict.fromkeys(device.name for device in devices):
+        equal = [device for device in devices if device.name == name]
         yield (
-            f"  {node}: {len(alike)} x {alike[0].device.partition(':')[0]}, {name}, "
-            f"{min(d.free for d in alike) / GIB:.1f} of {alike[0].total / GIB:.1f} GiB free, "
-            f"{'native' if alike[0].native_bf16 else 'no native'} bf16"
+            f"  {node}: {len(equal)} x {equal[0].device.partition(':')[0]}, {name}, "
+            f"{min(d.free for d in equal) / GIB:.1f} of {equal[0].total / GIB:.1f} GiB free, "
+            f"{'native' if equal[0].native_bf16 else 'no native'} bf16"
         )
-        for dtype in alike[0].tflops:
-            rates = [device.tflops[dtype] for device in alike]
+        for dtype in equal[0].tflops:
+            rates = [device.tflops[dtype] for device in equal]
             speeds = dict.fromkeys(f"{rate:.3g}" for rate in (min(rates), max(rates)))
             yield f"    matmul {dtype}: {' to '.join(speeds)} TFLOP/s"
 
 
-def _disk_lines(node: str, here: Sequence[Findings]) -> Iterator[str]:
-    for disk_ in (one.disk for one in here if one.disk is not None):
+def _disk_lines(node: str, findings: Sequence[Findings]) -> Iterator[str]:
+    for disk_ in (one.disk for one in findings if one.disk is not None):
         yield (
             f"  {node}: {disk_.path}, {disk_.kind}{', a network file system' * disk_.network}, "
             f"{disk_.free / 1e9:.1f} GB free, write {disk_.write_mb_s:.0f} MB/s, "

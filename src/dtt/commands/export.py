@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtt.artifacts import DataManifest, ExportManifest
-from dtt.commands.home import home
+from dtt.commands.job_paths import home
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.errors import ConfigError
@@ -16,6 +17,10 @@ from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
 from dtt.track.base import Record
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.export.hf import Origin
 
 
 def run(
@@ -41,47 +46,29 @@ def run(
     if upload is not None:
         from dtt.export.upload import check
 
-        check(upload)  # now, not after minutes of export
+        check(upload)  # before the export, which takes minutes
     from dtt.export import hf
-    from dtt.export.card import model_card
-    from dtt.export.read import find_checkpoint, read_checkpoint
+    from dtt.export.read import find_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
-    own = load_job(job).export.out
-    if own is not None and cfg.export.out == own:  # the job's own path, not one given here
-        folder = home(job) / own
-    places = JobDir(job)
-    checkpoint = find_checkpoint(places.checkpoints, step)
+    configured = load_job(job).export.out
+    if configured is not None and cfg.export.out == configured:  # not given on this command line
+        folder = home(job) / configured
+    files = JobDir(job)
+    checkpoint = find_checkpoint(files.checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     origin = hf.Origin(cfg.name, checkpoint.step, identity, ema)
     manifest = hf.already_done(folder, origin, cfg.export.dtype)
     if manifest is not None:
-        log.info("export: done before, %s is of this checkpoint", folder)
+        log.info("export: already done, %s contains this checkpoint", folder)
     else:
-        replaced = ", in place of an earlier export" if ExportManifest.exists(folder) else ""
-        log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
-        trained = read_checkpoint(cfg, places, checkpoint, ema=ema)
-        manifest = hf.export(
-            trained,
-            origin,
-            folder,
-            dtype=cfg.export.dtype,
-            max_shard_size=cfg.export.max_shard_size,
-            card=model_card(
-                cfg,
-                trained.arch,
-                DataManifest.read(job),
-                checkpoint.position()["tokens"],
-                evaluation=_evaluation(places, checkpoint.step),
-                ema=ema,
-            ),
-        )
-    averaged = ", average of the weights" if ema else ""
+        manifest = _export(cfg, files, checkpoint, origin, folder)
+    averaged = ", averaged weights" if ema else ""
     if not as_json:
         print(
             f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
-            f"{manifest.dtype}; "
-            f"transformers' logits differ by at most {manifest.max_logit_difference:.1e}"
+            f"{manifest.dtype}; logits differ from those of transformers by at most "
+            f"{manifest.max_logit_difference:.1e}"
         )
     url = None
     if upload is not None:
@@ -93,6 +80,37 @@ def run(
     elif url is not None:
         print(url)
     return manifest
+
+
+def _export(
+    cfg: RunConfig, job: JobDir, checkpoint: Checkpoint, origin: Origin, folder: Path
+) -> ExportManifest:
+    """Write the folder with its model card, and verify it."""
+    from dtt.export import hf
+    from dtt.export.card import model_card
+    from dtt.export.chat_format import job_chat_format
+    from dtt.export.read import read_checkpoint
+
+    replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
+    log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
+    trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
+    chat = job_chat_format(job, cfg.chat)
+    return hf.export(
+        trained,
+        origin,
+        folder,
+        dtype=cfg.export.dtype,
+        max_shard_size=cfg.export.max_shard_size,
+        card=model_card(
+            cfg,
+            trained.arch,
+            DataManifest.read(job.root),
+            checkpoint.position()["tokens"],
+            evaluation=_evaluation(job, checkpoint.step),
+            ema=origin.ema,
+        ),
+        chat=chat,
+    )
 
 
 def _evaluation(job: JobDir, step: int) -> Record | None:
@@ -111,8 +129,8 @@ def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, st
     changed = changes_on_resume(trained, cfg)
     if changed:
         raise ConfigError(
-            f"{job} was trained with other values of: {', '.join(changed)}",
-            why="an export is of the model as it was trained",
-            next="leave those arguments out; `dtt config explain export` lists what can be set",
+            f"{job} was trained with different values of: {', '.join(changed)}",
+            why="an export contains the model as it was trained",
+            next="omit these arguments; `dtt config explain export` lists the keys that may change",
         )
     return cfg

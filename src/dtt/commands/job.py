@@ -15,28 +15,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dtt.commands.submit import agreed
+from dtt.commands.submit import confirmed
 from dtt.config.profile import Kind
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
-from dtt.launch import ledger, squeue, submissions
-from dtt.launch.evidence import newest_log, requester
-from dtt.launch.ledger import State, Status
-from dtt.launch.sweep import SweepManifest
+from dtt.launch.jobs import job_state
+from dtt.launch.jobs.job_files import newest_log, requester
+from dtt.launch.jobs.job_state import State, Status
+from dtt.launch.slurm import squeue, submissions
+from dtt.launch.sweep.trials import SweepManifest
 from dtt.reading import fits, read_record
 from dtt.runtime.files import exclusive, remove, write_atomically
 from dtt.runtime.jobdir import ANSWER, JobDir
 from dtt.runtime.log import log
 from dtt.track import jsonl
-from dtt.train.clock import in_words
-from dtt.train.goodput import goodput
+from dtt.train.supervise.clock import in_words
+from dtt.train.supervise.goodput import goodput
 
 POLL_SECONDS = 0.1
-BAD_STEP = {"why": str, "action": str}
+GUARD_RECORD = {"why": str, "action": str}
 """Fields, with their types, of an anomaly guard's record that are shown."""
-THEN = {
-    "stop": "it saves and stops",
-    "save": "it saves and goes on",
-    "profile": "the next steps are recorded into its folder profiles/",
+ACKNOWLEDGED = {
+    "stop": "the job saves and stops",
+    "save": "the job saves and continues",
+    "profile": "the job profiles its next steps, into profiles/",
 }
 """Action of a job after it acknowledged a request, by request."""
 
@@ -44,15 +45,15 @@ THEN = {
 def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
     """Print the state of every job in a folder, the most recently changed first.
 
-    With `tree`, branches follow the job they branched from, indented.
+    The stages of a configuration are listed together, in their order. With `tree`, branches follow
+    the job they branched from, indented.
     """
-    statuses = ledger.examine(ledger.find(folder))
-    statuses.sort(key=lambda status: status.changed, reverse=True)
+    statuses = _by_change(job_state.examine(job_state.find(folder)))
     if as_json:
         print(json.dumps([_facts(status) for status in statuses]))
         return
-    for silence in {status.silence for status in statuses if status.silence}:
-        log.warning("Slurm gives no answer: %s", silence)
+    for error in {status.slurm_error for status in statuses if status.slurm_error}:
+        log.warning("Slurm did not respond: %s", error)
     ordered = _tree(statuses) if tree else ((0, status) for status in statuses)
     rows = [
         (f"{'  ' * depth}{s.job.root}", s.state.value, _step(s), _short(s.detail))
@@ -61,6 +62,36 @@ def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     for row in rows:
         print("  ".join(map(str.ljust, row, [*widths, 0])).rstrip())
+
+
+def _by_change(statuses: Sequence[Status]) -> list[Status]:
+    """Return jobs by the time of their last change, newest first; stages are adjacent."""
+    groups: dict[Path, list[tuple[int, Status]]] = {}
+    for status in statuses:
+        root, record = status.job.root, status.job.stage_record()
+        names: list[str] = record["stages"] if record else []
+        known = root.name in names
+        groups.setdefault(root.parent if known else root, []).append(
+            (names.index(root.name) if known else 0, status)
+        )
+    newest = sorted(groups.values(), key=lambda group: -max(s.changed for _, s in group))
+    return [status for group in newest for _, status in sorted(group, key=lambda pair: pair[0])]
+
+
+def _print_stages(folder: Path, jobs: Sequence[JobDir], *, as_json: bool) -> None:
+    """Print the state of each stage, and of the Slurm job that trains them all, if there is one."""
+    whole, *statuses = job_state.examine([JobDir(folder), *jobs])
+    if as_json:
+        slurm = whole.slurm and {"id": whole.slurm.id, "state": whole.slurm.state}
+        facts = [_facts(status) for status in statuses]
+        print(json.dumps({"job": str(folder), "slurm": slurm, "stages": facts}))
+        return
+    rows = [(s.job.root.name, s.state.value, _step(s), _short(s.detail)) for s in statuses]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, [*widths, 0])).rstrip())
+    if whole.slurm is not None:
+        print(f"slurm job {whole.slurm.id}: {whole.slurm.state}")
 
 
 def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
@@ -89,85 +120,91 @@ def _short(detail: str, most: int = 100) -> str:
 
 
 def status(path: Path, *, as_json: bool) -> None:
-    """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log."""
-    (found,) = ledger.examine([ledger.open_job(path)])
-    bad = [r for r in jsonl.read(found.job.metrics, "guard") if fits(r, BAD_STEP)]
-    if as_json:
-        print(json.dumps(_facts(found) | {"bad_steps": bad}))
+    """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log.
+
+    For the folder of several stages of training, prints a line for each.
+    """
+    if jobs := job_state.stages(path):
+        _print_stages(path, jobs, as_json=as_json)
         return
-    print("\n".join(_report(found)))
-    if bad:
-        last, plural = bad[-1], "s" if len(bad) > 1 else ""
-        how = f"the last {last['step']} ({last['why']}, {last['action']})"
-        print(f"guard       {len(bad)} step{plural} changed nothing, {how}")
+    (status,) = job_state.examine([job_state.open_job(path)])
+    skipped = [r for r in jsonl.read(status.job.metrics, "guard") if fits(r, GUARD_RECORD)]
+    if as_json:
+        print(json.dumps(_facts(status) | {"bad_steps": skipped}))
+        return
+    print("\n".join(_report(status)))
+    if skipped:
+        last, plural = skipped[-1], "s" if len(skipped) > 1 else ""
+        how = f"the last is step {last['step']} ({last['why']}, {last['action']})"
+        print(f"guard       skipped {len(skipped)} step{plural}; {how}")
 
 
 def _facts(status: Status) -> dict[str, Any]:
-    own, found = status.own, status.slurm
+    files, slurm = status.files, status.slurm
     return {
         "job": str(status.job.root),
         "state": status.state.value,
         "detail": status.detail,
         "changed": status.changed,
-        "attempt": own.attempt,
-        "step": own.step,
-        "steps": own.steps,
-        **own.measured(),
+        "attempt": files.attempt,
+        "step": files.step,
+        "steps": files.steps,
+        **files.measured(),
         "seconds_left": status.seconds_left,
         "parent": status.job.parent_record(),
         "checkpoint": status.job.newest_checkpoint_name(),
         "goodput": useful.record() if (useful := goodput(status.job)) is not None else None,
-        "heartbeat": own.heartbeat,
-        "heartbeat_age": own.now - own.heartbeat["time"] if own.heartbeat else None,
-        "acknowledged": own.acknowledged,
-        "ending": own.ending,
-        "slurm": found
-        and {"id": found.id, "state": found.state, "reason": found.reason, "nodes": found.nodes},
-        "slurm_silence": status.silence,
+        "heartbeat": files.heartbeat,
+        "heartbeat_age": files.now - files.heartbeat["time"] if files.heartbeat else None,
+        "acknowledged": files.acknowledged,
+        "ending": files.ending,
+        "slurm": slurm
+        and {"id": slurm.id, "state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes},
+        "slurm_silence": status.slurm_error,
         "log": status.log_tail,
     }
 
 
 def _report(status: Status) -> Iterator[str]:
-    own, found = status.own, status.slurm
+    files, slurm = status.files, status.slurm
     yield f"job         {status.job.root}"
     yield f"state       {status.state}{': ' if status.detail else ''}{status.detail}"
-    if own.step is not None:
+    if files.step is not None:
         yield f"step        {_step(status)}{_speed(status)}"
-        yield from _losses(own.measured())
-    if own.heartbeat is not None and own.beats:
-        beat = own.heartbeat
-        age = f"{max(0.0, own.now - beat['time']):.0f} s ago"
-        yield f"heartbeat   {age}, {beat['world_size']} processes, the first on {beat['node']}"
-    if own.attempt:
-        yield f"attempt     {own.attempt}, began {in_words(own.now - own.began)} ago"
+        yield from _losses(files.measured())
+    if files.heartbeat is not None and files.alive:
+        beat = files.heartbeat
+        age = f"{max(0.0, files.now - beat['time']):.0f} s ago"
+        yield f"heartbeat   {age}, {beat['world_size']} ranks, rank 0 on {beat['node']}"
+    if files.attempt:
+        yield f"attempt     {files.attempt}, started {in_words(files.now - files.started)} ago"
         if (parent := status.job.parent_record()) is not None:
             where = os.path.normpath(status.job.root / parent["job"])
             yield f"parent      {where}@{parent['step']}"
         yield f"checkpoint  {status.job.newest_checkpoint_name() or 'none'}"
         if (useful := goodput(status.job)) is not None:
             yield f"goodput     {useful.describe()}"
-    if found is not None:
-        where = f" on {found.nodes}" if found.nodes else ""
-        why = f" ({found.reason})" if found.reason else ""
-        yield f"slurm       job {found.id}: {found.state}{where}{why}"
-    elif status.silence:
-        yield f"slurm       no answer: {status.silence}"
-    if own.ending is not None and not status.alive and status.state is not State.DONE:
-        yield "ending      " + "\n            ".join(own.ending["reason"].splitlines())
+    if slurm is not None:
+        where = f" on {slurm.nodes}" if slurm.nodes else ""
+        why = f" ({slurm.reason})" if slurm.reason else ""
+        yield f"slurm       job {slurm.id}: {slurm.state}{where}{why}"
+    elif status.slurm_error:
+        yield f"slurm       no response: {status.slurm_error}"
+    if files.ending is not None and not status.alive and status.state is not State.DONE:
+        yield "ending      " + "\n            ".join(files.ending["reason"].splitlines())
     for i, line in enumerate(status.log_tail):
         yield f"{'' if i else 'log':<12}{line}"
 
 
 def _step(status: Status) -> str:
-    own = status.own
-    if own.step is None:
+    files = status.files
+    if files.step is None:
         return "-"
-    return f"{own.step} of {own.steps}" if own.steps else str(own.step)
+    return f"{files.step} of {files.steps}" if files.steps else str(files.step)
 
 
 def _speed(status: Status) -> str:
-    rate, left = status.own.measured()["tokens_per_second"], status.seconds_left
+    rate, left = status.files.measured()["tokens_per_second"], status.seconds_left
     fast = f", {rate:,.0f} tokens/s" if rate is not None else ""
     return fast + (f", {in_words(left)} left" if left is not None else "")
 
@@ -184,42 +221,42 @@ def _losses(measured: dict[str, float | None]) -> Iterator[str]:
 def stop(path: Path, *, yes: bool, wait: float) -> None:
     """Ask a running training job to save and stop.
 
-    Cancels a queued job (with `yes`), and a running one of another command, which handles no
+    Cancels a queued job (with `yes`), and a running job of another command, because it handles no
     requests; raises EnvironmentUnfit if the state of such a job is unknown. A suspended training
     job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
     acknowledgement.
     """
-    job = ledger.open_job(path)
-    (found,) = ledger.examine([job])
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
     command = submissions.argv(job)[0]
-    if found.queued and found.slurm is not None:
-        _cancel(found, found.slurm.id, yes=yes)
-    elif found.alive and found.slurm is not None and command != "train":
-        print(f"dtt {command} cannot save and stop; what it has finished is kept")
-        squeue.cancel(found.slurm.id)
-        print(f"cancelled Slurm job {found.slurm.id}")
-    elif command == "train" and found.state in (State.SUSPENDED, State.UNKNOWN):
-        _request(found, "stop")
-        print(f"{job.root} is {found.state}: {found.detail}")
-        print("the request stays: it saves and stops as soon as it runs")
-    elif found.state is State.UNKNOWN:
+    if status.queued and status.slurm is not None:
+        _cancel(status, status.slurm.id, yes=yes)
+    elif status.alive and status.slurm is not None and command != "train":
+        print(f"dtt {command} cannot save and stop on request; finished work is kept")
+        squeue.cancel(status.slurm.id)
+        print(f"cancelled Slurm job {status.slurm.id}")
+    elif command == "train" and status.state in (State.SUSPENDED, State.UNKNOWN):
+        _request(status, "stop")
+        print(f"{job.root} is {status.state}: {status.detail}")
+        print("the request remains: the job saves and stops as soon as it runs")
+    elif status.state is State.UNKNOWN:
         raise EnvironmentUnfit(
-            f"cannot tell whether {job.root} runs",
-            why=found.detail,
-            next=f"dtt job stop {job.root} again, once Slurm answers",
+            f"the state of {job.root} is unknown",
+            why=status.detail,
+            next=f"run dtt job stop {job.root} again when Slurm responds",
         )
-    elif found.alive:
-        _ask(found, "stop", wait)
+    elif status.alive:
+        _ask(status, "stop", wait)
     else:
-        print(f"nothing to stop: {job.root} is {found.state}")
+        print(f"nothing to stop: {job.root} is {status.state}")
 
 
-def _cancel(found: Status, id: str, *, yes: bool) -> None:
+def _cancel(status: Status, id: str, *, yes: bool) -> None:
     if not yes:
         raise ConfigError(
-            f"{found.job.root} does not run: it is {found.state} as Slurm job {id}",
-            why=found.detail,
-            next=f"dtt job stop {found.job.root} -y, or scancel {id}, cancels it",
+            f"{status.job.root} is not running: it is {status.state} as Slurm job {id}",
+            why=status.detail,
+            next=f"cancel it with dtt job stop {status.job.root} -y, or scancel {id}",
         )
     squeue.cancel(id)
     print(f"cancelled Slurm job {id}")
@@ -240,59 +277,59 @@ def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
 
 def _training(path: Path, what: str) -> Status:
     """Return the state of a running training job; raise ConfigError if it does not train now."""
-    job = ledger.open_job(path)
-    (found,) = ledger.examine([job])
-    if not found.alive:
-        raise ConfigError(f"{job.root} does not run: it is {found.state}", why=found.detail or None)
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
+    if not status.alive:
+        raise ConfigError(
+            f"{job.root} is not running: it is {status.state}", why=status.detail or None
+        )
     if (command := submissions.argv(job)[0]) != "train":
-        raise ConfigError(f"{job.root} has nothing to {what}: it runs dtt {command}")
-    return found
+        raise ConfigError(f"cannot {what} {job.root}: it runs dtt {command}")
+    return status
 
 
 def _ask(
-    found: Status, what: Literal["stop", "save", "profile"], wait: float, more: str = ""
+    status: Status, what: Literal["stop", "save", "profile"], wait: float, more: str = ""
 ) -> None:
     """Write the trigger file of a request, and wait until the job acknowledges it or ends.
 
     `more` is the second line of the trigger file. Raises DttError if there is no answer within
     `wait` seconds.
     """
-    job, before = found.job, _answer(found.job)
-    trigger = _request(found, what, more)
+    job, before = status.job, _answer(status.job)
+    trigger = _request(status, what, more)
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         answer = _answer(job)
         if (
             answer is not None
             and answer["request"] == what
-            and (answer != before or found.state is State.STOPPING)
+            and (answer != before or status.state is State.STOPPING)
         ):
-            print(f"acknowledged at step {answer['step']}: {THEN[what]}")
+            print(f"acknowledged at step {answer['step']}: {ACKNOWLEDGED[what]}")
             if what == "stop" and answer["by"].startswith("slurm:"):
-                print(
-                    f"it was stopping by itself ({answer['by']}), to go on; now it does not go on"
-                )
+                print(f"it was already stopping ({answer['by']}); now it will not resume by itself")
             return
-        if job.exit_record(job.attempt()) is not None and found.own.ending is None:
-            (ended,) = ledger.examine([job])
-            print(f"{job.root} has ended meanwhile: it is {ended.state}. {ended.detail}".rstrip())
+        if job.exit_record(job.attempt()) is not None and status.files.ending is None:
+            (ended,) = job_state.examine([job])
+            print(f"{job.root} has ended: it is {ended.state}. {ended.detail}".rstrip())
             return
         time.sleep(POLL_SECONDS)
     raise DttError(
-        f"{job.root} has not answered within {wait:.0f} s",
+        f"{job.root} did not acknowledge the request within {wait:.0f} s",
         where=trigger,
-        why=f"it was {found.state}{', ' if found.detail else ''}{found.detail}; "
-        "the request stays: a start, a long evaluation or a slow step hears it at its end",
-        next=_if_nobody_answers(found),
+        why=f"it was {status.state}{', ' if status.detail else ''}{status.detail}; "
+        "the request remains: the job reads it after its start, evaluation or current step",
+        next=_unacknowledged_hint(status),
     )
 
 
-def _request(found: Status, what: Literal["stop", "save", "profile"], more: str = "") -> Path:
+def _request(status: Status, what: Literal["stop", "save", "profile"], more: str = "") -> Path:
     """Write the trigger file of a request, with `more` as its second line; return its path."""
-    job = found.job
+    job = status.job
     trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
     # Keep the name of the first requester. A request from Slurm is replaced, because a job that
-    # stops for Slurm is submitted again and resumes, which a person's request must prevent.
+    # stops for Slurm is submitted again and resumes, which a user's request must prevent.
     if not trigger.exists() or requester(trigger).startswith("slurm:"):
         write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
     return trigger
@@ -302,35 +339,37 @@ def _answer(job: JobDir) -> dict[str, Any] | None:
     return read_record(job.acknowledged, ANSWER)
 
 
-def _if_nobody_answers(found: Status) -> str:
-    look = f"dtt job status {found.job.root} tells whether it lives"
-    if found.slurm is not None:
-        return f"{look}; scancel {found.slurm.id} ends it, after a last chance to save"
-    return look
+def _unacknowledged_hint(status: Status) -> str:
+    hint = f"dtt job status {status.job.root} shows whether it is running"
+    if status.slurm is not None:
+        return (
+            f"{hint}; scancel {status.slurm.id} ends it after SIGTERM, on which it may still save"
+        )
+    return hint
 
 
 def rm(path: Path, *, yes: bool) -> None:
     """Delete a job directory; raise ConfigError if the job is or may be running or queued."""
-    job = ledger.open_job(path)
+    job = job_state.open_job(path)
     if SweepManifest.exists(job.root.parent):
         raise ConfigError(
             f"{job.root} is a trial of the sweep {job.root.parent}",
-            why="its results are those of all its trials",
-            next=f"rm -r {job.root.parent} deletes the sweep, once dtt sweep status shows it ended",
+            why="the results of a sweep need all of its trials",
+            next=f"rm -r {job.root.parent} deletes the sweep; check dtt sweep status first",
         )
-    (found,) = ledger.examine([job])
-    found.check_idle()
-    if found.state is State.UNKNOWN:
+    (status,) = job_state.examine([job])
+    status.check_idle()
+    if status.state is State.UNKNOWN:
         raise ConfigError(
-            f"{job.root} may run or be queued", why=found.detail, next="ask again later"
+            f"{job.root} may be running or queued", why=status.detail, next="try again later"
         )
     folder = job.root.resolve()  # it may be a link to another disk
     size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
     steps = len(list(job.checkpoints.glob("step-*")))
-    what = f"{job.root}: {found.state}, {steps} checkpoints, {size:.2f} GB"
-    asks = sys.stdin.isatty() and sys.stderr.isatty()  # elsewhere `agreed` takes yes for granted
-    if not yes and not (asks and agreed(f"delete {what}?")):
-        raise ConfigError(f"nothing was deleted of {what}", next=f"dtt job rm {job.root} -y")
+    what = f"{job.root}: {status.state}, {steps} checkpoints, {size:.2f} GB"
+    asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
+    if not yes and not (asks and confirmed(f"delete {what}?")):
+        raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {job.root} -y")
     with exclusive(folder, "dtt"):
         # Rename first: the rest of an interrupted deletion must not be mistaken for a job.
         aside = folder.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
@@ -342,12 +381,19 @@ def rm(path: Path, *, yes: bool) -> None:
 
 
 def resume(path: Path) -> None:
-    """Submit a stopped job's script again; without Slurm, print the command that resumes it."""
-    job = ledger.open_job(path)
-    (found,) = ledger.examine([job])
-    if found.state is State.DONE:
-        raise ConfigError(f"{job.root} is done", next="name=ANOTHER starts a new job")
-    found.check_idle()
+    """Submit a stopped job's script again; without Slurm, print the command that resumes it.
+
+    A stage that was submitted with the others resumes by the script of all stages.
+    """
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
+    if status.state is State.DONE:
+        raise ConfigError(f"{job.root} is done", next="start a new job with name=ANOTHER")
+    status.check_idle()
+    whole = JobDir(job.root.parent)  # its script trains all stages
+    if job.stage_record() is not None and whole.script.is_file():
+        job_state.examine([whole])[0].check_idle()
+        job = whole
     if job.script.is_file() and shutil.which("sbatch") is not None:
         print(f"submitted  {submissions.submit_again(job)}")
         return
@@ -365,16 +411,18 @@ def resume(path: Path) -> None:
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
     """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
-    job = ledger.open_job(path)
-    found = newest_log(job, node)
-    if found is None:
+    job = job_state.open_job(path)
+    newest = newest_log(job, node)
+    if newest is None:
         there = sorted(p.name[7:-4] for p in job.logs.glob("latest-*.log"))
         raise InputError(
             f"no log{f' of node {node}' if node else ''} in {job.logs}",
-            next=f"--node takes {', '.join(there)}" if there else "it began without Slurm, or not",
+            next=f"use --node {' or '.join(there)}"
+            if there
+            else "only Slurm jobs and sweeps have logs",
         )
-    log.info("%s", found.resolve())
-    _print_log(found, lines, lambda: newest_log(job, node), follow=follow)
+    log.info("%s", newest.resolve())
+    _print_log(newest, lines, lambda: newest_log(job, node), follow=follow)
 
 
 def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:

@@ -14,6 +14,10 @@ from dtt.config.base import measure
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig, StandardConfig
 from dtt.errors import ConfigError, Diverged
+from dtt.mup import coordinate_check
+from dtt.mup.coordinate_check import KINDS, Sizes
+from dtt.mup.short_training import at_width
+from dtt.mup.transfer import Optimum, drift, final_loss, optimum, power
 from dtt.runtime import dist
 from dtt.runtime.files import write_atomically
 from dtt.runtime.log import log
@@ -21,10 +25,6 @@ from dtt.runtime.ranks import Ranks
 from dtt.track import plot
 from dtt.track.jsonl import plain
 from dtt.track.plot import Curve, Panel
-from dtt.train import coordinates
-from dtt.train.coordinates import KINDS, Sizes
-from dtt.train.probe import at_width
-from dtt.train.transfer import Optimum, drift, final_loss, optimum, power
 
 OCTAVES = range(-3, 4)
 """Default learning rates of `transfer`, in octaves relative to that of the configuration."""
@@ -44,21 +44,21 @@ def coord_check(
     """
     widths = _widths(cfg, widths_given)
     world = dist.start(Ranks(), cfg.train.device)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rows = []
     for name, run in _parametrizations(cfg, widths, compare).items():
         measured: dict[int, list[Sizes]] = {}
         for width in widths:
             log.info("%s at width %d: %d steps", name, width, run.train.steps)
-            measured[width] = coordinates.measure(run, width, world)
-        slopes = coordinates.slopes(measured)
-        faults = coordinates.faults(slopes, tolerance)
-        said[name] = _facts(run, faults) | {"slopes": slopes, "sizes": measured}
+            measured[width] = coordinate_check.measure(run, width, world)
+        slopes = coordinate_check.slopes(measured)
+        faults = coordinate_check.faults(slopes, tolerance)
+        results[name] = _facts(run, faults) | {"slopes": slopes, "sizes": measured}
         rows.append(_panels(name, measured))
         if not as_json:
             print("\n".join(_slopes_table(name, slopes, faults)))
     drawing = plot.grid(rows, "width", "mean |activation|", log_y=True)
-    _finish(said, plot.save(drawing, out / "coord-check.png"), as_json=as_json)
+    _finish(results, plot.save(drawing, out / "coord-check.png"), as_json=as_json)
 
 
 def transfer(
@@ -83,7 +83,7 @@ def transfer(
     else:
         rates = _numbers("--lrs", rates_given, float)
     world = dist.start(Ranks(), cfg.train.device)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rows = []
     for name, run in _parametrizations(cfg, widths, compare).items():
         losses: dict[int, Losses] = {width: {} for width in widths}
@@ -94,7 +94,7 @@ def transfer(
                 losses[width][lr] = [final_loss(one, width, lr, world) for one in seeded]
         best = {width: optimum(_means(losses[width])) for width in widths}
         faults = _drift_faults(best, tolerance)
-        said[name] = _facts(run, faults) | {
+        results[name] = _facts(run, faults) | {
             "drift_octaves": drift(best),
             "power": power(best),
             "best": {width: asdict(one) for width, one in best.items()},
@@ -104,7 +104,7 @@ def transfer(
         if not as_json:
             print("\n".join(_losses_table(name, losses, best, faults)))
     drawing = plot.grid(rows, "learning rate", "final loss, nats", log_y=False, panel_width=6.0)
-    _finish(said, plot.save(drawing, out / "transfer.png"), as_json=as_json)
+    _finish(results, plot.save(drawing, out / "transfer.png"), as_json=as_json)
 
 
 def short_warmup(cfg: RunConfig, steps: int) -> dict[str, str]:
@@ -160,12 +160,12 @@ def _verdict(name: str, faults: Sequence[str]) -> str:
 
 def _drift_faults(best: Mapping[int, Optimum], tolerance: float) -> list[str]:
     faults = [
-        f"the best rate at width {width} is at the end of the grid"
+        f"the best learning rate at width {width} is at the end of the grid"
         for width, one in best.items()
         if not one.bracketed
     ]
     if abs(power(best)) > tolerance:
-        faults.append(f"the best rate moves as width^{power(best):.2f}")
+        faults.append(f"the best learning rate grows as width^{power(best):.2f}")
     return faults
 
 
@@ -208,18 +208,18 @@ def _panel(name: str, losses: Mapping[int, Losses], best: Mapping[int, Optimum])
     return Panel(name, [*curves, Curve("best", [o.lr for o in optima], [o.loss for o in optima])])
 
 
-def _finish(said: dict[str, Any], picture: Path, *, as_json: bool) -> None:
-    """Write the numbers as JSON beside the picture; raise Diverged if muP failed."""
-    document = json.dumps(plain(said), indent=1)
-    write_atomically(picture.with_suffix(".json"), document + "\n")
-    print(document if as_json else picture)
-    if said["mup"]["faults"]:
+def _finish(results: dict[str, Any], plot_file: Path, *, as_json: bool) -> None:
+    """Write the numbers as JSON next to the plot; raise Diverged if muP failed."""
+    document = json.dumps(plain(results), indent=1)
+    write_atomically(plot_file.with_suffix(".json"), document + "\n")
+    print(document if as_json else plot_file)
+    if results["mup"]["faults"]:
         raise Diverged(
-            "muP does not keep this model the same at all widths",
-            where=picture,
-            why="; ".join(said["mup"]["faults"]),
-            next="look at the picture: narrow models are noisy, and few steps tell little; try "
-            "other --widths, more --steps, lower rates (optim.lr, --lrs), and report what stays",
+            "muP check failed: the model depends on its width",
+            where=plot_file,
+            why="; ".join(results["mup"]["faults"]),
+            next="see the plot: narrow models and few steps are noisy; try other --widths, more "
+            "--steps or lower rates (optim.lr, --lrs), and report a failure that persists",
         )
 
 
@@ -242,7 +242,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numb
         found = []
     if len(found) < 2 or not all(0 < one < math.inf for one in found):
         raise ConfigError(
-            f"{option} {text}: not two or more numbers above zero",
-            next=f"{option} with commas between them, as 64,128,256",
+            f"{option} {text}: expected two or more different positive numbers",
+            next=f"separate them with commas, such as {option} 64,128,256",
         )
     return found

@@ -1,4 +1,4 @@
-"""Contains the checks that `dtt train` makes before it touches the job directory.
+"""Checks that `dtt train` makes before it touches the job directory.
 
 They find errors in the device, the trackers, the data and the mesh. So a start that is refused
 neither creates a job nor turns a finished job into a failed one.
@@ -14,22 +14,26 @@ from typing import TYPE_CHECKING
 
 from dtt.artifacts import CheckpointManifest
 from dtt.checkpoint import store
-from dtt.commands.begin import check_source
 from dtt.commands.branch import Branch
-from dtt.config.load import Resolved
+from dtt.commands.eval import open_evaluation
+from dtt.commands.reference import check_initial_weights
+from dtt.commands.stages import FinalCheckpoint, Stage
+from dtt.commands.warm_start import check_source, check_vocabulary_of_stage
+from dtt.config.load import Resolved, with_steps
+from dtt.config.objective import DpoConfig
 from dtt.config.run import RunConfig
-from dtt.data import fit
+from dtt.data.samples import compatibility
 from dtt.errors import DttError, ExitCode
 from dtt.runtime.jobdir import JobDir
-from dtt.runtime.laps import Laps
 from dtt.runtime.log import log
 from dtt.runtime.ranks import Ranks
-from dtt.train.attempt import attempt, holding
-from dtt.train.stop import Requests
+from dtt.train.supervise.attempt import attempt, holding
+from dtt.train.supervise.phase_timer import PhaseTimer
+from dtt.train.supervise.stop import Requests
 
 if TYPE_CHECKING:
-    from dtt.data.dataset import Dataset
-    from dtt.train.plan import Plan
+    from dtt.data.samples.dataset import Dataset
+    from dtt.train.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,22 @@ class Start:
     resolved: Resolved
     job: JobDir
     dataset: Dataset
-    plan: Plan
+    plan: RunPlan
     from_step: int | None
-    begun: Branch | None
+    branch: Branch | None
     """The branch point, if the job is a branch."""
-    laps: Laps
+    startup: PhaseTimer
+    stage: Stage | None = None
+    """The stage of training, if the job is one."""
+    predecessor: FinalCheckpoint | None = None
+    """The checkpoint that the stage starts from, on rank 0; None on resume, and for the first."""
+
+    @property
+    def source_of_weights(self) -> str | None:
+        """The value of `init.from`; for a stage with the step of the checkpoint."""
+        if self.predecessor is not None:
+            return self.predecessor.reference
+        return self.resolved.config.init.source
 
 
 @contextmanager
@@ -78,44 +93,55 @@ def prepare(
     job: JobDir,
     ranks: Ranks,
     from_step: int | None,
-    begun: Branch | None,
-    laps: Laps,
+    branch: Branch | None,
+    startup: PhaseTimer,
+    stage: Stage | None = None,
 ) -> Start:
     """Check a start and return its parts; raise the same DttError on all ranks if it cannot run.
 
     Each rank checks on its own, because there is no process group yet.
     """
     cfg = resolved.config
+    predecessor = None
     if ranks.first:
-        fit.check_files(cfg.token_paths)
+        compatibility.check_files(cfg.token_paths)
+        predecessor = stage.start_from() if stage is not None else None
     from dtt.runtime import dist
     from dtt.track.trackers import check_installed
-    from dtt.train.plan import make_plan
+    from dtt.train.run_plan import make_plan
 
     if ranks.first:
         check_installed(cfg)
-    laps.lap("imports")
+    startup.end_phase("imports")
     device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus)
     dataset = _open_data(resolved, job, ranks)
+    resolved = with_steps(resolved, dataset.requested_steps)
+    cfg = resolved.config
     if ranks.first:
-        fit.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+        if cfg.eval.tasks:
+            open_evaluation(cfg.eval)  # downloads what is missing
+        compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
     plan = make_plan(cfg, dataset, dist.World(ranks, device, None))
-    if begun is not None:
-        begun.check(plan.schedule.decay, plan.steps)  # again, now that the data's length is known
+    if branch is not None:
+        branch.check(plan.schedule.decay, plan.steps)  # again, now that the data's length is known
     if ranks.first:
-        _check_resume(cfg, job, dataset, from_step, branched=begun is not None)
-    laps.lap("data")
-    return Start(resolved, job, dataset, plan, from_step, begun, laps)
+        if predecessor is None and branch is None and job.newest_checkpoint_name() is None:
+            check_initial_weights(cfg)
+        _check_resume(cfg, job, dataset, from_step, branched=branch is not None)
+        if predecessor is not None:
+            check_vocabulary_of_stage(dataset.tokenizer, predecessor.job.tokenizer)
+    startup.end_phase("data")
+    return Start(resolved, job, dataset, plan, from_step, branch, startup, stage, predecessor)
 
 
 def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
     """Open the data; rank 0 warns if it differs from what the configuration asks for."""
-    from dtt.data.dataset import open_dataset
+    from dtt.data.samples.dataset import open_dataset
 
     dataset = open_dataset(resolved.config)
-    doubts = dataset.rounded_weights()
+    doubts = dataset.rounded_weights() + dataset.left_out()
     if job.newest_checkpoint_name() is None:
-        doubts += fit.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
+        doubts += compatibility.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
     for doubt in doubts if ranks.first else ():
         log.warning("%s", doubt)
     return dataset
@@ -126,14 +152,17 @@ def _check_resume(
 ) -> None:
     """Raise DttError if the checkpoint to resume from does not match the data.
 
-    For a new job, raises DttError if the source of `init.from` cannot be found; a branch starts
-    from the weights of its parent instead. Reads only the manifest of the checkpoint, which is
-    verified later, when the job is locked.
+    For a new job, raises DttError if the weights that the configuration names cannot be found; a
+    branch starts from the weights of its parent instead. Reads only the manifest of the checkpoint,
+    which is verified later, when the job is locked.
     """
     steps = store.steps(job.checkpoints)
     if not steps and from_step is None:
-        if cfg.init.source is not None and not branched:
-            check_source(cfg.init.source)
+        if not branched:
+            if cfg.init.source is not None:
+                check_source(cfg.init.source)
+            if isinstance(cfg.objective, DpoConfig) and cfg.objective.reference is not None:
+                check_source(cfg.objective.reference)
         return
     step = steps[-1] if from_step is None else from_step
     path = store.existing(job.checkpoints, step)
@@ -141,4 +170,4 @@ def _check_resume(
         manifest = CheckpointManifest.read(path)
     except (DttError, OSError):
         return  # damaged: training may resume from an older one
-    fit.check_data_key(manifest, dataset.manifest.key, job)
+    compatibility.check_data_key(manifest, dataset.manifest.key, job)

@@ -14,45 +14,49 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dtt.commands.begin import model_of
-from dtt.commands.submit import agreed, profile
+from dtt.commands.submit import confirmed, profile
+from dtt.commands.warm_start import model_of
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
-from dtt.launch import arrays, checks, squeue, trials
-from dtt.launch import results as outcome
-from dtt.launch import sweep as planning
+from dtt.launch import checks
 from dtt.launch.checks import raise_all
-from dtt.launch.ledger import State
-from dtt.launch.results import Progress
-from dtt.launch.sweep import Dropped, Plan, Sweep, Trial
+from dtt.launch.jobs.job_state import State
+from dtt.launch.slurm import squeue
+from dtt.launch.sweep import local_trials, slurm_trials
+from dtt.launch.sweep import results as sweep_results
+from dtt.launch.sweep import trials as planning
+from dtt.launch.sweep.results import TrialProgress
+from dtt.launch.sweep.trials import DroppedCombination, Sweep, SweepPlan, Trial
 from dtt.runtime.files import exclusive, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.runtime.log import log
 
-MOST_SHOWN = 20
-"""Maximum number of dropped combinations that the plan lists; of the others it prints the count."""
+MAX_DROPPED_SHOWN = 20
+"""Maximum number of dropped combinations that the plan lists; the others are counted."""
 
 
 @dataclass(frozen=True)
-class How:
+class LaunchMethod:
     """Launch method of trials: local processes, a Slurm array, or separate Slurm jobs."""
 
     kind: Literal["local", "array", "separate"]
-    at_once: int | None
+    concurrency: int | None
     """Maximum number of concurrent trials; None: the value of the sweep file. Without that either,
     local trials run one at a time, and a Slurm array has no limit."""
 
     @classmethod
-    def chosen(cls, local: int | None, array: bool, separate: bool, cap: int | None) -> How:
+    def from_options(
+        cls, local: int | None, array: bool, separate: bool, cap: int | None
+    ) -> LaunchMethod:
         """Return the method that the options select; default: a Slurm array, or local processes.
 
-        Raises ConfigError for options that exclude each other.
+        Raises ConfigError for options that are mutually exclusive.
         """
         if (local is not None) + array + separate > 1:
-            raise ConfigError("--local, --array and --separate exclude each other")
+            raise ConfigError("--local, --array and --separate are mutually exclusive")
         if local is not None and cap is not None:
-            raise ConfigError("--cap is for Slurm", next=f"--local {cap}")
+            raise ConfigError("--cap requires Slurm", next=f"use --local {cap}")
         if separate and cap is not None:
-            raise ConfigError("separate jobs know of no cap", next="leave out --separate")
+            raise ConfigError("--cap and --separate are mutually exclusive", next="omit --separate")
         if local is not None:
             return cls("local", local)
         if separate:
@@ -61,33 +65,39 @@ class How:
 
 
 def submit(
-    file: Path, how: How, *, cluster: str | None, yes: bool, dry_run: bool, as_json: bool
+    file: Path,
+    method: LaunchMethod,
+    *,
+    cluster: str | None,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Plan a sweep, show it, create the job directories, and start the trials that are new."""
-    on = None if cluster is None else profile(cluster)
-    plan = _checked(planning.plan(file, cache(model_of), on), how)
+    cluster_profile = None if cluster is None else profile(cluster)
+    plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), method)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
         if as_json:
             _print_json(_planned(plan))
         return
-    if how.kind != "local":
+    if method.kind != "local":
         raise_all(list(checks.sbatch_problems()))
-    if not yes and not agreed(f"start {len(plan.trials)} trials in {plan.root}?"):
+    if not yes and not confirmed(f"start {len(plan.trials)} trials in {plan.root}?"):
         print("nothing was started", file=sys.stderr)
         return
     new = not plan.root.exists()
     try:
-        _start(plan.write(), lambda one: one.state == State.NEW, how, as_json=as_json)
+        _start(plan.write(), lambda one: one.state == State.NEW, method, as_json=as_json)
     except DttError:
-        if new and how.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
+        if new and method.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
             shutil.rmtree(plan.root)  # so that a corrected file need not match it
         raise
 
 
-def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
-    """Restart trials that are neither done nor under way; each resumes from its checkpoint.
+def retry(name: str, chosen: list[str], method: LaunchMethod, *, as_json: bool) -> None:
+    """Restart trials that are neither done nor active; each resumes from its checkpoint.
 
     `chosen` names trials; none: all.
     """
@@ -98,63 +108,64 @@ def retry(name: str, chosen: list[str], how: How, *, as_json: bool) -> None:
     settled = (State.DONE,) if chosen else (State.DONE, State.UNKNOWN)
     _start(
         sweep,
-        lambda one: one.trial in ids and not one.under_way and one.state not in settled,
-        how,
+        lambda one: one.trial in ids and not one.active and one.state not in settled,
+        method,
         as_json=as_json,
     )
 
 
-def _start(sweep: Sweep, wanted: Callable[[Progress], bool], how: How, *, as_json: bool) -> None:
+def _start(
+    sweep: Sweep, wanted: Callable[[TrialProgress], bool], method: LaunchMethod, *, as_json: bool
+) -> None:
     """Start the trials that are `wanted`, and print the progress of the sweep.
 
-    Local trials are waited for: then the process exits with the first nonzero exit code among them,
-    or with 0.
+    Waits for local trials, then exits with the first nonzero exit code among them, or with 0.
     """
     with exclusive(sweep.root, "trials of this sweep"):
-        before = outcome.progress(sweep)
+        before = sweep_results.progress(sweep)
         ids = [one.trial for one in before if wanted(one)]
         left = Counter(one.state for one in before if one.trial not in ids)
         for state, number in left.items():
-            log.info("%s: %d %s, left as they are", sweep.root, number, state)
+            log.info("%s: %d %s, not started", sweep.root, number, state)
         jobs = [sweep.job(trial) for trial in ids]
         if jobs:
-            _run_or_submit(sweep, jobs, how)
-    after = outcome.progress(sweep)
+            _run_or_submit(sweep, jobs, method)
+    after = sweep_results.progress(sweep)
     _print_progress(sweep, after, as_json=as_json)
-    if how.kind == "local":
+    if method.kind == "local":
         sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 
-def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], how: How) -> None:
-    at_once = how.at_once or sweep.manifest.concurrency
-    match how.kind:
+def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], method: LaunchMethod) -> None:
+    concurrency = method.concurrency or sweep.manifest.concurrency
+    match method.kind:
         case "local":
             for job in jobs:
                 job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
-            trials.run(jobs, at_once or 1, trials.visible_gpus())
+            local_trials.run(jobs, concurrency or 1, local_trials.visible_gpus())
         case "array":
-            arrays.submit(sweep, jobs, at_once)
+            slurm_trials.submit(sweep, jobs, concurrency)
         case "separate":
-            arrays.submit_each(jobs)
+            slurm_trials.submit_each(jobs)
 
 
 def status(name: str, *, as_json: bool) -> None:
     """Print the state of every trial, according to its job files."""
     sweep = planning.find(name)
-    _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
+    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
 
 
 def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    waiting = (State.NEW, State.UNKNOWN)
-    open_ones = [
+    may_start = (State.NEW, State.UNKNOWN)
+    active = [
         one
-        for one in outcome.progress(sweep)
-        if one.trial in ids and (one.under_way or one.state in waiting)
+        for one in sweep_results.progress(sweep)
+        if one.trial in ids and (one.active or one.state in may_start)
     ]
-    for one in open_ones:
+    for one in active:
         job = sweep.job(one.trial)
         # Written for queued trials, too: if one starts after all, it finds the request and stops.
         write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
@@ -162,17 +173,17 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
             # Without --state=PENDING, which would cancel every pending task of the array.
             for error in checks.caught(lambda: squeue.cancel(id)):
                 log.warning("%s", error)
-    log.info("%s: %d trials asked to stop", sweep.root, len(open_ones))
-    _print_progress(sweep, outcome.progress(sweep), as_json=as_json)
+    log.info("%s: requested %d trials to stop", sweep.root, len(active))
+    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
 
 
 def results(name: str, *, as_csv: bool, as_json: bool) -> None:
     """Print the mean metric of each combination over its seeds, best first."""
     if as_csv and as_json:
-        raise ConfigError("--csv and --json exclude each other")
+        raise ConfigError("--csv and --json are mutually exclusive")
     sweep = planning.find(name)
-    rows = outcome.table(sweep)
-    keys, metric = outcome.varied(sweep), sweep.manifest.metric
+    rows = sweep_results.table(sweep)
+    keys, metric = sweep_results.varied(sweep), sweep.manifest.metric
     if as_json:
         _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
                      "rows": [asdict(row) for row in rows]})  # fmt: skip
@@ -181,7 +192,7 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
     number = _exact if as_csv else _number
     lines = [
         [
-            *outcome.cells(row.values, keys),
+            *sweep_results.cells(row.values, keys),
             number(row.mean),
             number(row.error),
             str(len(row.done)),
@@ -203,13 +214,13 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
     from dtt.track import plot as draw
 
     sweep = planning.find(name)
-    rows, metric = outcome.table(sweep), sweep.manifest.metric
-    keys = outcome.varied(sweep)
+    rows, metric = sweep_results.table(sweep), sweep.manifest.metric
+    keys = sweep_results.varied(sweep)
     if key is not None and key not in keys:
-        raise InputError(f"{sweep.root} does not vary {key}", next=f"--key {' or '.join(keys)}")
+        raise InputError(f"{sweep.root} does not vary {key}", next=f"use --key {' or '.join(keys)}")
     folder = out or sweep.root / "plots"
     for one in [key] if key else keys:
-        curves = outcome.against(sweep, rows, one)
+        curves = sweep_results.against(sweep, rows, one)
         figure = draw.figure(
             curves, one, metric,
             log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
@@ -217,57 +228,57 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
         )  # fmt: skip
         print(draw.save(figure, folder / f"{one}.png"))
     for one in [] if key else dict.fromkeys((metric, "train.loss")):
-        curves = outcome.histories(sweep, one)
+        curves = sweep_results.histories(sweep, one)
         figure = draw.figure(
             curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
         )
         print(draw.save(figure, folder / f"curves-{one}.png"))
 
 
-def _checked(plan: Plan, how: How) -> Plan:
+def _drop_invalid(plan: SweepPlan, method: LaunchMethod) -> SweepPlan:
     """Drop trials whose configuration has errors; raise the errors that all trials share.
 
     Also raises the errors of the first trial if no trial is left.
     """
-    found = {
-        trial.id: {str(error): error for error in _problems(trial, how)} for trial in plan.trials
+    errors = {
+        trial.id: {str(error): error for error in _problems(trial, method)} for trial in plan.trials
     }
-    first, *others = found.values()
-    raise_all([error for said, error in first.items() if all(said in other for other in others)])
+    first, *others = errors.values()
+    raise_all([error for text, error in first.items() if all(text in other for other in others)])
     dropped = [
-        Dropped(trial.values, next(iter(found[trial.id])).splitlines()[0])
+        DroppedCombination(trial.values, next(iter(errors[trial.id])).splitlines()[0])
         for trial in plan.trials
-        if found[trial.id]
+        if errors[trial.id]
     ]
-    trials = tuple(trial for trial in plan.trials if not found[trial.id])
+    trials = tuple(trial for trial in plan.trials if not errors[trial.id])
     if not trials:
         raise_all(list(first.values()))
-    return Plan(plan.file, trials, (*plan.dropped, *dropped))
+    return SweepPlan(plan.file, trials, (*plan.dropped, *dropped))
 
 
-def _problems(trial: Trial, how: How) -> Iterator[DttError]:
+def _problems(trial: Trial, method: LaunchMethod) -> Iterator[DttError]:
     config = trial.resolved.config
     yield from checks.problems("train", config, JobDir(config.job_dir))
-    if how.kind != "local":
+    if method.kind != "local":
         yield from checks.launch_problems("train", config)
         yield from checks.time_problems(JobDir(config.job_dir), config.launch)
 
 
-def _plan_lines(plan: Plan) -> list[str]:
+def _plan_lines(plan: SweepPlan) -> list[str]:
     keys = plan.file.sweep.keys
     head = ["trial", *keys]
-    rows = [[trial.id, *outcome.cells(trial.values, keys)] for trial in plan.trials]
+    rows = [[trial.id, *sweep_results.cells(trial.values, keys)] for trial in plan.trials]
     lines = _columns([head, *rows])
     if plan.dropped:
         lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
-        for one in plan.dropped[:MOST_SHOWN]:
-            lines.append(f"  {outcome.label(one.values, list(one.values))}: {one.why}")
-        if len(plan.dropped) > MOST_SHOWN:
-            lines.append(f"  and {len(plan.dropped) - MOST_SHOWN} more; --json lists all")
+        for one in plan.dropped[:MAX_DROPPED_SHOWN]:
+            lines.append(f"  {sweep_results.label(one.values, list(one.values))}: {one.why}")
+        if len(plan.dropped) > MAX_DROPPED_SHOWN:
+            lines.append(f"  and {len(plan.dropped) - MAX_DROPPED_SHOWN} more; --json lists all")
     return [*lines, "", f"{len(plan.trials)} trials in {plan.root}"]
 
 
-def _planned(plan: Plan) -> dict[str, Any]:
+def _planned(plan: SweepPlan) -> dict[str, Any]:
     return {
         "sweep": plan.file.sweep.name,
         "trials": {trial.id: trial.values for trial in plan.trials},
@@ -275,7 +286,7 @@ def _planned(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool) -> None:
+def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json: bool) -> None:
     manifest = sweep.manifest
     if as_json:
         listed = [asdict(one) for one in progress]
@@ -284,7 +295,7 @@ def _print_progress(sweep: Sweep, progress: Iterable[Progress], *, as_json: bool
     rows = [
         [
             one.trial,
-            *outcome.cells(one.values, manifest.keys),
+            *sweep_results.cells(one.values, manifest.keys),
             one.state,
             "" if one.step is None else f"{one.step}/{one.steps}",
             _number(one.metric),

@@ -16,12 +16,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-FREE_MARK: dict[str, Any] = {"x-on-resume": "free"}
+RESUMABLE: dict[str, Any] = {"x-on-resume": "may change"}
 
 
-def free(default: Any) -> Any:
+def resumable(default: Any) -> Any:
     """Declare a key that may change when a job resumes: it does not affect what is trained."""
-    return Field(default=default, json_schema_extra=FREE_MARK)
+    return Field(default=default, json_schema_extra=RESUMABLE)
 
 
 class Section(BaseModel):

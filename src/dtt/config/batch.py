@@ -43,9 +43,7 @@ class LinearBatch(GrowingBatch):
 
     type: Literal["linear"] = "linear"
     start: PositiveInt = 8_192
-    """Tokens per step at the start of the run."""
-    increment: PositiveInt | None = None
-    """Tokens added to the batch at each increase; null: `start`."""
+    """Tokens per step at the start of the run, and tokens added at each increase."""
     length: Length = 0.2
     """Time until the batch is full: steps, a share of the run (`20%`), or `50M tokens`."""
 
@@ -80,12 +78,8 @@ def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator
             yield "start", f"{schedule.start} is not below train.global_batch_tokens = {full}"
         if schedule.start % seq_len:
             yield "start", f"{schedule.start} is not a multiple of train.seq_len = {seq_len}"
-        if isinstance(schedule, LinearBatch):
-            increment = schedule.increment or schedule.start
-            if increment % seq_len:
-                yield "increment", f"{increment} is not a multiple of train.seq_len = {seq_len}"
-            elif (full - schedule.start) % increment:
-                yield "increment", f"{increment} does not divide {full} - {schedule.start}"
+        elif isinstance(schedule, LinearBatch) and full % schedule.start:
+            yield "start", f"{schedule.start} does not divide train.global_batch_tokens = {full}"
 
 
 def stage_problems(stages: Sizes, last: int, key: str) -> Iterator[str]:

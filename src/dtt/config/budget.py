@@ -47,7 +47,7 @@ def _checked(value: str, check: Callable[[str], object], forms: str) -> str:
 
 
 def _is_stretch(value: str) -> str:
-    return _checked(value, seconds, "a stretch of time: 6h, 90m, 1h 30m, 2d or 45s")
+    return _checked(value, seconds, "a duration: 6h, 90m, 1h 30m, 2d or 45s")
 
 
 def _is_moment(value: str) -> str:

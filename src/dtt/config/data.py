@@ -1,11 +1,12 @@
-"""Keys of raw text, tokenizers and token files: the input of `download`, `tokenize` and `train`."""
+"""Config keys of raw text, tokenizers and token files: the input of `download`, `tokenize` and
+`train`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -25,7 +26,7 @@ class DownloadConfig(Section):
     revision: str | None = None
     """Branch, tag or commit of a Hub dataset; the manifest records the resolved commit."""
     text_column: str | None = None
-    """Column or JSON key that holds the text; null: detected (`text`, `content`, `document`,
+    """Column or JSON key that contains the text; null: detected (`text`, `content`, `document`,
     `body`, or the only string column)."""
     txt_documents: Literal["auto", "file", "line", "section"] = "auto"
     """The unit that counts as one document in .txt files: the whole file, a line, or a section
@@ -34,7 +35,15 @@ class DownloadConfig(Section):
     max_files: PositiveInt | None = None
     """Maximum number of files, taken in name order; null: all."""
     out: Path | None = None
-    """Folder of the corpus; null: `data/corpus/<dataset>`."""
+    """Folder of the corpus, which `tokenize` reads, and `train` with `data.type: text`; null:
+    `data/corpus/<dataset>`."""
+
+
+CHAT_TOKENS = (
+    "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>",
+    "</tool_response>", "<think>", "</think>", *(f"<|spare_{i}|>" for i in range(16)),
+)  # fmt: skip
+"""Special tokens of conversations that `tokenizer.chat_tokens` reserves."""
 
 
 class TrainedTokenizerConfig(Section):
@@ -49,14 +58,23 @@ class TrainedTokenizerConfig(Section):
     """Approximate number of bytes of training text, sampled evenly over the corpus."""
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
     """Special tokens; the first is the end-of-document token."""
+    chat_tokens: bool = False
+    """Also reserve the special tokens of conversations, for fine-tuning after pretraining:
+    `<|im_start|>`, `<|im_end|>`, those of tool calls and of thinking, and 16 spare ones."""
+
+    @property
+    def all_special_tokens(self) -> tuple[str, ...]:
+        """The special tokens in the order of their ids, those of `chat_tokens` last."""
+        chat = CHAT_TOKENS if self.chat_tokens else ()
+        return self.special_tokens + tuple(x for x in chat if x not in self.special_tokens)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for missing or duplicate special tokens and a vocabulary too small."""
         if not self.special_tokens:
-            yield "special_tokens", "at least one is needed: the end-of-document token"
+            yield "special_tokens", "at least one is required: the end-of-document token"
         if len(set(self.special_tokens)) != len(self.special_tokens):
-            yield "special_tokens", "an entry stands twice"
-        if self.vocab_size < 256 + len(self.special_tokens):
+            yield "special_tokens", "an entry appears twice"
+        if self.vocab_size < 256 + len(self.all_special_tokens):
             yield "vocab_size", "smaller than the 256 bytes plus the special tokens"
 
 
@@ -65,7 +83,7 @@ class GivenTokenizerConfig(Section):
 
     type: Literal["file"] = "file"
     path: str = "tokenizer.json"
-    """A `tokenizer.json`, a folder that holds one, or the Hub id of a model."""
+    """A `tokenizer.json`, a folder that contains one, or the Hub id of a model."""
     revision: str | None = None
     """Branch, tag or commit, when `path` is a Hub id."""
     end_of_document: str | None = None
@@ -84,9 +102,6 @@ Engine = Literal["auto", "gigatoken", "hf"]
 class TokenizeConfig(Section):
     """The conversion of documents into token files."""
 
-    corpus: Path | None = None
-    """Folder of the downloaded corpus; null: the output folder of this config's `download`
-    section."""
     out: Path | None = None
     """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`."""
     validation_fraction: float = Field(default=0.005, ge=0.0, lt=0.5)
@@ -103,7 +118,7 @@ class TokenizeConfig(Section):
     yield the same ids: `auto` selects gigatoken if it agrees with `hf` on a sample of the
     corpus."""
     compare: str | None = None
-    """Another tokenizer (a `tokenizer.json`, a folder that holds one, or a Hub id such as
+    """Another tokenizer (a `tokenizer.json`, a folder that contains one, or a Hub id such as
     `openai-community/gpt2`) to compare in the report: bytes per token of both on held-out text."""
     local: Path | None = None
     """Folder on each node's local disk. Token files stay below it on the node that writes them;
@@ -146,10 +161,13 @@ class WeightsConfig(Section):
     """Weights by source name; 0 leaves a source out. Every source must be listed."""
 
 
-class TokensDataConfig(Section):
-    """Training from token files: one folder, or a mixture of several."""
+class _TokenFilesConfig(Section):
+    """Token files: one folder, or a mixture of several."""
 
-    type: Literal["tokens"] = "tokens"
+    reads_token_files: ClassVar[bool] = True
+    """True if `dtt tokenize` must run before `dtt train`."""
+
+    type: str
     tokens: Path | None = None
     """Folder written by `tokenize`; null: the output folder of this config's `tokenize` section."""
     sources: tuple[SourceConfig, ...] = ()
@@ -159,6 +177,37 @@ class TokensDataConfig(Section):
     on_exhausted: Literal["repeat", "stop", "renormalise"] = "repeat"
     """Action when every sample of a source has been used: start its next epoch, end the run, or
     continue with the other sources in proportion to their weights."""
+    tokenizer: Path | None = None
+    """The tokenizer.json that belongs to token files of other tools. Token files of dtt record
+    their own, which must be the same."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for ambiguous source names and for incomplete or invalid weights."""
+        names = [source.label for source in self.sources]
+        if self.tokens is not None and self.sources:
+            yield "tokens", "cannot be combined with sources: list the folder among them"
+        for twice in sorted({name for name in names if names.count(name) > 1}):
+            yield "sources", f"two are called {twice}: give each a name"
+        if len({source.weight is None for source in self.sources}) > 1:
+            yield "sources", "some have a weight and some have none: set it for all or for none"
+        for i, change in enumerate(self.weights):
+            if set(change.weights) != set(names):
+                yield f"weights.{i}", f"must name every source, and no other: {', '.join(names)}"
+            values = change.weights.values()
+            if not all(0 <= w < math.inf for w in values) or not any(values):
+                yield (
+                    f"weights.{i}",
+                    "weights must be non-negative, and at least one must be positive",
+                )
+        steps = [change.step for change in self.weights]
+        if sorted(set(steps)) != steps:
+            yield "weights", "their steps must ascend"
+
+
+class TokensDataConfig(_TokenFilesConfig):
+    """Training from token files: one folder, or a mixture of several."""
+
+    type: Literal["tokens"] = "tokens"
     packing: Literal["concat", "best-fit"] = "concat"
     """Assignment of documents to sequences: `concat` cuts windows from one long stream; `best-fit`
     packs complete documents together (Ding et al. 2024, arXiv 2404.10830) and splits only documents
@@ -168,28 +217,6 @@ class TokensDataConfig(Section):
     eod_mask_loss: bool = False
     """Exclude from the loss the targets that are the first token of a document, predicted from the
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
-    tokenizer: Path | None = None
-    """The tokenizer.json that belongs to token files of other tools. Token files of dtt record
-    their own, which must be the same."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error for ambiguous source names and for incomplete or invalid weights."""
-        names = [source.label for source in self.sources]
-        if self.tokens is not None and self.sources:
-            yield "tokens", "excludes sources: name the folder among them"
-        for twice in sorted({name for name in names if names.count(name) > 1}):
-            yield "sources", f"two are called {twice}: give each a name"
-        if len({source.weight is None for source in self.sources}) > 1:
-            yield "sources", "some have a weight and some have none: give it to all or to none"
-        for i, change in enumerate(self.weights):
-            if set(change.weights) != set(names):
-                yield f"weights.{i}", f"must name every source, and no other: {', '.join(names)}"
-            values = change.weights.values()
-            if not all(0 <= w < math.inf for w in values) or not any(values):
-                yield f"weights.{i}", "weights are 0 or more, and at least one is more"
-        steps = [change.step for change in self.weights]
-        if sorted(set(steps)) != steps:
-            yield "weights", "their steps must ascend"
 
 
 class TextDataConfig(Section):
@@ -200,10 +227,15 @@ class TextDataConfig(Section):
     `dtt tokenize` first.
     """
 
+    # The values that TokensDataConfig has as keys, so that commands need not check the type.
+    reads_token_files: ClassVar[bool] = False
+    tokens: ClassVar[None] = None
+    sources: ClassVar[tuple[SourceConfig, ...]] = ()
+    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
+    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
+    packing: ClassVar[Literal["concat"]] = "concat"
+
     type: Literal["text"] = "text"
-    corpus: Path | None = None
-    """Folder of the downloaded corpus; null: the output folder of this config's `download`
-    section."""
     mask_documents: bool = False
     """Restrict attention to tokens of the same document, and restart positions at its start."""
     eod_mask_loss: bool = False
@@ -211,4 +243,34 @@ class TextDataConfig(Section):
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
 
-DataConfig = Annotated[TokensDataConfig | TextDataConfig, Field(discriminator="type")]
+class _ConversationsConfig(_TokenFilesConfig):
+    packing: ClassVar[Literal["best-fit"]] = "best-fit"
+    mask_documents: ClassVar[bool] = True
+    eod_mask_loss: ClassVar[bool] = (
+        False  # the loss masks already exclude the first token of every conversation
+    )
+
+
+class ChatDataConfig(_ConversationsConfig):
+    """Fine-tuning on conversations, whose answers are the targets; see the section `chat`.
+
+    Conversations are packed whole, best-fit, and attention stays within a conversation.
+    """
+
+    type: Literal["chat"] = "chat"
+
+
+class PreferenceDataConfig(_ConversationsConfig):
+    """Preference tuning on pairs of conversations, `chosen` and `rejected`; see `objective`.
+
+    Both conversations of a pair are packed into the same sequence, and attention stays within a
+    conversation.
+    """
+
+    type: Literal["preference"] = "preference"
+
+
+DataConfig = Annotated[
+    TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig,
+    Field(discriminator="type"),
+]

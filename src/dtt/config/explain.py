@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from dtt.config.base import FREE_MARK, Section, field_docs
+from dtt.config.base import RESUMABLE, Section, field_docs
 from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer, parse_scalar
 
@@ -28,13 +28,13 @@ WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true
 
 
 @dataclass(frozen=True)
-class Knob:
+class KeyDescription:
     """One configuration key: its type in words, its documentation, its default or current value."""
 
     type: str
     doc: str
     value: Any
-    free: bool
+    resumable: bool
     """True if the key may change when a job resumes."""
 
 
@@ -74,23 +74,23 @@ def _type_in_words(annotation: Any) -> str:
     return str(WORDS.get(annotation, annotation.__name__))
 
 
-def describe(cls: type[Section], name: str, value: Any) -> Knob:
+def describe(cls: type[Section], name: str, value: Any) -> KeyDescription:
     """Return the description of the key `name` of a section class."""
     field = cls.model_fields[name]
-    return Knob(
+    return KeyDescription(
         type=_type_in_words(field.annotation),
         doc=" ".join(field_docs(cls).get(name, "").split()),
         value=value,
-        free=field.json_schema_extra == FREE_MARK,
+        resumable=field.json_schema_extra == RESUMABLE,
     )
 
 
-def knobs(section: Section, key: Key = ()) -> Iterator[tuple[Key, Knob]]:
+def describe_all(section: Section, key: Key = ()) -> Iterator[tuple[Key, KeyDescription]]:
     """Yield every plain key of a resolved config, depth first, with its value."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from knobs(value, (*key, name))
+            yield from describe_all(value, (*key, name))
         else:
             yield (*key, name), describe(type(section), name, value)
 
@@ -103,21 +103,27 @@ def value_at(section: Section, key: Key) -> Any:
     return value
 
 
-def type_of(values: Any, key: Sequence[str]) -> str:
-    """Return the `type` of the tagged section at `key` of nested plain values."""
-    for name in key:
-        values = values[name]
-    return str(values["type"])
+def tagged(values: Any, key: Sequence[str]) -> tuple[str, str]:
+    """Return the key `x.type` of the innermost tagged section that holds `key`, and its value."""
+    found = "", ""
+    for length, name in enumerate(key):
+        if isinstance(values, dict) and "type" in values:
+            found = ".".join([*key[:length], "type"]), str(values["type"])
+        values = values[int(name)] if isinstance(values, list) else values.get(name)
+    return found
 
 
 def all_fields(
-    cls: type[Section] = RunConfig, key: Key = ()
+    cls: type[Section] = RunConfig, key: Key = (), *, entries: bool = False
 ) -> Iterator[tuple[Key, type[Section], str]]:
-    """Yield every key of every variant: `(key, class that holds it, name in that class)`."""
+    """Yield every key of every variant: `(key, class that holds it, name in that class)`.
+
+    With `entries`, the key of a list is followed by the keys of its entries.
+    """
     for name, field in cls.model_fields.items():
         yield (*key, name), cls, name
-        for variant in variants(field):
-            yield from all_fields(variant, (*key, name))
+        for variant in variants(field) or (items(field) if entries else []):
+            yield from all_fields(variant, (*key, name), entries=entries)
 
 
 @cache
@@ -126,9 +132,12 @@ def sections() -> frozenset[Key]:
     return frozenset(k for k, cls, name in all_fields() if variants(cls.model_fields[name]))
 
 
-def nearest(key: str, cls: type[Section] = RunConfig) -> str | None:
-    """Return the known key most similar to a mistyped one; keys of the same section come first."""
-    known = sorted({".".join(k) for k, _, _ in all_fields(cls)})
+def nearest(key: str, cls: type[Section] = RunConfig, *, entries: bool = False) -> str | None:
+    """Return the known key most similar to a mistyped one; keys of the same section come first.
+
+    With `entries`, keys of list entries are known too, without an index: `data.sources.path`.
+    """
+    known = sorted({".".join(k) for k, _, _ in all_fields(cls, entries=entries)})
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     elsewhere: dict[str, str] = {}
@@ -179,11 +188,21 @@ def show(config: Section, layer: Layer) -> str:
     )
 
 
+def show_stages(stages: Sequence[tuple[Section, Layer]]) -> str:
+    """Return the resolved stages of a configuration as YAML, which describes the same stages."""
+    lines, name = [], ""
+    for config, layer in stages:
+        name, _, stage = str(value_at(config, ("name",))).rpartition("/")
+        lines += [f"- name: {stage}\n"]
+        lines += [f"  {line}" for line in show(config, layer).splitlines(keepends=True)[1:]]
+    return "".join([f"name: {name}\nstages:\n", *lines])
+
+
 def explain(key: str, config: Section, layer: Layer) -> str | None:
     """Return the text that `dtt config explain KEY` prints; None if there is no such key.
 
     An empty key lists every section. A section lists its keys, for each type it can have. The key
-    `x.type` stands for the section `x`.
+    `x.type` refers to the section `x`.
     """
     path = tuple(key.removesuffix(".type").split(".")) if key else ()
     if not path:
@@ -193,22 +212,22 @@ def explain(key: str, config: Section, layer: Layer) -> str | None:
         return None
     holder = value_at(config, path[:-1])
     cls, name = next((h for h in holders if isinstance(holder, h[0])), holders[0])
-    field, knob = cls.model_fields[name], describe(cls, name, value_at(config, path))
-    lines = [".".join(path), *_wrapped("  ", knob.doc)]
+    field, entry = cls.model_fields[name], describe(cls, name, value_at(config, path))
+    lines = [".".join(path), *_wrapped("  ", entry.doc)]
     if not variants(field):
         used = isinstance(holder, cls)
         origin = layer[path].origin if path in layer else "default"
-        now = f"{scalar(plain(knob.value))}  ({origin})" if used else "not in use with this type"
+        now = f"{scalar(plain(entry.value))}  ({origin})" if used else "not used with this type"
         lines += [
-            f"  type     {knob.type}",
+            f"  type     {entry.type}",
             f"  default  {scalar(plain(getattr(defaults(cls, path[:-1]), name)))}",
             f"  now      {now}",
-            f"  resume   {'may change' if knob.free else 'must stay'}",
+            f"  resume   {'may change' if entry.resumable else 'must stay'}",
         ]
     held = variants(field) or items(field)
     for variant in held:
         if len(held) > 1:
-            chosen = "  (now)" if isinstance(knob.value, variant) else ""
+            chosen = "  (now)" if isinstance(entry.value, variant) else ""
             lines += ["", f"  type: {tag(variant)}{chosen}", *_wrapped("  ", variant.__doc__)]
         lines += _rows(variant, path if variants(field) else ())
     return "\n".join(lines)
@@ -239,7 +258,7 @@ def tag(cls: type[Section]) -> str:
 def defaults(cls: type[Section], key: Key) -> Section:
     """Return the section `cls` at `key` with its defaults.
 
-    The enclosing section may define defaults of its own, such as `optim.adamw` in `MuonConfig`.
+    The enclosing section may define its own defaults, such as `optim.adamw` in `MuonConfig`.
     """
     section = value_at(RunConfig(), key)
     # model_construct does not validate: some sections have keys without a default.

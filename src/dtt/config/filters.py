@@ -47,10 +47,10 @@ def keeps(text: str, values: Mapping[str, Any]) -> bool:
         why = str(error)
     shown = ", ".join(f"{key} = {value!r}" for key, value in values.items())
     raise ConfigError(
-        f"cannot tell the filter {text!r}",
+        f"cannot parse the filter {text!r}",
         where=shown or None,
         why=why,
-        next="write a comparison of keys of this sweep, as optim.lr * model.dim < 1",
+        next="write a comparison of keys of this sweep, such as optim.lr * model.dim < 1",
     )
 
 
@@ -87,7 +87,7 @@ def _named(node: ast.expr, values: Mapping[str, Any]) -> Any:
         return values[name]
     if name in CONSTANTS:
         return CONSTANTS[name]
-    raise ValueError(f"{name} is no key of this sweep: {', '.join(values)}")
+    raise ValueError(f"{name} is not a key of this sweep: {', '.join(values)}")
 
 
 def _number(node: ast.expr, values: Mapping[str, Any]) -> int | float:

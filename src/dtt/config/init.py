@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, create_model
 
@@ -21,6 +22,22 @@ class _Init(Section):
         value: str | None = getattr(self, "from")
         return value
 
+    average: bool = False
+    """Start from the exponential moving average of the other job's weights (its `train.ema_decay`)
+    instead of the weights."""
+    optimizer: Literal["fresh", "carry"] = "fresh"
+    """State of the optimizer: `fresh`, or the other job's (`carry`), for the same model and
+    optimizer. Steps, schedule and data order start over in either case."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for keys that need another job's checkpoint, if there is none."""
+        if self.source is None or self.source.startswith(HF):
+            why = "requires a dtt checkpoint to start from: init.from=JOB"
+            if self.average:
+                yield "average", why
+            if self.optimizer == "carry":
+                yield "optimizer", why
+
 
 if TYPE_CHECKING:
 
@@ -31,18 +48,20 @@ else:
     InitConfig = create_model(
         "InitConfig",
         __base__=_Init,
-        __doc__="Where the weights begin.",
+        __doc__="Initial weights.",
         **{
             "from": (
                 str | None,
                 Field(
                     default=None,
-                    description="Weights that a new job begins with. Another job's: `JOB` or "
-                    "`JOB@STEP`, as `jobs/base@5000`; what does not fit in name and shape keeps "
-                    "its random start, and is listed. Released ones: `hf:FOLDER` or `hf:ORG/NAME`, "
+                    description="Weights that a new job starts from. Another job's: `JOB` or "
+                    "`JOB@STEP`, such as `jobs/base@5000`; tensors without a "
+                    "match in name and shape keep their random initialisation and "
+                    "are listed. Released weights: `hf:FOLDER` or `hf:ORG/NAME`, "
                     "or `hf:ORG/NAME@REVISION`: the model has their family, sizes and vocabulary, "
-                    "in place of the `model` section of files below the one that says so; keys of "
-                    "`model` beside it or on the command line must agree, `vocab_size`, "
+                    "in place of the `model` section of files below the one that sets it; "
+                    "keys of `model` in the same file or on the command line must agree, "
+                    "`vocab_size`, "
                     "`max_seq_len`, `tie_embeddings`, `init_std` and `dropout` excepted. "
                     "null: all weights are random.",
                 ),

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from dtt.config.base import Section, free
+from dtt.config.base import Section, resumable
 
 # Characters that values may contain without being split or executed. `#SBATCH` lines accept only
-# PLAIN characters, because Slurm parses quotes, spaces and `#` by rules of its own. In the script
+# PLAIN characters, because Slurm parses quotes, spaces and `#` by its own rules. In the script
 # any single line without control characters is safe, because it is quoted for the shell.
 CHARACTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 PLAIN = r"[A-Za-z0-9_.,:/@%+=&|()\[\]*-]+"
@@ -41,20 +41,21 @@ def _must_be(pattern: str, what: str) -> AfterValidator:
 
 
 Name = Annotated[
-    str, _must_be(r"\w[\w.,-]*", "a name, or several: letters, digits, _ - . and commas between")
+    str,
+    _must_be(r"\w[\w.,-]*", "one or more names of letters, digits, _ - and ., separated by commas"),
 ]
-Nodes = Annotated[str, _must_be(r"\w[\w.,\[\]-]*", "a list of nodes, as n[1-3],n7")]
-Features = Annotated[
-    str, _must_be(r"[\w(\[][\w.,:&|()\[\]*-]*", "features of nodes, as a100&nvlink")
+Nodes = Annotated[str, _must_be(r"\w[\w.,\[\]-]*", "a list of nodes, such as n[1-3],n7")]
+Memory = Annotated[
+    str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, such as 480G")
 ]
-Memory = Annotated[str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, as 480G")]
 Time = Annotated[
     str | int, _must_be(TIME, "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as for Slurm")
 ]
 Gpus = Annotated[
-    str | int, _must_be(r"0|([A-Za-z]\w*:)?[1-9][0-9]{0,5}", "a number, or type:number as a100:4")
+    str | int,
+    _must_be(r"0|([A-Za-z]\w*:)?[1-9][0-9]{0,5}", "a number, or type:number such as a100:4"),
 ]
-Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, as PrgEnv-gnu/8.5")]
+Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, such as PrgEnv-gnu/8.5")]
 Variable = Annotated[
     str,
     _must_be(r"[A-Za-z_]\w*", "the name of a variable"),
@@ -62,17 +63,19 @@ Variable = Annotated[
 ]
 Value = Annotated[str | int, _must_be(f"{CHARACTER}*", "a single line without control characters")]
 Line = Annotated[str, _must_be(f"{CHARACTER}*", "a single line without control characters")]
-Text = Annotated[str, _must_be(rf"(?!-){CHARACTER}+", "a single line that starts with no dash")]
+Text = Annotated[
+    str, _must_be(rf"(?!-){CHARACTER}+", "a single line that does not start with a dash")
+]
 Option = Annotated[str, _must_be(rf"-{CHARACTER}+", "an option, in a single line")]
 Directive = Annotated[
     str, _must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
 ]
 
 OWN_DIRECTIVES = (
-    *("account", "array", "chdir", "constraint", "cpus-per-task", "dependency", "error"),
+    *("account", "array", "chdir", "cpus-per-task", "dependency", "error"),
     *("exclude", "export", "export-file", "gpus-per-node", "input", "job-name", "mem"),
     *("no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
-    *("partition", "qos", "requeue", "reservation", "signal", "test-only", "time", "wait", "wrap"),
+    *("partition", "qos", "requeue", "signal", "test-only", "time", "wait", "wrap"),
 )
 """Options of sbatch that the script sets from other keys, or that would break it."""
 
@@ -80,39 +83,39 @@ OWN_DIRECTIVES = (
 class NoContainer(Section):
     """No container: the processes run directly on the node."""
 
-    type: Literal["none"] = free("none")
+    type: Literal["none"] = resumable("none")
 
 
 class ApptainerConfig(Section):
     """Apptainer or Singularity: the processes run inside an image."""
 
-    type: Literal["apptainer"] = free("apptainer")
-    command: Literal["apptainer", "singularity"] = free("apptainer")
+    type: Literal["apptainer"] = resumable("apptainer")
+    command: Literal["apptainer", "singularity"] = resumable("apptainer")
     """Name of the program on this cluster."""
-    image: Text | None = free(None)
+    image: Text | None = resumable(None)
     """Image file (`.sif`), or any other image that `apptainer exec` accepts."""
-    binds: tuple[Text, ...] = free(())
+    binds: tuple[Text, ...] = resumable(())
     """Folders mounted in the container, such as `/scratch` or `/data:/mnt:ro`; the working
     directory is always mounted."""
-    options: tuple[Option, ...] = free(())
+    options: tuple[Option, ...] = resumable(())
     """Additional options of `apptainer exec`: `--nv` for NVIDIA GPUs, `--rocm` for AMD GPUs."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error if no image is given."""
         if self.image is None:
-            yield "image", "is missing: the file of the image"
+            yield "image", "is missing: the image file"
 
 
 class PyxisConfig(Section):
     """Pyxis and enroot, or CSCS's container engine: `srun` itself starts the container."""
 
-    type: Literal["pyxis"] = free("pyxis")
-    image: Text | None = free(None)
+    type: Literal["pyxis"] = resumable("pyxis")
+    image: Text | None = resumable(None)
     """Image, as `--container-image` takes it; null when an option below names the environment."""
-    binds: tuple[Text, ...] = free(())
+    binds: tuple[Text, ...] = resumable(())
     """Folders mounted in the container, such as `/data:/mnt:ro`; with an `image`, the working
     directory is always mounted."""
-    options: tuple[Option, ...] = free(())
+    options: tuple[Option, ...] = resumable(())
     """Additional options of `srun`, such as `--environment=/path/edf.toml` or
     `--container-writable`."""
 
@@ -130,70 +133,62 @@ ContainerConfig = Annotated[
 class LaunchConfig(Section):
     """The Slurm job: resources, how processes start, and how it resumes after a time limit."""
 
-    nodes: PositiveInt = free(1)
+    nodes: PositiveInt = resumable(1)
     """Number of nodes of the job; `download`, `export` and `pipeline` use one."""
-    gpus_per_node: Gpus = free(0)
+    gpus_per_node: Gpus = resumable(0)
     """GPUs to request on each node, of one type (`a100:4`) or of any type (`4`); 0: none."""
-    processes_per_node: NonNegativeInt = free(0)
+    processes_per_node: NonNegativeInt = resumable(0)
     """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one without GPUs."""
-    cpus_per_task: PositiveInt | None = free(None)
+    cpus_per_task: PositiveInt | None = resumable(None)
     """CPU cores per Slurm task. Under torchrun, a task is all processes of a node; under srun, it
     is one process. Null: the cluster's default, which is often a single core."""
-    mem: Memory | None = free(None)
+    mem: Memory | None = resumable(None)
     """Memory of each node, such as `480G` (no letter: megabytes); 0: all of it; null: the cluster's
     default."""
-    time: Time | None = free(None)
+    time: Time | None = resumable(None)
     """Time limit in a format of Slurm: minutes, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or
     `D-HH:MM:SS`; null: the limit of the partition."""
-    partition: Name | None = free(None)
+    partition: Name | None = resumable(None)
     """Partition, or several separated by commas; null: the cluster's default."""
-    account: Name | None = free(None)
+    account: Name | None = resumable(None)
     """Slurm account that is charged for the job."""
-    qos: Name | None = free(None)
+    qos: Name | None = resumable(None)
     """Quality of service."""
-    constraint: Features | None = free(None)
-    """Node features to require, such as `a100&nvlink`."""
-    reservation: Name | None = free(None)
-    """Reservation to run in."""
-    exclude: Nodes | None = free(None)
+    exclude: Nodes | None = resumable(None)
     """Nodes to exclude, such as `n[1-3],n7`."""
-    directives: tuple[Directive, ...] = free(())
-    """Additional options of `sbatch`, such as `--exclusive` or `--mail-type=END`; each becomes a
-    `#SBATCH` line."""
-    start: Literal["torchrun", "srun"] = free("torchrun")
+    directives: tuple[Directive, ...] = resumable(())
+    """Additional options of `sbatch`, such as `--exclusive`, `--constraint=a100&nvlink` or
+    `--reservation=maintenance`; each becomes a `#SBATCH` line."""
+    start: Literal["torchrun", "srun"] = resumable("torchrun")
     """Launcher of the processes of `train`: `torchrun` on each node, or `srun` for every
     process."""
-    mpi: Literal["srun", "mpirun"] = free("srun")
-    """Launcher of the processes of `tokenize`."""
-    mpi_plugin: Name | None = free(None)
-    """Plugin for `srun --mpi=…`, such as `pmix` or `pmi2`; null: the cluster's default."""
-    continuation: Literal["requeue", "singleton", "none"] = free("requeue")
+    mpi: Name | None = resumable(None)
+    """Launcher of the processes of `tokenize`: `mpirun`, or a plugin of `srun --mpi=…`, such as
+    `pmix` or `pmi2`; null: `srun` with the cluster's default plugin."""
+    continuation: Literal["requeue", "singleton", "none"] = resumable("requeue")
     """Continuation of a job after its time limit or a transient failure: `requeue` puts it back
     into the queue under the same id; `singleton` submits a successor that waits in the queue for
-    its end; `none` does not continue it."""
-    max_stalled_attempts: PositiveInt = free(3)
-    """Maximum number of consecutive attempts without a new checkpoint before the job gives up."""
-    lead_seconds: PositiveInt | None = free(None)
+    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint
+    the job gives up."""
+    lead_seconds: PositiveInt | None = resumable(None)
     """Seconds before the time limit at which the job saves and stops; null: derived from the
     measured step and save times of the job, 120 before there are any."""
-    modules: tuple[Module, ...] = free(())
+    modules: tuple[Module, ...] = resumable(())
     """Environment modules to load on every node."""
-    environment: dict[Variable, Value] = free({})
+    environment: dict[Variable, Value] = resumable({})
     """Environment variables to export to every process, by name; a `$` in a value is not
     expanded."""
-    setup: tuple[Line, ...] = free(())
+    setup: tuple[Line, ...] = resumable(())
     """Shell lines to run on every node (inside the container, if any) before the processes start,
     in the folder in which `dtt submit` was called; for example `source env.sh`."""
     container: ContainerConfig = NoContainer()
     """Container in which the processes run."""
-    preflight: bool = free(False)
+    preflight: bool = resumable(False)
     """Run `dtt doctor` with all processes before training: it reports a faulty disk, GPU or link,
     and training does not start on it."""
-    nccl_debug: bool = free(False)
-    """Write NCCL's debug log of every process to the job's `logs/`."""
-    nsys: bool = free(False)
+    nsys: bool = resumable(False)
     """Profile with NVIDIA Nsight Systems; the reports are written to the job's `logs/`."""
-    template: Path | None = free(None)
+    template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
 
     @property
@@ -221,7 +216,7 @@ class LaunchConfig(Section):
         """Yield an error for each combination of values that cannot work."""
         limit = self.time_limit
         if limit == 0:
-            yield "time", "must be more than nothing"
+            yield "time", "must be greater than 0"
         elif limit is not None and (self.lead_seconds or 0) >= limit:
             yield "lead_seconds", f"{self.lead_seconds} is not less than launch.time ({self.time})"
         for directive in self.directives:
@@ -229,7 +224,5 @@ class LaunchConfig(Section):
             # sbatch accepts abbreviated options: --part means --partition.
             if any(own.startswith(option) for own in OWN_DIRECTIVES):
                 yield "directives", f"--{option} is set by dtt or by another key of launch"
-        if self.mpi == "mpirun" and self.mpi_plugin is not None:
-            yield "mpi_plugin", "is for launch.mpi=srun"
         if self.mpi == "mpirun" and isinstance(self.container, PyxisConfig):
-            yield "mpi", "a pyxis container is started by srun: leave mpirun out"
+            yield "mpi", "a pyxis container is started by srun: omit mpirun"

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from dtt.config import explain, source
+from dtt.config import explain, source, stages
 from dtt.config.base import Section
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.run import RunConfig
-from dtt.config.source import Key, Layer
+from dtt.config.run_length import STEPS, length_layer
+from dtt.config.source import STAGES, Key, Layer, Leaf
+from dtt.config.stages import INIT_FROM, Entry
 from dtt.errors import ConfigError, InputError
 from dtt.secrets import holds_secret, named_secret
 
@@ -31,7 +33,6 @@ Problem = tuple[Key, str]
 ModelOf = Callable[[str], Mapping[str, Any]]
 """A function that returns the `model` section of released weights for a value of `init.from`."""
 
-INIT_FROM: Key = ("init", "from")
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -42,9 +43,14 @@ class Mistakes(ConfigError):
     def __init__(self, problems: Sequence[Problem], layer: Layer, of: str, *, next: str) -> None:
         """Format the message; `of` names the input, `layer` holds the origin of each value."""
         self.problems = tuple(problems)
+        self.layer, self.next = layer, next
         count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in {of}"
         lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
         super().__init__("\n".join([count, *lines]), next=next)
+
+    def in_stage(self, name: str) -> Mistakes:
+        """Return the same errors as those of a stage."""
+        return Mistakes(self.problems, self.layer, f"stage {name}", next=self.next)
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,56 @@ def resolve(
     env: Mapping[str, str] | None = None,
     job_config: Path | None = None,
     model_of: ModelOf | None = None,
+    stage: str | None = None,
 ) -> Resolved:
     """Merge all layers and check the result; every mistake is reported in one ConfigError.
 
     `config` is a path, the name of a shipped config, or its keys; `options` are dotted keys from
     named command-line options; `job_config` is the resolved config of a job that is resumed. With
     `model_of`, the `model` section of the weights that `init.from` names is merged in as well,
-    unless only the defaults or `job_config` set `init.from`.
+    unless only the defaults or `job_config` set `init.from`. `stage` selects a stage of a
+    configuration with stages; it is an error to specify none.
     """
+    layers, own = _layers(config, arguments, options, env, job_config)
+    common, entries = stages.take(layers)
+    if not entries:
+        if stage is not None:
+            raise ConfigError(
+                f"--stage {stage}: the configuration defines no stages",
+                next="omit --stage, or add `stages` to the configuration",
+            )
+        return _resolve_one(common, own, model_of)
+    names = [entry.name for entry in entries]
+    origin = next(layer[STAGES].origin for layer in reversed(layers) if STAGES in layer)
+    if stage is None:
+        raise ConfigError(
+            f"the configuration defines stages: {', '.join(names)}",
+            where=origin,
+            why="this command works on one of them",
+            next=f"--stage {names[0]}, or its file: dtt config show -c FILE --stage {names[0]}; "
+            "dtt pipeline and dtt submit train all stages",
+        )
+    if stage not in names:
+        raise stages.unknown(stage, names, origin)
+    return _resolve_stages(common, own, entries, model_of)[stage]
+
+
+def stage_names(
+    config: str | Path | Layer | None, arguments: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the names of the stages that a configuration describes, in order; may be empty."""
+    _, entries = stages.take(_layers(config, arguments, None, None, None)[0])
+    return tuple(entry.name for entry in entries)
+
+
+def _layers(
+    config: str | Path | Layer | None,
+    arguments: Sequence[str],
+    options: Mapping[str, Any] | None,
+    env: Mapping[str, str] | None,
+    job_config: Path | None,
+) -> tuple[list[Layer], int]:
+    """Return all layers, lowest first, and the number of them that are defaults or `job_config`."""
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
         layers += _with_extends(job_config, ())
@@ -93,13 +141,74 @@ def resolve(
         source.from_environment(os.environ if env is None else env, RunConfig.model_fields)
     )
     layers.append(source.from_arguments(arguments))
-    layers.append(
-        {tuple(k.split(".")): source.Leaf(v, "option") for k, v in (options or {}).items()}
-    )
+    layers.append({tuple(k.split(".")): Leaf(v, "option") for k, v in (options or {}).items()})
+    return layers, own
+
+
+def _resolve_one(layers: Sequence[Layer], own: int, model_of: ModelOf | None) -> Resolved:
+    """Merge and check the layers of one job, of which the first `own` are its own or defaults."""
     layers = [_without_empty_sections(layer) for layer in layers]
     if model_of is not None:
         layers = _with_model_of_source(layers, own, model_of)
+    layers.append(length_layer(layers))
     return check(_with_shipped_dataset(source.merge(layers)))
+
+
+def _resolve_stages(
+    common: Sequence[Layer], own: int, entries: Sequence[Entry], model_of: ModelOf | None
+) -> dict[str, Resolved]:
+    """Return the configuration of each stage by name; the first `own` layers are of a job."""
+    resolved: dict[str, Resolved] = {}
+    fresh = [common[0], *common[own:]]  # a job's config has the name of a stage, and its keys
+    name = source.merge(fresh)["name",]
+    first: Resolved | None = None
+    for entry in entries:
+        previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
+        layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
+        try:
+            stage = _resolve_one(layers, own if first else 1, model_of)
+            if first is not None:
+                stage = _with_tokenizer_of(stage, first, layers, own, model_of)
+        except Mistakes as mistakes:
+            raise mistakes.in_stage(entry.name) from None
+        found = list(stages.problems(stage, first)) if first is not None else []
+        if found:
+            next = f"remove these keys from stage {entry.name}"
+            raise Mistakes(found, stage.layer, f"stage {entry.name}", next=next)
+        resolved[entry.name] = stage
+        first = first or stage
+    return resolved
+
+
+def _with_tokenizer_of(
+    stage: Resolved, first: Resolved, layers: list[Layer], own: int, model_of: ModelOf | None
+) -> Resolved:
+    """Return the stage with the tokenizer that the first stage trains, if it tokenizes other text.
+
+    It is returned unchanged if it has its own tokenizer.
+    """
+    section = stages.tokenizer_of(first.config)
+    tokenizers = [
+        {key: leaf for key, leaf in r.layer.items() if key[0] == "tokenizer"}
+        for r in (stage, first)
+    ]
+    same_folder = stage.config.tokenize_dir == first.config.tokenize_dir
+    if section is None or same_folder or tokenizers[0] != tokenizers[1]:
+        return stage
+    trained = source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
+    return _resolve_one([*layers, trained], own, model_of)
+
+
+def with_steps(resolved: Resolved, steps: int) -> Resolved:
+    """Return the configuration with the number of steps that `train.epochs` resolves to.
+
+    Returns it unchanged without `train.epochs`. Raises ConfigError if another key, such as a
+    warm-up, does not fit into these steps.
+    """
+    epochs = resolved.config.train.epochs
+    if epochs is None:
+        return resolved
+    return check(resolved.layer | {STEPS: source.Leaf(steps, f"train.epochs={epochs:g}")})
 
 
 def load_job(job: Path) -> RunConfig:
@@ -118,10 +227,10 @@ def load_job(job: Path) -> RunConfig:
         close = below[:3] or difflib.get_close_matches(str(job), beside, n=3)
         raise InputError(
             f"{job} is not a job directory",
-            why="it holds no config.yaml" if job.is_dir() else "there is no such folder",
+            why="it does not contain config.yaml" if job.is_dir() else "there is no such folder",
             next=f"did you mean {' or '.join(close)}?"
             if close
-            else "name a folder such as jobs/quickstart",
+            else "specify a folder such as jobs/quickstart",
         )
     return resolve(env={}, job_config=path).config
 
@@ -141,10 +250,10 @@ def find(config: str | Path) -> Path:
         inside = sorted(str(p) for p in path.glob("*") if p.suffix in source.SUFFIXES)
         raise ConfigError(
             f"{path} is a folder, not a config",
-            next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} holds no .yaml file",
+            next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} contains no .yaml file",
         )
-    found = (p.relative_to(folder) for p in folder.rglob("*.yaml") if p.parent.name != "sweeps")
-    names = sorted(str(p.with_suffix("")) for p in found)
+    found = (p.relative_to(folder).with_suffix("") for p in folder.rglob("*.yaml"))
+    names = sorted(str(p) for p in found if p.parent.name not in ("sweeps", "tasks"))
     beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
     close = difflib.get_close_matches(str(path), beside, n=3)
     close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
@@ -154,7 +263,7 @@ def find(config: str | Path) -> Path:
         why="it is neither a file nor a shipped config",
         next=f"did you mean {' or '.join(close)}?"
         if close
-        else f"name a file, or one that is shipped: {', '.join(names)}",
+        else f"specify a file, or the name of a shipped config: {', '.join(names)}",
     )
 
 
@@ -185,7 +294,7 @@ def _without_empty_sections(layer: Layer) -> Layer:
 
 
 def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> list[Layer]:
-    """Insert the `model` section that `init.from` stands for below the layer that sets `init.from`.
+    """Insert the `model` section of the weights in `init.from` below the layer that sets it.
 
     It replaces the `model` keys of lower layers, except `init_std` and `dropout`. The layer that
     sets `init.from` and those above it must agree with it, except for the keys in MAY_DIFFER:
@@ -208,7 +317,7 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
         if key in section and leaf.value != section[key].value
     ]
     if problems:
-        raise Mistakes(problems, said, "the configuration", next="leave out these keys of model")
+        raise Mistakes(problems, said, "the configuration", next="remove these keys from model")
     kept = {("model", name) for name in ("init_std", "dropout")}
     below = [
         {key: leaf for key, leaf in layer.items() if key[0] != "model" or key[:2] in kept}
@@ -251,15 +360,15 @@ def _secrets(layer: Layer) -> Iterator[Problem]:
     somewhere = holds_secret("\n".join(str(leaf.value) for leaf in layer.values()))
     for key, leaf in layer.items():
         if somewhere and holds_secret(str(leaf.value)):
-            yield key, "holds a password or an access token: give it in the environment or ~/.netrc"
+            yield key, "contains a password or a token: put it into the environment or ~/.netrc"
         elif key[:-1] == ("launch", "environment") and named_secret(key[-1]):
-            yield key, "is a secret by its name: export it where you submit, the job inherits it"
+            yield key, "has the name of a secret: export it before you submit, the job inherits it"
 
 
 def validate(
     cls: type[SectionT], values: Mapping[str, Any]
 ) -> tuple[SectionT | None, list[Problem]]:
-    """Return nested plain values as a `cls` and no problems, or None and every problem."""
+    """Validate nested plain values as a `cls`; return (section, []) or (None, all problems)."""
     try:
         # Validate as JSON: strict mode then accepts a list for a tuple and a string for a path.
         section = cls.model_validate_json(json.dumps(values, default=str))
@@ -293,12 +402,11 @@ def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem
             inner = inner[part]
     dotted = ".".join(key)
     if error["type"] == "extra_forbidden":
-        close = explain.nearest(dotted, cls)
+        general = ".".join(name for name in key if not name.isdigit())  # of any entry of a list
+        close = explain.nearest(general, cls, entries=general != dotted)
         why = "unknown key" + (f"; did you mean {close}?" if close else "")
-        if close == dotted:  # a key of another variant of this section
-            why = (
-                f"is for another {'.'.join(key[:-1])}.type than {explain.type_of(values, key[:-1])}"
-            )
+        if close == general:  # a key of another variant of this section
+            why = "is for another {} than {}".format(*explain.tagged(values, key))
     else:
         shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
         match error["type"]:
@@ -308,9 +416,9 @@ def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem
                     f"must be one of {error['ctx']['expected_tags']} (got {error['ctx']['tag']!r})"
                 )
             case "union_tag_not_found":
-                dotted, why = f"{dotted}.type", "is missing: it says which one is meant"
+                dotted, why = f"{dotted}.type", "is missing: it selects the variant"
             case "model_type" | "model_attributes_type":
-                why = f"is a section: give its keys, as {dotted}.KEY=VALUE{shown}"
+                why = f"is a section: set its keys, such as {dotted}.KEY=VALUE{shown}"
             case "int_parsing" | "int_type" | "float_type" if _leading_zero(error["input"]):
                 why = f"a number is written without leading zeros{shown}"
             case _:
@@ -332,8 +440,9 @@ def _origin(layer: Layer, key: Key) -> str:
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:
     """Return the keys that differ and affect what is trained; a resume must not change them."""
+    derived = {STEPS} if new.train.epochs is not None else set()  # the data is the same
     return [
         ".".join(key)
-        for key, knob in explain.knobs(new)
-        if not knob.free and knob.value != explain.value_at(old, key)
+        for key, entry in explain.describe_all(new)
+        if not entry.resumable and key not in derived and entry.value != explain.value_at(old, key)
     ]

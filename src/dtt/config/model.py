@@ -10,10 +10,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from dtt.config.base import Section
 
 ONLY_FOR: dict[str, tuple[str, ...]] = {
-    "rope_theta": ("llama", "mistral", "qwen3", "gemma3"),
+    "rope_theta": ("llama", "mistral", "qwen3", "gemma3", "phi3"),
     "rope_scaling": ("llama", "mistral", "qwen3", "gemma3"),
     "rope_local_theta": ("gemma3",),
-    "window": ("mistral", "gemma3"),
+    "window": ("mistral", "gemma3", "phi3"),
     "window_pattern": ("gemma3",),
     "query_pre_attn_scalar": ("gemma3",),
     "logit_softcap": ("gemma3",),
@@ -32,7 +32,7 @@ class LinearRopeScaling(Section):
 
     type: Literal["linear"] = "linear"
     factor: PositiveFloat = 8.0
-    """Divisor of the positions."""
+    """Factor by which positions are divided."""
 
 
 class Llama3RopeScaling(Section):
@@ -67,11 +67,11 @@ RopeScaling = Annotated[
 class ModelConfig(Section):
     """A decoder-only transformer. The family sets the architecture, the other keys its sizes."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen3", "gemma3"] = "llama"
+    family: Literal["gpt2", "llama", "mistral", "qwen3", "gemma3", "phi3"] = "llama"
     """Published architecture: `gpt2` (learned positions, LayerNorm, GELU, biases), `llama` (RoPE,
     RMSNorm, SwiGLU, grouped-query attention), `mistral` (Llama with sliding-window attention),
-    `qwen3` (Llama with QK-norm) or `gemma3` (sliding windows in most layers, pre- and post-norms,
-    GeGLU)."""
+    `qwen3` (Llama with QK-norm), `gemma3` (sliding windows in most layers, pre- and post-norms,
+    GeGLU) or `phi3` (Phi-3 and Phi-4: Llama with fused projections)."""
     dim: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 6
@@ -103,8 +103,8 @@ class ModelConfig(Section):
     """Scaling of the rotary embedding beyond its original context; not applied in gemma3's layers
     with a window."""
     window: PositiveInt | None = None
-    """Sliding window: number of tokens each token attends to, itself included (mistral, gemma3);
-    null: no window for mistral, 512 for gemma3."""
+    """Sliding window: number of tokens each token attends to, itself included (mistral, gemma3,
+    phi3); null: 512 for gemma3, no window for the others."""
     window_pattern: PositiveInt = 6
     """Interval of layers with full causal attention instead of a window: every N-th layer
     (gemma3)."""
@@ -133,12 +133,12 @@ class ModelConfig(Section):
             )
         if self.family == "gpt2":
             if self.n_kv_heads not in (None, self.n_heads):
-                yield "n_kv_heads", "gpt2 has no grouped heads: leave n_kv_heads out"
+                yield "n_kv_heads", "gpt2 does not support grouped heads: omit n_kv_heads"
             if self.resolved_head_dim * self.n_heads != self.dim:
-                yield "head_dim", "gpt2 needs head_dim * n_heads == dim: leave head_dim out"
+                yield "head_dim", "gpt2 needs head_dim * n_heads == dim: omit head_dim"
         for key, families in ONLY_FOR.items():
             if self.family not in families and getattr(self, key) != getattr(_DEFAULTS, key):
-                yield key, f"{self.family} has no {key}, only {', '.join(families)}: leave it out"
+                yield key, f"{self.family} has no {key}, only {', '.join(families)}: omit it"
 
     @property
     def resolved_head_dim(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -14,28 +13,13 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = tuple[Decay, Decay]
 
 
-class RoleConfig(Section):
-    """AdamW settings for the parameters of one role."""
-
-    lr: PositiveFloat | None = None
-    """Peak learning rate; null: that of the enclosing section."""
-    betas: Betas | None = None
-    """Decay of the first and second moment; null: those of the enclosing section."""
-    eps: PositiveFloat | None = None
-    """Epsilon added to the square root of the second moment; null: that of the enclosing
-    section."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-
-
-class GroupConfig(Section):
-    """Settings for parameters selected by name; null: the settings of the parameter's role."""
+class AdamWGroup(Section):
+    """Settings for parameters selected by name; null: the settings of `optim`."""
 
     match: str
-    """Pattern for full parameter names, such as `layers.*.attn.?.weight`: `*` matches any text, `?`
-    one character, `[kv]` one of these. The first entry that matches a parameter applies."""
-    optimizer: Literal["muon", "adamw"] | None = None
-    """Optimizer of these parameters; `muon` needs `optim.type: muon`."""
+    """Pattern for full parameter names, such as `embed.weight` or `*norm.weight`: `*` matches any
+    text, `?` one character, `[kv]` one of these. The first entry that matches a parameter
+    applies."""
     lr: PositiveFloat | None = None
     """Peak learning rate."""
     betas: Betas | None = None
@@ -43,42 +27,38 @@ class GroupConfig(Section):
     eps: PositiveFloat | None = None
     """Epsilon added to the square root of the second moment, with AdamW."""
     weight_decay: NonNegativeFloat | None = None
-    """Decoupled weight decay."""
+    """Decoupled weight decay; null: that of `optim` for hidden matrices, 0 for the others."""
+
+
+class MuonGroup(AdamWGroup):
+    """Settings for parameters selected by name; null: the settings of their optimizer."""
+
+    optimizer: Literal["muon", "adamw"] | None = None
+    """Optimizer of these parameters; null: Muon for hidden matrices, AdamW for the others."""
     split: PositiveInt | tuple[PositiveInt, ...] | None = None
     """Split of the rows for Muon: into this number of equal matrices, or into matrices with these
     numbers of rows. For fused projections, such as q, k and v."""
 
 
 class AdamWSettings(Section):
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device supports it."""
+    """AdamW settings for embeddings, output head, norms and biases, which have no weight decay."""
 
-    type: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Betas = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Epsilon added to the square root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of hidden matrices; embeddings, head and vectors have their own."""
-    embed: RoleConfig = RoleConfig()
-    """Settings for embeddings, including tied ones."""
-    head: RoleConfig = RoleConfig()
-    """Settings for the output head."""
-    vector: RoleConfig = RoleConfig()
-    """Settings for norms and biases."""
 
 
 class AdamWConfig(AdamWSettings):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device supports it."""
 
-    groups: tuple[GroupConfig, ...] = ()
+    type: Literal["adamw"] = "adamw"
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of the hidden matrices; all other parameters have none."""
+    groups: tuple[AdamWGroup, ...] = ()
     """Settings for parameters selected by name."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error for groups that need Muon."""
-        if any(entry.optimizer == "muon" or entry.split for entry in self.groups):
-            yield "groups", "optimizer: muon and split need optim.type: muon"
 
 
 class MuonConfig(Section):
@@ -93,13 +73,8 @@ class MuonConfig(Section):
     Jordan et al., for which they are about ten times higher."""
     momentum: Decay = 0.95
     """Decay of the gradient average that is orthogonalised."""
-    momentum_start: Decay = 0.85
-    """Momentum of the first step, if the momentum is warmed up."""
     momentum_warmup: NonNegativeInt = 0
-    """Steps of linear momentum warm-up from `momentum_start` to `momentum`; skipped steps do not
-    count."""
-    nesterov: bool = True
-    """Use Nesterov momentum."""
+    """Steps of linear momentum warm-up from 0.85 to `momentum`; skipped steps do not count."""
     ns_coefficients: Literal["classic", "polar-express"] = "classic"
     """Polynomials of the Newton-Schulz iteration: `classic`: the same in all iterations, which
     brings singular values to about [0.7, 1.2]; `polar-express`: an optimal one for each (arXiv
@@ -110,12 +85,12 @@ class MuonConfig(Section):
     """Decay of NorMuon's running average, such as 0.95 (arXiv 2510.05491): each row of the update
     is divided by its root mean square over the steps; null: no NorMuon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of the hidden matrices."""
+    """Decoupled weight decay of the hidden matrices; all other parameters have none."""
     cautious_weight_decay: bool = False
     """Decay only those weights that the update moves towards zero as well (arXiv 2510.12402)."""
     adamw: AdamWSettings = AdamWSettings(lr=2e-3)
-    """AdamW settings for embeddings, head, norms and biases."""
-    groups: tuple[GroupConfig, ...] = ()
+    """AdamW settings for embeddings, output head, norms and biases."""
+    groups: tuple[MuonGroup, ...] = ()
     """Settings for parameters selected by name."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from dtt.config.base import Section, free
+from dtt.config.base import Section, resumable
 from dtt.errors import ConfigError
 
 Size = Annotated[int, Field(ge=-1)]
@@ -23,23 +23,23 @@ class ParallelConfig(Section):
     remaining devices. The loss curve does not depend on the mesh.
     """
 
-    replicate: Size = free(REST)
+    replicate: Size = resumable(REST)
     """Number of model replicas, each training on its own samples: data parallelism (DDP), or hybrid
     sharding (HSDP) if `shard` is above 1, where each replica spans several devices."""
-    shard: Size = free(1)
+    shard: Size = resumable(1)
     """Number of devices that share the weights, gradients and optimizer state of a replica (FSDP2);
     each trains on its own samples."""
-    context: Size = free(1)
+    context: Size = resumable(1)
     """Number of devices that share each sequence (context parallelism), for contexts too long for
     one device. Weights are sharded over them as over `shard`."""
-    tensor: Size = free(1)
+    tensor: Size = resumable(1)
     """Number of devices that share each matrix multiplication, and the sequence in between (tensor
     and sequence parallelism). They communicate a lot: keep them on one node."""
-    reduce: Literal["last", "each"] = free("last")
+    reduce: Literal["last", "each"] = resumable("last")
     """Time at which sharded gradients are reduced over devices: after the `last` micro-batch of a
-    step, until which each device holds the gradient of the full model; or after `each`, which takes
-    less memory and more communication."""
-    reshard: bool = free(True)
+    step, before which each device holds the gradient of the full model; or after `each`, which
+    takes less memory and more communication."""
+    reshard: bool = resumable(True)
     """Free gathered weights after the forward pass and gather them again for the backward pass:
     less memory, 50% more communication."""
 
@@ -56,7 +56,7 @@ class ParallelConfig(Section):
         """Yield an error for sizes of 0 and for more than one -1."""
         for name, size in self.sizes.items():
             if size == 0:
-                yield name, "0 devices: 1 leaves it off, -1 takes what is left"
+                yield name, "0 devices: 1 disables it, -1 uses the remaining devices"
         rest = [name for name, size in self.sizes.items() if size == REST]
         if len(rest) > 1:
             why = f"{' and '.join(rest)} cannot both be -1"
@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
         return self.shard * self.context * self.tensor > 1
 
     def describe(self) -> str:
-        """Return the sizes in words; empty for a single device."""
+        """Return a description of the sizes; empty for a single device."""
         named = zip(("replicas", "shards", "contexts", "tensors"), self, strict=True)
         return " x ".join(f"{size} {name}" for name, size in named if size > 1)
 
@@ -93,11 +93,11 @@ def resolve(config: ParallelConfig, processes: int) -> Sizes:
     rest = next((name for name, size in given.items() if size == REST), None)
     known = prod(size for size in given.values() if size != REST)
     if processes % known or (rest is None and known != processes):
-        told = ", ".join(f"{name} {size}" for name, size in given.items() if size != REST)
+        sizes_given = ", ".join(f"{name} {size}" for name, size in given.items() if size != REST)
         others = "".join(f" parallel.{n}=1" for n in ("context", "tensor") if given[n] != 1)
         raise ConfigError(
             f"{processes} processes do not make the mesh of `parallel`",
-            why=f"{told}: {'a multiple of ' if rest else ''}{known} processes",
+            why=f"{sizes_given}: {'a multiple of ' if rest else ''}{known} processes",
             next=f"start {known} processes, or change the sizes: parallel.shard=-1 "
             f"parallel.replicate=1{others} takes any number",
         )

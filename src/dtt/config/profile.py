@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from dtt.config.base import Section, free
+from dtt.config.base import Section, resumable
 
 Kind = Literal["torch", "memory", "nsys"]
 
@@ -18,12 +18,12 @@ class ProfileConfig(Section):
     To profile a running job, use `dtt job profile`.
     """
 
-    steps: tuple[PositiveInt, PositiveInt] | None = free(None)
+    steps: tuple[PositiveInt, PositiveInt] | None = resumable(None)
     """First and last step to profile, such as `[20, 24]`; null: none. The first steps of a run
     compile."""
-    ranks: tuple[NonNegativeInt, ...] = free((0,))
+    ranks: tuple[NonNegativeInt, ...] = resumable((0,))
     """Ranks to profile."""
-    kind: Kind = free("torch")
+    kind: Kind = resumable("torch")
     """`torch`: a trace for https://ui.perfetto.dev, and a table of the most expensive operations.
     `memory`, on a GPU: every allocation, for https://pytorch.org/memory_viz. `nsys`, on a GPU:
     marks the steps for `nsys profile --capture-range=cudaProfilerApi dtt train …`."""
@@ -31,4 +31,7 @@ class ProfileConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error if the first step is after the last."""
         if self.steps is not None and self.steps[0] > self.steps[1]:
-            yield "steps", f"{self.steps[0]} is after {self.steps[1]}: give first and last step"
+            yield (
+                "steps",
+                f"{self.steps[0]} is after {self.steps[1]}: specify the first and the last step",
+            )

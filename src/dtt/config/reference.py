@@ -8,20 +8,22 @@ from dtt.config.run import RunConfig
 from dtt.config.source import Key
 
 BAR = "\\|"  # a bar inside a cell of a table
+LONGEST_CELL = 200
+"""Maximum length of documentation shown in the table, in characters; longer texts follow it."""
 HEAD = """\
 # Configuration
 
-Made from the code by `python docs/generate.py`.
+Generated from the code by `python docs/generate.py`.
 
-One file (YAML, JSON or TOML) serves every command; each reads its own sections. Values come, low to
-high, from the defaults, the files under `extends` from left to right, the file itself (`-c`), the
-environment (`DTT_TRAIN__STEPS=500`), arguments (`train.steps=500`) and named options (`-d`). When a
-job is resumed, its own `config.yaml` lies above the defaults, and another value for a key that
-*must stay* is refused unless `--allow-change` names the key. Where `null` is the default, the last
-column says what it stands for.
+One file (YAML, JSON or TOML) serves every command; each command reads its own sections. Values
+come, from lowest to highest precedence, from the defaults, the files under `extends` from left to
+right, the file itself (`-c`), the environment (`DTT_TRAIN__STEPS=500`), arguments
+(`train.steps=500`) and named options (`-d`). When a job is resumed, its own `config.yaml` takes
+precedence over the defaults, and another value for a key that *must stay* is refused unless
+`--allow-change` names the key. Where the default is `null`, the last column states its meaning.
 
-`dtt config explain KEY` says the same of one key or section; `dtt config show` prints what a run
-would take, each value with where it was said.
+`dtt config explain KEY` prints the same for one key or section; `dtt config show` prints the
+configuration of a run, each value with its origin.
 """
 
 
@@ -34,6 +36,7 @@ def page() -> str:
 def _section(cls: type[Section], key: Key, title: str) -> list[str]:
     """Return a section with the table of its keys, followed by the sections below it."""
     rows: list[str] = []
+    notes: list[str] = []
     deeper: list[str] = []
     holder = defaults(cls, key)
     for name, field in cls.model_fields.items():
@@ -43,15 +46,21 @@ def _section(cls: type[Section], key: Key, title: str) -> list[str]:
             inner = (*key, name)
             deeper += _section(variant, inner, _title(inner, variant, len(held), default))
         if not variants(field) and name != "type":
-            knob = describe(cls, name, default)
-            resume = "may change" if knob.free else "must stay"
+            entry = describe(cls, name, default)
+            resume = "may change" if entry.resumable else "must stay"
             given = "must be given" if field.is_required() else f"`{scalar(plain(default))}`"
-            cells = (f"`{name}`", knob.type, given, resume, knob.doc)
+            meaning = entry.doc
+            if len(meaning) > LONGEST_CELL:
+                notes.append(f"- `{name}`: {meaning}")
+                meaning = "see below"
+            cells = (f"`{name}`", entry.type, given, resume, meaning)
             rows.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     out = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
     if rows:
         header = "| key | type | default | on resume | meaning |"
         out += [header, "| --- | --- | --- | --- | --- |", *rows, ""]
+    if notes:
+        out += [*notes, ""]
     return out + deeper
 
 

@@ -8,22 +8,24 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
 
-from dtt.config.base import Section, free, measure
+from dtt.config.base import Section, measure, resumable
+from dtt.config.chat import ChatConfig
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
     SourceConfig,
-    TextDataConfig,
     TokenizeConfig,
     TokenizerConfig,
     TokensDataConfig,
     TrainedTokenizerConfig,
 )
+from dtt.config.evaluation import EvalConfig
 from dtt.config.export import ExportConfig
 from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
+from dtt.config.objective import NextTokenConfig, ObjectiveConfig
 from dtt.config.optim import MuonConfig, OptimConfig
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
@@ -48,6 +50,8 @@ class RunConfig(Section):
     """Tokenizer to train or to use."""
     tokenize: TokenizeConfig = TokenizeConfig()
     """Conversion of documents to token files."""
+    chat: ChatConfig = ChatConfig()
+    """Conversations: chat template and loss mask."""
     data: DataConfig = TokensDataConfig()
     """Training data."""
     model: ModelConfig = ModelConfig()
@@ -56,6 +60,8 @@ class RunConfig(Section):
     """Scaling of learning rates and initial weights with the shape of the model."""
     init: InitConfig = InitConfig()
     """Initial weights."""
+    objective: ObjectiveConfig = NextTokenConfig()
+    """Loss that the run minimises."""
     optim: OptimConfig = MuonConfig()
     """Optimizer."""
     schedule: ScheduleConfig = WsdConfig()
@@ -68,7 +74,9 @@ class RunConfig(Section):
     """Detection of non-finite and spiking steps."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
-    track: tuple[TrackerConfig, ...] = free(())
+    eval: EvalConfig = EvalConfig()
+    """Benchmark tasks."""
+    track: tuple[TrackerConfig, ...] = resumable(())
     """Trackers that receive metrics besides metrics.jsonl and the console: a list of
     `{type: wandb, …}`, `{type: tensorboard}`."""
     profile: ProfileConfig = ProfileConfig()
@@ -85,25 +93,56 @@ class RunConfig(Section):
         train, model = self.train, self.model
         if train.timed and self.schedule.type != "wsd":
             key = "train.budget" if train.budget is not None else "train.finish_by"
-            yield key, f"needs schedule.type=wsd, not {self.schedule.type}: a decay to set in time"
+            yield (
+                key,
+                f"needs schedule.type=wsd, not {self.schedule.type}: only its decay can be timed",
+            )
         if train.timed and measure(self.schedule.warmup)[0] == "share":
-            yield "schedule.warmup", "the clock decides how long the run is: give steps or tokens"
+            yield (
+                "schedule.warmup",
+                "the time budget determines the length of the run: specify steps or tokens",
+            )
         unit, warmup = measure(self.schedule.warmup)
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
-        if unit in most and warmup > most[unit]:
+        if train.steps and unit in most and warmup > most[unit]:
             why = f"{self.schedule.warmup} is longer than the run ({train.steps} steps): "
             yield "schedule.warmup", why + "the learning rate would never reach its peak"
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):
-            why = f"checkpoint.every ({every}) is no multiple of eval_every ({train.eval_every})"
+            why = f"checkpoint.every ({every}) is not a multiple of eval_every ({train.eval_every})"
             yield "checkpoint.keep_best", f"needs an evaluation at each save: {why}"
         if model.max_seq_len is not None and model.max_seq_len < train.seq_len:
             yield (
                 "train.seq_len",
                 f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
             )
-        if isinstance(self.data, TextDataConfig) and self.tokenizer.type != "file":
-            yield "tokenizer.type", "data.type=text needs a given tokenizer: file"
+        if train.epochs is not None and not self.data.reads_token_files:
+            yield (
+                "train.epochs",
+                f"needs token files, which data.type={self.data.type} does not read",
+            )
+        if not self.data.reads_token_files and self.tokenizer.type != "file":
+            yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
+        yield from self._preference_problems()
+
+    def _preference_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of preference data and its objective."""
+        preference, dpo = self.data.type == "preference", self.objective.type == "dpo"
+        if preference and not dpo:
+            yield "objective.type", f"data.type=preference needs dpo, not {self.objective.type}"
+        if dpo and not preference:
+            yield "data.type", f"objective.type=dpo needs preference, not {self.data.type}"
+        if preference and self.chat.turns == "expand":
+            yield "chat.turns", "data.type=preference needs all: each conversation is one of a pair"
+        if preference and self.chat.too_long == "whole_turns":
+            yield "chat.too_long", "data.type=preference needs drop or stop: a cut pair has no end"
+        if dpo and self.train.z_loss:
+            yield "train.z_loss", "objective.type=dpo has no z-loss: set 0"
+        if dpo and self.train.context_schedule:
+            yield (
+                "train.context_schedule",
+                "cannot be combined with objective.type=dpo: it would cut pairs",
+            )
 
     @property
     def dataset_name(self) -> str:
@@ -119,20 +158,14 @@ class RunConfig(Section):
         """The short name of the tokenizer in folder names: `bpe4096`, or its file or repository."""
         tokenizer = self.tokenizer
         if isinstance(tokenizer, TrainedTokenizerConfig):
-            return f"bpe{tokenizer.vocab_size}"
+            return f"bpe{tokenizer.vocab_size}" + ("-chat" if tokenizer.chat_tokens else "")
         path = Path(tokenizer.path)
         return _slug(path.resolve().parent.name if path.suffix == ".json" else path.name)
 
     @property
-    def download_dir(self) -> Path:
-        """The folder that `download` writes."""
-        return self.download.out or Path("data/corpus") / self.dataset_name
-
-    @property
     def corpus_dir(self) -> Path:
-        """The folder that `tokenize` reads, and `train` if it trains from text."""
-        given = self.data.corpus if isinstance(self.data, TextDataConfig) else None
-        return given or self.tokenize.corpus or self.download_dir
+        """The folder that `download` writes; `tokenize`, and training from text, read it."""
+        return self.download.out or Path("data/corpus") / self.dataset_name
 
     @property
     def tokenize_dir(self) -> Path:
@@ -143,7 +176,7 @@ class RunConfig(Section):
     @property
     def token_sources(self) -> tuple[SourceConfig, ...]:
         """The token files that `train` reads; empty when it trains from text."""
-        if isinstance(self.data, TextDataConfig):
+        if not self.data.reads_token_files:
             return ()
         # The name is fixed, because it affects the sample order: the folder may be moved.
         only = SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens")
@@ -154,6 +187,11 @@ class RunConfig(Section):
         """The paths of all token files that `train` reads, including held-out ones."""
         paths = [path for s in self.token_sources for path in (s.path, s.validation)]
         return tuple(path for path in paths if path is not None)
+
+    @property
+    def reads_corpus(self) -> bool:
+        """True if the run needs its corpus: to tokenize it, or to train straight from it."""
+        return not self.data.reads_token_files or self.tokenize_dir in self.token_paths
 
     @property
     def job_dir(self) -> Path:

@@ -42,7 +42,10 @@ class MupConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for missing sizes of the base model, to which muP compares the model."""
         if self.base_dim is None:
-            yield "base_dim", "muP needs the width of the model that was tuned, as base_dim=256"
+            yield (
+                "base_dim",
+                "muP needs the width of the model that was tuned, such as base_dim=256",
+            )
         if self.depth != "none" and self.base_layers is None:
             yield "base_layers", f"depth={self.depth} needs the layers of the model that was tuned"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from dtt.config.base import Length, Section
 
@@ -55,18 +55,16 @@ class WsdConfig(Warmup):
     decay: Length = 0.2
     """Duration of the decay at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or
     `50M tokens`; at most all steps after the warm-up."""
-    shape: Literal["1-sqrt", "linear", "cosine", "exponential", "power"] = "1-sqrt"
+    shape: Literal["1-sqrt", "linear", "cosine", "exponential"] = "1-sqrt"
     """Shape of the decay over its progress p: 1 - sqrt(p) (arXiv 2405.18392), 1 - p, half a cosine,
-    floor^p (the same factor in every step), or (1 - p)^exponent."""
-    exponent: PositiveFloat = 2.0
-    """Exponent of `shape: power`."""
+    or floor^p (the same factor in every step)."""
     floor: Share = 0.0
     """Learning rate at the end, as a share of the peak."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for an exponential decay to 0, which it never reaches."""
         if self.shape == "exponential" and self.floor == 0.0:
-            yield "floor", "an exponential decay never comes to 0: give a floor, such as 0.01"
+            yield "floor", "an exponential decay never reaches 0: set a floor, such as 0.01"
 
 
 ScheduleConfig = Annotated[

@@ -44,6 +44,9 @@ class Leaf:
 Layer = dict[Key, Leaf]
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+STAGES: Key = ("stages",)
+"""Key of the list of training stages. The value of its leaf is a list of layers, one per stage, so
+that each key of a stage has its own origin."""
 
 
 def is_config(argument: str | Path) -> bool:
@@ -102,7 +105,7 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
                 _flatten_node(node, (), path, layer)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path} is not TOML", why=str(error), next=f"mend that line of {path}"
+            f"{path} is not TOML", why=str(error), next=f"fix that line of {path}"
         ) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -110,15 +113,15 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
             f"{path} is not YAML",
             where=f"{path}:{line}",
             why=str(error.problem),
-            next="mend that line or the one above: indent with spaces, close quotes and brackets",
+            next="fix that line or the one above: indent with spaces, close quotes and brackets",
         ) from None
     except RecursionError:
         raise ConfigError(
-            f"{path} is nested too deeply", next="name a file with `key: value` lines"
+            f"{path} is nested too deeply", next="use a file with `key: value` lines"
         ) from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(
-            f"{path} is not YAML", why=error.reason, next="name a text file with `key: value` lines"
+            f"{path} is not YAML", why=error.reason, next="use a text file with `key: value` lines"
         ) from None
     return take_extends(layer)
 
@@ -140,10 +143,13 @@ def take_extends(layer: Layer) -> tuple[list[str], Layer]:
 
 def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
+    if key == STAGES and isinstance(node, yaml.SequenceNode):
+        layer[key] = Leaf([_stage_of_node(entry, path) for entry in node.value], origin)
+        return
     if not isinstance(node, yaml.MappingNode):
         if not key:
             raise ConfigError(
-                f"{path} does not hold `key: value` lines",
+                f"{path} does not contain `key: value` lines",
                 where=origin,
                 next="`dtt config show` prints one that does",
             )
@@ -155,15 +161,15 @@ def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
         name = str(name_node.value)
         if name_node.tag == "tag:yaml.org,2002:merge":
             raise ConfigError(
-                "YAML merge keys (<<) are not read",
+                "YAML merge keys (<<) are not supported",
                 where=f"{path}:{name_node.start_mark.line + 1}",
                 why="a value could not be traced to the line that sets it",
-                next="write these keys out, or put them into a file of their own: extends: [FILE]",
+                next="write these keys out, or move them to a separate file: extends: [FILE]",
             )
         here = f"{path}:{name_node.start_mark.line + 1}"
         if name in seen:
             raise ConfigError(
-                f"{'.'.join((*key, name))} stands twice",
+                f"{'.'.join((*key, name))} appears twice",
                 where=here,
                 next="delete one of the two lines",
             )
@@ -171,10 +177,37 @@ def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
         _flatten_node(value, (*key, *name.split(".")), path, layer)
 
 
+def _stage_of_node(node: yaml.Node, path: Path) -> Layer:
+    """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
+    if not isinstance(node, yaml.MappingNode):
+        raise _no_stage(node.value, f"{path}:{node.start_mark.line + 1}")
+    layer: Layer = {}
+    _flatten_node(node, (), path, layer)
+    return layer
+
+
+def _stage(value: Any, origin: str) -> Layer:
+    """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
+    if not isinstance(value, Mapping):
+        raise _no_stage(value, origin)
+    return from_mapping(value, origin)
+
+
+def _no_stage(value: Any, origin: str) -> ConfigError:
+    return ConfigError(
+        "an entry of stages is a section with a name",
+        where=origin,
+        why=f"got {value!r}",
+        next="for example - {name: sft, train: {steps: 500}}",
+    )
+
+
 def _flatten(value: Any, key: Key, origin: str, layer: Layer) -> None:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             _flatten(inner, (*key, str(name)), origin, layer)
+    elif key == STAGES and isinstance(value, list):
+        layer[key] = Leaf([_stage(entry, origin) for entry in value], origin)
     else:
         layer[key] = Leaf(value, origin)
 
@@ -195,6 +228,11 @@ def _say(key: Key, text: str, origin: str, layer: Layer) -> None:
         _flatten(value, key, origin, layer)
 
 
+def is_key(variable: str) -> bool:
+    """Return True if an environment variable sets a key of the configuration."""
+    return variable.startswith("DTT_") and not variable.startswith(SWITCHES)
+
+
 def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
     """Return the layer of environment variables: `DTT_TRAIN__STEPS=5` sets `train.steps`.
 
@@ -209,7 +247,7 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
                 _say(key, text, f"environment {name}", layer)
             elif not name.startswith(SWITCHES):
                 raise ConfigError(
-                    f"the environment variable {name} is no key of dtt",
+                    f"the environment variable {name} is not a configuration key of dtt",
                     why="sections and keys are joined by two underscores",
                     next="for example DTT_TRAIN__STEPS=500, or unset it",
                 )

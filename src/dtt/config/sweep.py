@@ -70,11 +70,14 @@ class Values(Section):
             start, stop, step = self.range
             steps = (stop - start) / step if step else 0
             if not 0 < steps <= TOO_MANY:
-                yield "range", f"holds no value, or too many: [start, stop, step] = {[*self.range]}"
+                yield (
+                    "range",
+                    f"contains no value, or too many: [start, stop, step] = {[*self.range]}",
+                )
         for name in ("logspace", "loguniform"):
             ends = getattr(self, name)
             if ends is not None and not (ends[0] > 0 and ends[1] > 0):
-                yield name, f"needs ends above 0, got {list(ends[:2])}"
+                yield name, f"requires positive bounds, got {list(ends[:2])}"
 
     def listed(self, rng: random.Random) -> list[Any]:
         """Return all values; random ones are drawn `count` times with `rng`."""
@@ -128,8 +131,8 @@ def _exact(number: int | float) -> Fraction:
 
 def _numbers(values: list[Fraction], *given: int | float) -> list[int | float]:
     """Convert values to integers if they and all given numbers are integers, else to floats."""
-    whole = all(isinstance(number, int) for number in given)
-    if whole and all(value.denominator == 1 for value in values):
+    integers = all(isinstance(number, int) for number in given)
+    if integers and all(value.denominator == 1 for value in values):
         return [int(value) for value in values]
     return [float(value) for value in values]
 
@@ -175,7 +178,7 @@ class SweepConfig(Section):
             if key not in known:
                 close = explain.nearest(key)
                 why = f"; did you mean {close}?" if close in known else ""
-                yield f"parameters.{key}", "is no key that a sweep can change" + why
+                yield f"parameters.{key}", "is not a key that a sweep can change" + why
             if self.mode == "random" and values.count is not None:
                 yield f"parameters.{key}.count", "mode: random draws `samples` of every key"
             if self.mode != "random" and values.kind in DRAWN and values.count is None:
@@ -183,9 +186,9 @@ class SweepConfig(Section):
         if (self.mode == "random") != (self.samples is not None):
             yield "samples", "mode: random needs it, and no other mode takes it"
         if self.seeds and "seed" in self.parameters:
-            yield "seeds", "the parameters have a seed already"
+            yield "seeds", "the parameters already contain a seed"
         if not self.seeds and not self.parameters:
-            yield "parameters", "nothing varies: name a key here, or some seeds"
+            yield "parameters", "nothing varies: add a key here, or some seeds"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -210,15 +213,15 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
     together = sweep.mode != "product" and bool(columns)
     if together and len(set(lengths.values())) > 1:
         raise ConfigError(
-            "mode: zip takes as many values for each key",
+            "mode: zip needs the same number of values for each key",
             why="there are " + ", ".join(f"{n} of {key}" for key, n in lengths.items()),
-            next="give each key as many, or leave out `mode` to try every combination",
+            next="give each key the same number of values, or omit `mode` to try all of them",
         )
     seeds: list[dict[str, Any]] = [{"seed": seed} for seed in sweep.seeds] or [{}]
     rows = max(lengths.values()) if together else math.prod(lengths.values())
     if rows * len(seeds) > TOO_MANY:
         raise ConfigError(
-            f"{rows * len(seeds):,} combinations are too many even to look at",
+            f"{rows * len(seeds):,} combinations are too many",
             why=", ".join(f"{n} values of {key}" for key, n in lengths.items()),
             next="mode: random draws some of them",
         )
@@ -303,14 +306,14 @@ def find(name: Path) -> Path:
         why="it is a folder" if name.is_dir() else "it is neither a file nor a shipped sweep",
         next=f"did you mean {' or '.join(dict.fromkeys(close))}?"
         if close
-        else f"name a file (docs/sweep.md), or one that is shipped: {', '.join(known)}",
+        else f"specify a file (docs/sweep.md), or the name of a shipped sweep: {', '.join(known)}",
     )
 
 
 def _from_text(path: Path) -> Layer:
     extends, layer = source.read_file(path)
     if extends:
-        raise ConfigError(f"{path}: a sweep extends nothing", next=f"base: {extends[0]}")
+        raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     return layer
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from dtt.config.base import Section, free
+from dtt.config.base import Section, resumable
 from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
 from dtt.config.budget import Moment, Stretch
 
@@ -17,8 +26,13 @@ AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 class TrainConfig(Section):
     """The training run: duration, batch sizes, precision, device and intervals."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps of the whole run; with `budget` or `finish_by` an upper bound."""
+    epochs: PositiveFloat | None = None
+    """Passes over the data, in place of `steps`: the run ends with the first step after which that
+    many times the samples of all sources have been trained on. The job records the number of steps
+    as `steps`. null: `steps` determines the length."""
+    steps: NonNegativeInt = 1000
+    """Optimizer steps of the whole run; with `budget` or `finish_by` an upper bound. 0: the number
+    that `epochs` resolves to."""
     budget: Stretch | None = None
     """Time budget within which the run decays the learning rate, validates and saves: `6h`,
     `1h 30m`. Only the run time of attempts counts, each from the start of its first process, not
@@ -38,7 +52,7 @@ class TrainConfig(Section):
     """Tokens in one optimizer step, over all devices and accumulation steps."""
     batch_schedule: BatchSchedule = ConstantBatch()
     """Schedule of smaller batches at the start of the run."""
-    micro_batch: PositiveInt = free(8)
+    micro_batch: PositiveInt = resumable(8)
     """Sequences of `seq_len` tokens that one device processes at once; gradients are accumulated up
     to the global batch."""
     clip_norm: PositiveFloat | None = 1.0
@@ -52,47 +66,54 @@ class TrainConfig(Section):
     (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the
     last ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 +
     t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average."""
-    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    device: Literal["auto", "cpu", "cuda"] = resumable("auto")
     """Device of the run; `auto`: a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = free("auto")
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")
     """Precision of the forward and backward pass. With `bf16`, weights and optimizer state stay
     fp32; with `bf16-pure`, they and the gradients are bf16 too, which halves their memory and loses
     small updates. `fp8` is `bf16` with those linear layers in fp8 that a benchmark at the start
     finds faster in fp8 (needs torchao). `auto`: bf16 where the hardware multiplies it natively,
     else fp32."""
-    stochastic_rounding: bool = free(False)
+    stochastic_rounding: bool = resumable(False)
     """Round updated weights up or down at random with `precision: bf16-pure`, so that updates too
     small for bf16 take effect on average."""
-    attention: AttentionKernel = free("auto")
+    attention: AttentionKernel = resumable("auto")
     """Kernel of causal attention (a backend of PyTorch's scaled_dot_product_attention): `cudnn`,
     `flash`, `efficient` (CUTLASS, also in fp32) or `math` (the slow reference). `auto` selects
     FlashAttention 3 where it is installed, else cuDNN on Hopper and newer GPUs, else the first of
     flash, efficient and math that is supported. The log names the selected kernel. Attention within
-    documents or a window has kernels of its own."""
-    remat: Literal["none", "full", "selective"] = free("none")
+    documents or a window has separate kernels."""
+    remat: Literal["none", "full", "selective"] = resumable("none")
     """Activation checkpointing, which recomputes activations in the backward pass instead of
     storing them: `full` recomputes all of a block, which saves most memory and costs a third more
     time; `selective` recomputes all but the outputs of attention, every second matrix
     multiplication and collectives."""
-    remat_every: PositiveInt = free(1)
+    remat_every: PositiveInt = resumable(1)
     """Interval of blocks to which `remat` applies: one of every N."""
-    compile: bool | None = free(None)
+    compile: bool | None = resumable(None)
     """Compile each block with torch.compile; null: on a GPU only. If compilation fails, the run
     continues without it."""
-    log_every: PositiveInt = free(10)
+    log_every: PositiveInt = resumable(10)
     """Steps between console lines; metrics.jsonl always records every step."""
-    eval_every: NonNegativeInt = free(200)
+    eval_every: NonNegativeInt = resumable(200)
     """Steps between validation losses; 0: only at the start and the end."""
-    eval_tokens: PositiveInt = free(1_000_000)
+    eval_tokens: PositiveInt = resumable(1_000_000)
     """Number of tokens from the start of the held-out text to validate on, or all if it has fewer.
     Several sources share them equally; the overall loss weights each by its share of the run."""
-    sample_every: NonNegativeInt = free(0)
+    eval_answers: NonNegativeInt = resumable(16)
+    """Number of held-out conversations to answer at each evaluation, with `data.type: chat`: the
+    share of greedy answers that stop by themselves is recorded as `answer_stop_rate`. A sharded
+    model answers without a KV cache, one forward pass per token. 0: none."""
+    eval_answer_tokens: PositiveInt = resumable(128)
+    """Maximum tokens of such an answer; a longer one counts as not stopping."""
+    sample_every: NonNegativeInt = resumable(0)
     """Steps between printed samples; 0: only at the start and the end."""
-    sample_prompt: str = free("")
-    """Prompt of the samples; empty: the start of a document."""
-    sample_tokens: NonNegativeInt = free(64)
+    sample_prompt: str = resumable("")
+    """Prompt of the samples, with `data.type: chat` the message of a user; empty: the start of a
+    document, or a held-out conversation up to its first answer."""
+    sample_tokens: NonNegativeInt = resumable(64)
     """Tokens per sample; 0: no samples."""
-    hang_seconds: NonNegativeFloat | None = free(600.0)
+    hang_seconds: NonNegativeFloat | None = resumable(600.0)
     """Timeout of a step in seconds. A step that takes longer than this, and longer than 20 typical
     recent steps, counts as a hang: the stacks of all ranks are written, the rank responsible is
     named, and the job ends. 0 or null: no timeout."""
@@ -102,13 +123,23 @@ class TrainConfig(Section):
         """True if the end of the run is determined by time rather than by `steps`."""
         return self.budget is not None or self.finish_by is not None
 
+    @field_validator("steps")
+    @classmethod
+    def _positive_without_epochs(cls, steps: int, others: ValidationInfo) -> int:
+        if steps == 0 and others.data.get("epochs") is None:
+            raise PydanticCustomError("steps", "input should be greater than 0")
+        return steps
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
         full, seq_len = self.global_batch_tokens, self.seq_len
         if self.stochastic_rounding and self.precision != "bf16-pure":
-            yield "stochastic_rounding", "it is for train.precision = bf16-pure"
+            yield "stochastic_rounding", "it requires train.precision = bf16-pure"
         if self.precision == "fp8" and seq_len % 16:
-            yield "precision", f"fp8 takes a train.seq_len that is a multiple of 16, not {seq_len}"
+            yield (
+                "precision",
+                f"fp8 requires a train.seq_len that is a multiple of 16, not {seq_len}",
+            )
         if full % seq_len:
             yield "global_batch_tokens", f"{full} is not a multiple of train.seq_len = {seq_len}"
         for key, why in batch_problems(self.batch_schedule, full, seq_len):
@@ -124,33 +155,35 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """Intervals and retention of checkpoints."""
 
-    every: PositiveInt = free(500)
+    every: PositiveInt = resumable(500)
     """Steps between checkpoints; one is always written at the end and on a stop request."""
-    asynchronous: bool = free(True)
+    asynchronous: bool = resumable(True)
     """Write checkpoints in the background; training waits only for a copy in memory. false:
     training waits until the checkpoint is on disk and verified."""
-    keep_last: PositiveInt = free(2)
+    keep_last: PositiveInt = resumable(2)
     """Number of newest verified checkpoints to keep."""
-    keep_every: NonNegativeInt = free(0)
+    keep_every: NonNegativeInt = resumable(0)
     """Keep checkpoints at multiples of this number of steps permanently; 0: none."""
-    keep_best: NonNegativeInt = free(0)
+    keep_best: NonNegativeInt = resumable(0)
     """Number of checkpoints with the lowest validation loss to keep as well; needs an evaluation at
     each save."""
-    on_full: Literal["wait", "stop"] = free("stop")
+    on_full: Literal["wait", "stop"] = resumable("stop")
     """Action when the disk is full: `wait` for space (training continues until the next save is
     due), or `stop` with exit code 74. Existing checkpoints stay intact either way."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases. A resumed job continues the same run. Failures never stop training."""
+    """Weights & Biases. A resumed job continues the same run. Failures never stop training.
+
+    The run is online if there is an API key, else offline. The environment variable `WANDB_MODE`
+    takes precedence.
+    """
 
     type: Literal["wandb"] = "wandb"
     project: str = "dtt"
     """Project of the run."""
     entity: str | None = None
     """Team or user; null: the account's default."""
-    mode: Literal["auto", "online", "offline"] = "auto"
-    """Connection mode; `auto`: online with an API key, offline without."""
 
 
 class TensorBoardConfig(Section):
@@ -165,7 +198,7 @@ TrackerConfig = Annotated[WandbConfig | TensorBoardConfig, Field(discriminator="
 class PipelineConfig(Section):
     """The number of processes that `dtt pipeline` starts for each stage on this machine."""
 
-    tokenize_processes: NonNegativeInt = free(0)
+    tokenize_processes: NonNegativeInt = resumable(0)
     """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. Without MPI: one."""
-    train_processes: NonNegativeInt = free(0)
+    train_processes: NonNegativeInt = resumable(0)
     """Processes for `train`, under torchrun; 0: one per GPU, or one on a CPU."""

@@ -1,2 +1,2 @@
 """The data pipeline: documents to token files, and token files or text to training batches.
-May touch: config, runtime. numpy and pyarrow only; torch in loader.py alone."""
+May import: config, runtime. numpy and pyarrow only; torch in samples/loader.py alone."""

@@ -9,10 +9,31 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from dtt import __version__
-from dtt.artifacts import DataManifest, SourceFacts
+from dtt.artifacts import ChatFacts, DataManifest, SourceFacts
 from dtt.config.run import RunConfig
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
+
+BASE = "A base language model: it continues text, and was not taught to follow instructions."
+CHAT = (
+    "A chat model: it was trained on conversations, in the form of `chat_template.jinja`. It ends "
+    "an answer with the `eos_token`."
+)
+BASE_USE = """\
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
+
+
+def _chat_use(chat: ChatFacts) -> str:
+    """Return Python code that asks the model a question."""
+    variables = "".join(f", {name}={value!r}" for name, value in chat.kwargs.items())
+    return f"""\
+messages = [{{"role": "user", "content": "Hello!"}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt"{variables}
+)
+answer = model.generate(**inputs, max_new_tokens=50)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
 
 
 def model_card(
@@ -36,6 +57,46 @@ def model_card(
         datasets=[corpus.id for corpus in corpora if corpus.kind == "hub"] or None,
         tags=["dtt", arch.family],
     )
+    rows = _facts(cfg, arch, data, tokens, evaluation, ema=ema)
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return str(
+        ModelCard(
+            f"""---
+{facts.to_yaml()}
+---
+
+# {cfg.name}
+
+{BASE if data.chat is None else CHAT}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+{BASE_USE if data.chat is None else _chat_use(data.chat)}
+```
+
+Trained and exported with dtt {__version__}; `transformers` computes the same logits.
+"""
+        )
+    )
+
+
+def _facts(
+    cfg: RunConfig,
+    arch: Architecture,
+    data: DataManifest,
+    tokens: int,
+    evaluation: Mapping[str, Any] | None,
+    *,
+    ema: bool,
+) -> dict[str, str]:
+    """Return the rows of the table of facts, by title."""
     rows = {
         "Architecture": families.get(arch.family).hf_class,
         "Parameters": f"{count.parameters(arch):,}",
@@ -52,34 +113,7 @@ def model_card(
         rows["Validation loss"] = _validation(evaluation, ema=ema)
     if ema:
         rows["Weights"] = f"exponential moving average, decay {cfg.train.ema_decay}"
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return str(
-        ModelCard(
-            f"""---
-{facts.to_yaml()}
----
-
-# {cfg.name}
-
-A base language model: it continues text, and was not taught to follow instructions.
-
-| | |
-|---|---|
-{table}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
-
-Trained and exported with dtt {__version__}; `transformers` was seen to compute the same logits.
-"""
-        )
-    )
+    return rows
 
 
 def _public_name(source: SourceFacts) -> str:
@@ -90,11 +124,14 @@ def _public_name(source: SourceFacts) -> str:
 
 
 def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:
-    """Describe the last evaluation in nats per token and, if known, bits per byte."""
+    """Describe the last evaluation: nats per token and, if known, bits per byte; or DPO's loss."""
     loss, bits = evaluation["loss"], evaluation.get("bits_per_byte")
     if ema and evaluation.get("ema_loss") is not None:
         loss, bits = evaluation["ema_loss"], None
     if loss is None:
         return "not a finite number"
+    if (accuracy := evaluation.get("reward_accuracy")) is not None:
+        right = f"{accuracy:.1%} of the preference pairs correct"
+        return f"{loss:.4f} nats per pair (DPO), {right}, after step {evaluation['step']:,}"
     per_byte = f", {bits:.4f} bits per byte" if bits is not None else ""
     return f"{loss:.4f} nats per token{per_byte}, after step {evaluation['step']:,}"

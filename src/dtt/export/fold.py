@@ -14,7 +14,8 @@ from dtt.export.read import Trained
 from dtt.model import families
 from dtt.model.architecture import Architecture
 
-PARAMETER = re.compile(r"(?:layers\.\d+\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+MODULE = re.compile(r"(?:layers\.\d+\.)?(?P<name>.+?)(?:\.weight|\.bias)?")
+"""The name within its layer of the module that a parameter belongs to, or of a stack."""
 
 
 def fold(trained: Trained) -> Trained:
@@ -48,6 +49,7 @@ def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
         "attn.q_norm" if ours.qk_norm else "attn.q": ours.attn_scale / theirs.attn_scale,
         "attn_post_norm" if ours.sandwich_norm else "attn.o": added,
         "mlp_post_norm" if ours.sandwich_norm else "mlp.down": added,
+        "mlp_post_norm" if ours.sandwich_norm else "mlp.experts.down": added,
         # In the final norm, not in the head: a tied head is the embedding matrix and so has its
         # factor already, which is divided out here.
         "norm": logits / embed if ours.tie_embeddings else logits,
@@ -55,11 +57,11 @@ def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
 
 
 def _folded(name: str, tensor: Tensor, factors: dict[str, float], arch: Architecture) -> Tensor:
-    found = PARAMETER.fullmatch(name)
+    found = MODULE.fullmatch(name)
     assert found is not None
-    factor = factors.get(found["module"], 1.0)
+    factor = factors.get(found["name"], 1.0)
     if factor == 1.0:
         return tensor
-    if arch.norm == "rmsnorm_plus_one" and found["module"].endswith("norm"):
+    if arch.norm == "rmsnorm_plus_one" and found["name"].endswith("norm"):
         return (1 + tensor) * factor - 1
     return tensor * factor

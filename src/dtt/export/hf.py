@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +12,19 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from dtt.artifacts import ExportManifest, FileRecord
-from dtt.data.tokenizer import open_tokenizer
+from dtt.artifacts import CHAT_TEMPLATE, ExportManifest, FileRecord
+from dtt.data.tokenize.tokenizer import open_tokenizer
 from dtt.errors import ConfigError, DamagedError
 from dtt.export import verify
+from dtt.export.chat_format import ChatFormat
 from dtt.export.fold import fold
 from dtt.export.read import Trained
 from dtt.export.weights import to_hf
 from dtt.model import count, families
+from dtt.model.architecture import Architecture
 from dtt.runtime.files import check_space, fsync_file, fsync_folder, sha256_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,15 +46,15 @@ class Origin:
 def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
     """Return the manifest of the same export if it exists at `out`.
 
-    Returns None if `out` is empty, does not exist, or holds another export of the same job, which
-    may be replaced. Raises ConfigError if `out` holds anything else, DamagedError if a file of the
-    export is missing or has another size.
+    Returns None if `out` is empty, does not exist, or contains another export of the same job,
+    which may be replaced. Raises ConfigError if `out` contains anything else, DamagedError if a
+    file of the export is missing or has a different size.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not ExportManifest.exists(out):
         raise ConfigError(
-            f"{out} holds something else", next="name another folder with --out, or move it away"
+            f"{out} is not an export", next="specify another folder with --out, or move it away"
         )
     found = ExportManifest.read(out)
     same = (found.checkpoint_sha256, found.ema, found.dtype)
@@ -59,13 +63,13 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
             return None
         raise ConfigError(
             f"{out} holds the export of another job: {found.job}, step {found.step}, {found.dtype}",
-            next="name another folder with --out, or remove it",
+            next="specify another folder with --out, or remove it",
         )
     for file in found.files:
         path = out / file.path
         if not path.is_file() or path.stat().st_size != file.bytes:
             raise DamagedError(
-                "an earlier export is no longer whole",
+                "the export is incomplete",
                 where=path,
                 next=f"rm -r {out}, then export again",
             )
@@ -73,30 +77,40 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
 
 
 def export(
-    trained: Trained, origin: Origin, out: Path, *, dtype: Dtype, max_shard_size: str, card: str
+    trained: Trained,
+    origin: Origin,
+    out: Path,
+    *,
+    dtype: Dtype,
+    max_shard_size: str,
+    card: str,
+    chat: ChatFormat | None = None,
 ) -> ExportManifest:
     """Write the export to `out`, replacing an existing folder, and return its manifest.
 
-    The folder appears only after `transformers` has computed the same logits from it; otherwise
-    raises DamagedError. `card` is the text of README.md.
+    The folder appears only after `transformers` has computed the same logits from it, and for a
+    model that was trained on conversations the same ids of prompts; otherwise raises DamagedError.
+    `card` is the text of README.md, `chat` the conversation format.
     """
     out = out.resolve()  # the target of a symbolic link, and a name instead of `.`
     n_parameters = count.parameters(trained.arch)
     size = n_parameters * DTYPES[dtype].itemsize
     check_space(out.parent, size + 2**24, "the export")
-    aside = out.with_name(f".{out.name}.tmp")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+    staging = out.with_name(f".{out.name}.tmp")
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
     try:
         folded = fold(trained)
         verify.check_folded(folded, trained)
         rounded = {name: tensor.to(DTYPES[dtype]) for name, tensor in folded.state.items()}
-        _write_weights(to_hf(rounded, folded.arch), aside, max_shard_size)
-        _write_config(folded, aside, dtype)
-        _write_tokenizer(trained, aside)
-        (aside / "README.md").write_text(card, encoding="utf-8")
-        difference = verify.check(aside, rounded, folded.arch, trained.tokenizer)
+        _write_weights(rounded, folded.arch, staging, max_shard_size)
+        _write_config(folded, staging, dtype, chat)
+        _write_tokenizer(trained, staging, chat)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        difference = verify.check(staging, rounded, folded.arch, trained.tokenizer)
+        if chat is not None:
+            verify.check_prompts(staging, chat)
         manifest = ExportManifest(
             job=origin.job,
             step=origin.step,
@@ -105,17 +119,23 @@ def export(
             dtype=dtype,
             parameters=n_parameters,
             max_logit_difference=difference,
-            files=_records(aside),
+            chat=None if chat is None else chat.facts,
+            files=_records(staging),
         )
-        (aside / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
-        _publish(aside, out)
+        (staging / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
+        _publish(staging, out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return manifest
 
 
-def _write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
-    shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+def _write_weights(
+    state: Mapping[str, Tensor], arch: Architecture, folder: Path, max_shard_size: str
+) -> None:
+    """Write safetensors files of at most `max_shard_size` each, converting one at a time."""
+    on_meta = to_hf({name: tensor.to("meta") for name, tensor in state.items()}, arch)
+    shards = split_torch_state_dict_into_shards(dict(on_meta), max_shard_size=max_shard_size)
+    tensors = to_hf(state, arch)
     for name, keys in shards.filename_to_tensors.items():
         path = folder / name
         path.touch()
@@ -127,21 +147,27 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_size: str
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_config(trained: Trained, folder: Path, dtype: Dtype) -> None:
+def _write_config(trained: Trained, folder: Path, dtype: Dtype, chat: ChatFormat | None) -> None:
     family = families.get(trained.arch.family)
-    config = family.to_hf_config(trained.arch, trained.end_of_document)
+    end = trained.end_of_document
+    config = family.to_hf_config(trained.arch, end)
+    ends: Any = end
+    if chat is not None:
+        # The end of a document remains a stop token: it ended the documents of pretraining.
+        ends = [*dict.fromkeys((*chat.facts.stop_tokens, end))]
+        config["eos_token_id"] = ends[0]  # one id: some readers of config.json take no list
     name = str(DTYPES[dtype]).removeprefix("torch.")
     # transformers before 4.56 and other readers expect the old name, `torch_dtype`.
     _write_json(folder / "config.json", config | {"dtype": name, "torch_dtype": name})
-    end = trained.end_of_document
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    generation = {"bos_token_id": end, "eos_token_id": ends, "pad_token_id": end}
     _write_json(folder / "generation_config.json", generation)
 
 
-def _write_tokenizer(trained: Trained, folder: Path) -> None:
-    """Write tokenizer.json, which gives the ids of the token files, and AutoTokenizer's files."""
-    assert trained.end_of_document is not None, "a job's data name it"
-    end = open_tokenizer(trained.tokenizer).id_to_token(trained.end_of_document)
+def _write_tokenizer(trained: Trained, folder: Path, chat: ChatFormat | None) -> None:
+    """Write tokenizer.json, which yields the ids of the token files, and AutoTokenizer's files."""
+    assert trained.end_of_document is not None, "the data manifest of a job has one"
+    tokenizer = open_tokenizer(trained.tokenizer)
+    end = tokenizer.id_to_token(trained.end_of_document)
     content = json.loads(trained.tokenizer.read_bytes())
     content |= {"truncation": None, "padding": None}
     processor = content.get("post_processor")
@@ -149,17 +175,37 @@ def _write_tokenizer(trained: Trained, folder: Path) -> None:
         content["post_processor"] = None  # training had no added tokens such as <s>
     _write_json(folder / "tokenizer.json", content)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
+    settings: dict[str, Any] = {
+        # The only class that uses tokenizer.json unchanged in every version of transformers.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": trained.arch.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat is not None:
+        special = _chat_special_tokens(chat, end, tokenizer)
+        settings["add_bos_token"] = False  # the template writes it, if it has one
+        (folder / CHAT_TEMPLATE).write_text(chat.template, encoding="utf-8", newline="")
     _write_json(folder / "special_tokens_map.json", special)
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            # The only class that uses tokenizer.json unchanged in every version of transformers.
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": trained.arch.max_seq_len,
-            "clean_up_tokenization_spaces": False,
-            **special,
-        },
-    )
+    _write_json(folder / "tokenizer_config.json", settings | special)
+
+
+def _chat_special_tokens(
+    chat: ChatFormat, end: str | None, tokenizer: Tokenizer
+) -> dict[str, str | None]:
+    """Return the special tokens of a chat model; `end` is its end-of-document token.
+
+    `eos_token` ends a turn, and `pad_token` is a different one: training code that masks padding
+    must not mask the end of answers. A variable that the template reads has the value that it had
+    in training.
+    """
+    trained = chat.facts.special_tokens
+    usual = {
+        "bos_token": end,
+        "eos_token": tokenizer.id_to_token(chat.facts.stop_tokens[0]),
+        "pad_token": end,
+    }
+    unread = {name: token for name, token in usual.items() if name not in chat.template}
+    return {**trained, **unread}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -173,15 +219,15 @@ def _records(folder: Path) -> tuple[FileRecord, ...]:
     )
 
 
-def _publish(aside: Path, out: Path) -> None:
-    """Rename `aside` to `out` once all bytes are on the disk, then delete the old `out`."""
-    for path in aside.iterdir():
+def _publish(staging: Path, out: Path) -> None:
+    """Rename `staging` to `out` once all bytes are on the disk, then delete the old `out`."""
+    for path in staging.iterdir():
         fsync_file(path)
-    fsync_folder(aside)
+    fsync_folder(staging)
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)
-    aside.rename(out)
+    staging.rename(out)
     fsync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -12,25 +12,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtt.artifacts import DataManifest, checked_name
+from dtt.artifacts import DataManifest
 from dtt.checkpoint import store
 from dtt.config.run import RunConfig
-from dtt.data import fit
+from dtt.data.samples import compatibility
 from dtt.errors import DamagedError, InputError
+from dtt.export.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.scaling import scaled
 from dtt.optim.ema import averages
-from dtt.reading import read_json
 from dtt.runtime.jobdir import JobDir
+from dtt.safe_names import checked_name
 
 if TYPE_CHECKING:
     from dtt.model.families.base import Family
-
-MOST = 2**28
-"""Maximum bytes of a config.json or an index; enough for a million tensors."""
-AGAIN = "export it again with `dtt export JOB`, or fetch the folder again"
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,8 @@ class Trained:
     """A tokenizer.json."""
     end_of_document: int | None
     """Id of the token that ends a document; None if a Hugging Face folder names none."""
+    until_ids: tuple[int, ...]
+    """Ids that end a generated answer: of the end of a document and of a turn."""
 
 
 def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
@@ -53,7 +52,7 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
         raise InputError(
             f"no checkpoint in {folder}",
             why="training has not saved one yet",
-            next="train on, or touch control/save in the job directory for one now",
+            next="continue training, or touch control/save in the job directory to save one now",
         )
     return found
 
@@ -64,21 +63,22 @@ def read_checkpoint(
     """Return the model of a job with the resolved config `cfg`; reads only the job directory.
 
     With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
-    DamagedError if the job directory holds the data manifest of other data.
+    DamagedError if the job directory contains the manifest of different data.
     """
     data = DataManifest.read(job.root)
     if checkpoint.manifest.data_key != data.key:
         raise DamagedError(
-            f"{job.root / data.filename} is not of the data that the job was trained on",
-            why="with another tokenizer the same ids would mean other text",
-            next=f"dtt train {job.root}, which writes it again",
+            f"{job.root / data.filename} does not describe the data that the job was trained on",
+            why="another tokenizer assigns the same ids to different text",
+            next=f"run dtt train {job.root}, which writes it again",
         )
-    fit.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
+    compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     return Trained(
         scaled(cfg, data.vocab_size).arch,
         _averages(checkpoint) if ema else checkpoint.tensors(store.MODEL),
         job.tokenizer,
         data.end_of_document,
+        data.until_ids,
     )
 
 
@@ -86,9 +86,9 @@ def _averages(checkpoint: store.Checkpoint) -> dict[str, Tensor]:
     found = averages(checkpoint.tensors(store.STATE))
     if not found:
         raise InputError(
-            f"{checkpoint.path} holds no average of the weights",
+            f"{checkpoint.path} has no moving average of the weights",
             why="the job was trained without train.ema_decay",
-            next="leave --ema out; train.ema_decay=0.999 keeps one in the next job",
+            next="omit --ema; set train.ema_decay=0.999 in the next job to keep one",
         )
     return found
 
@@ -98,21 +98,22 @@ def read_hf_folder(folder: Path) -> Trained:
 
     The weights keep their dtype. Raises InputError if dtt does not support the model.
     """
-    config = _read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     family = _family(config, folder)
     files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
     missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
     if missing is not None:
         why = f"{missing.name} is missing"
-        raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN)
+        raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN)
     arch = _architecture(family, config, folder)
     tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
-    return Trained(arch, from_hf(tensors, arch), tokenizer, _end_of_document(folder, config))
+    end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
+    return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids)
 
 
 def read_hf_architecture(folder: Path) -> Architecture:
     """Return the architecture of a Hugging Face folder; reads only config.json."""
-    config = _read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     return _architecture(_family(config, folder), config, folder)
 
 
@@ -121,10 +122,10 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
     known = {family.hf_model_type: family for family in families.FAMILIES}
     if config.get("model_type") not in known:
         raise InputError(
-            f"dtt does not know the kind of model in {folder}",
-            why=f"config.json says model_type {config.get('model_type')!r}; "
-            f"known: {', '.join(known)}",
-            next="name a folder that `dtt export` made, or a model of one of those kinds",
+            f"the model in {folder} is not supported",
+            why=f"config.json has model_type {config.get('model_type')!r}; "
+            f"supported: {', '.join(known)}",
+            next="use a folder written by `dtt export`, or a model of a supported type",
         )
     return known[config["model_type"]]
 
@@ -135,7 +136,7 @@ def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Ar
         return family.from_hf_config(config, partial(transformers_defaults, family))
     except KeyError as error:
         why = f"config.json lacks {error}"
-        raise InputError(f"{folder} is not a whole model", why=why, next=AGAIN) from None
+        raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN) from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -147,9 +148,9 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
-    names = _read_config(index).get("weight_map")
+    names = read_config(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise DamagedError(f"{index} has no weight_map", next=AGAIN)
+        raise DamagedError(f"{index} has no weight_map", next=FETCH_AGAIN)
     return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
 
 
@@ -158,7 +159,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DamagedError(f"{path} is damaged", why=str(error), next=AGAIN) from None
+        raise DamagedError(f"{path} is damaged", why=str(error), next=FETCH_AGAIN) from None
 
 
 def transformers_defaults(family: Family) -> dict[str, Any]:
@@ -173,21 +174,11 @@ def transformers_defaults(family: Family) -> dict[str, Any]:
 
 
 def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """Return the end-of-document id, the first if there are several.
+    """Return the end-of-document id: if several tokens end generation, the one that also begins
+    documents, otherwise the first.
 
-    Returns None if neither config.json nor generation_config.json names one, as in a Qwen3 model
-    that transformers created.
+    Chat models end generation at the end of a turn, too. Returns None if the folder names no token.
     """
-    generation = folder / "generation_config.json"
-    for said in (config, _read_config(generation) if generation.is_file() else {}):
-        match said.get("eos_token_id"):
-            case int(end) | [int(end), *_]:
-                return end
-    return None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, MOST)
-    except ValueError as error:
-        raise DamagedError(f"{path} is not JSON", why=str(error), next=AGAIN) from None
+    ends = eos_token_ids(folder)
+    begin = config.get("bos_token_id")
+    return begin if begin in ends else next(iter(ends), None)

@@ -16,9 +16,9 @@ HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 def check(repo: str) -> None:
     """Raise the errors of `upload` to `repo` that can be detected before anything is sent."""
-    _token(repo)
+    _require_token(repo)
     api = HfApi(library_name="dtt")
-    with _told(api, repo, "nothing was exported yet"):
+    with _translated_errors(api, repo, "nothing was exported yet"):
         api.repo_exists(repo)  # raises for an invalid name
         api.whoami()
 
@@ -30,15 +30,15 @@ def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
     the Hub refuses the token, or the Hub cannot be reached; ConfigError if `repo` is not a valid
     name.
     """
-    _token(repo)
+    _require_token(repo)
     api = HfApi(library_name="dtt")
-    with _told(api, repo, f"the export itself is complete in {folder}"):
+    with _translated_errors(api, repo, f"the export itself is complete in {folder}"):
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
         return str(url)
 
 
-def _token(repo: str) -> None:
+def _require_token(repo: str) -> None:
     if get_token() is None:
         raise EnvironmentUnfit(
             f"cannot upload to {repo}: no Hugging Face token",
@@ -47,18 +47,18 @@ def _token(repo: str) -> None:
 
 
 @contextmanager
-def _told(api: HfApi, repo: str, state: str) -> Iterator[None]:
+def _translated_errors(api: HfApi, repo: str, state: str) -> Iterator[None]:
     """Convert errors of the client to those of dtt; `state` describes the progress so far."""
     try:
         yield
     except errors.HFValidationError as error:
         raise ConfigError(
-            f"{repo!r} is no name of a Hub repository",
+            f"{repo!r} is not the name of a Hub repository",
             why=str(error),
             next="--upload ORG/NAME",
         ) from None
     except errors.HfHubHTTPError as error:
-        raise _refused(error.response.status_code, repo, str(error)) from None
+        raise _hub_error(error.response.status_code, repo, str(error)) from None
     except (errors.OfflineModeIsEnabled, HTTPError) as error:
         raise EnvironmentUnfit(
             f"cannot reach {api.endpoint}",
@@ -67,7 +67,7 @@ def _told(api: HfApi, repo: str, state: str) -> Iterator[None]:
         ) from None
 
 
-def _refused(status: int, repo: str, message: str) -> DttError:
+def _hub_error(status: int, repo: str, message: str) -> DttError:
     what = f"the Hub refused the upload to {repo} (HTTP {status})"
     match status:
         case 401:

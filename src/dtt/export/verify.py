@@ -15,8 +15,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from dtt.data.tokenizer import open_tokenizer
+from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.tokenize.tokenizer import open_tokenizer
 from dtt.errors import DamagedError, Diverged, InputError
+from dtt.export.chat_format import ChatFormat
 from dtt.export.read import Trained, transformers_defaults
 from dtt.export.weights import NOT_WEIGHTS
 from dtt.model import families
@@ -30,6 +32,16 @@ TEXT = """def mean(numbers: list[float]) -> float:
 
 It's 12,345 words — Übergröße, Привет, 你好世界, नमस्ते, 🙂👩‍🚀.
 """
+
+CONVERSATIONS = tuple(
+    Conversation(tuple({"role": role, "content": text} for role, text in turns))
+    for turns in (
+        [("user", TEXT)],
+        [("system", "Be brief.\n"), ("user", " 1 + 1? ")],
+        [("user", "Hi"), ("assistant", "Hello! 🙂"), ("user", TEXT)],
+    )
+)
+"""Prompts whose ids must be those of training."""
 
 
 @torch.inference_mode()
@@ -49,7 +61,7 @@ def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokeniz
             for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
         )
     except _Mismatch as found:
-        raise _refused(folder, str(found)) from None
+        raise _export_error(folder, str(found)) from None
 
 
 @torch.inference_mode()
@@ -65,13 +77,13 @@ def check_import(folder: Path, trained: Trained) -> float:
         ours = _decoder(trained.state, trained.arch)(ids_1T)
         if not ours.isfinite().all():
             raise DamagedError(
-                f"the weights in {folder} give logits that are no finite numbers",
+                f"the weights in {folder} give logits that are not finite",
                 next="fetch the folder again, or use another model",
             )
         return _difference(ours, _load(folder, trained.arch)(ids_1T).logits, "random ids")
     except _Mismatch as found:
         raise InputError(
-            f"dtt does not compute what transformers does from {folder}",
+            f"dtt and transformers compute different logits from {folder}",
             why=str(found),
             next="this is a fault of dtt, of this version of transformers "
             f"({transformers.__version__}) or of the folder: please report it",
@@ -83,11 +95,36 @@ def check_folded(folded: Trained, trained: Trained) -> None:
     """Raise DamagedError unless the folded weights give the same fp32 logits as before."""
     if folded.arch != trained.arch:
         ids_1T = _random_ids(trained.arch)[None]
-        before, after = (_decoder(one.state, one.arch)(ids_1T) for one in (trained, folded))
+        before, after = (_decoder(m.state, m.arch)(ids_1T) for m in (trained, folded))
         try:
             _difference(before, after, "the folded weights")
         except _Mismatch as found:
-            raise _refused(None, str(found)) from None
+            raise _export_error(None, str(found)) from None
+
+
+def check_prompts(folder: Path, chat: ChatFormat) -> None:
+    """Raise DamagedError unless AutoTokenizer encodes prompts of conversations as in training."""
+    encoder = chat.encoder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 2**20  # avoids a warning about a shorter context
+    for conversation in CONVERSATIONS:
+        try:
+            expected = encoder.prompt_ids(conversation)
+        except RefusedRow:  # such as a system prompt that the template does not support
+            continue
+        got = tokenizer.apply_chat_template(
+            list(conversation.messages),
+            add_generation_prompt=True,
+            return_dict=False,
+            **chat.facts.kwargs,
+        )
+        if got != expected:
+            raise _export_error(
+                folder,
+                f"apply_chat_template returns different ids for a prompt: {got[:8]}…, "
+                f"{expected[:8]}… in "
+                "training",
+            )
 
 
 class _Mismatch(Exception):
@@ -114,9 +151,9 @@ def _difference(expected: Tensor, got: Tensor, what: str) -> float:
     """
     if not expected.isfinite().all():
         raise Diverged(
-            "the model gives logits that are no finite numbers; nothing was published",
+            "the logits of the model are not finite; nothing was published",
             why="training has diverged, or the weights are too large for export.dtype",
-            next="--step STEP for a checkpoint from before, or export.dtype=fp32",
+            next="--step STEP for an earlier checkpoint, or export.dtype=fp32",
         )
     difference = (expected - got).abs().max().item()
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
@@ -148,7 +185,7 @@ def _load(folder: Path, arch: Architecture) -> Any:
     # the rotary embedding, so compare the architectures, too.
     theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
     if replace(theirs, dropout=arch.dropout) != arch:
-        raise _Mismatch("transformers reads another architecture in config.json")
+        raise _Mismatch("transformers reads a different architecture from config.json")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied != arch.tie_embeddings:
         raise _Mismatch(f"the head is {'tied' if tied else 'not tied'} to the embedding")
@@ -156,19 +193,19 @@ def _load(folder: Path, arch: Architecture) -> Any:
 
 
 def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
-    """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer gives other ids."""
+    """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer differs."""
     expected: list[int] = open_tokenizer(tokenizer).encode(TEXT, add_special_tokens=False).ids
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     loaded.model_max_length = len(expected)  # avoids a warning about a shorter context
     got = loaded(TEXT)["input_ids"]
     if got != expected:
-        raise _Mismatch(f"AutoTokenizer gives other ids: {got[:8]}…, not {expected[:8]}…")
+        raise _Mismatch(f"AutoTokenizer returns different ids: {got[:8]}…, not {expected[:8]}…")
     return expected
 
 
-def _refused(folder: Path | None, why: str) -> DamagedError:
+def _export_error(folder: Path | None, why: str) -> DamagedError:
     return DamagedError(
-        "the export is not the model that was trained; nothing was published",
+        "the export differs from the trained model; nothing was published",
         where=folder,
         why=why,
         next="this is a fault of dtt or of this version of transformers "

@@ -15,15 +15,16 @@ from pathlib import Path
 from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
 from dtt.checkpoint import store
 from dtt.config import parallel
-from dtt.config.data import GivenTokenizerConfig, TextDataConfig
+from dtt.config.data import GivenTokenizerConfig
 from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
-from dtt.data import fit
+from dtt.data.samples import compatibility
 from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count, families
-from dtt.model.fit_mesh import check_mesh
+from dtt.model.mesh_divisibility import check_mesh
 from dtt.reading import read_text
 from dtt.runtime.files import check_space, sha256_file
 from dtt.runtime.jobdir import JobDir
@@ -37,21 +38,33 @@ def raise_all(problems: list[DttError]) -> None:
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        told = "\n".join(str(problem) for problem in problems)
-        raise ConfigError(f"{len(problems)} problems, so nothing was submitted\n{told}")
+        listed = "\n".join(str(problem) for problem in problems)
+        raise ConfigError(f"{len(problems)} problems, nothing was submitted\n{listed}")
 
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
-    """Yield every problem that would end `dtt COMMAND` at its start; `job` is that of `train`."""
+    """Yield all problems that would make `dtt COMMAND` fail at its start; `job` is for `train`."""
     if command in ("download", "pipeline") and cfg.download.dataset is None:
-        if command == "download" or not CorpusManifest.exists(cfg.corpus_dir):
-            yield ConfigError("no dataset is named", next="download.dataset=org/name, or a folder")
+        if (command == "download" and not cfg.eval.tasks) or (
+            command == "pipeline" and cfg.reads_corpus and not CorpusManifest.exists(cfg.corpus_dir)
+        ):
+            yield ConfigError(
+                "no dataset is named", next="set download.dataset=org/name, or a folder"
+            )
     elif command == "tokenize":
         yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:
         yield InputError(f"no checkpoint in {job.root}", next=f"dtt train {job.root}")
+    elif command == "eval" and not cfg.eval.tasks:
+        yield ConfigError(
+            "no tasks to evaluate",
+            where="eval.tasks",
+            next=f"dtt submit eval {job.root} eval.tasks=[core]",
+        )
+    if command in ("train", "eval", "pipeline"):
+        yield from caught(lambda: load_tasks(cfg.eval.tasks))
 
 
 def caught(check: Callable[[], object]) -> Iterator[DttError]:
@@ -64,15 +77,15 @@ def caught(check: Callable[[], object]) -> Iterator[DttError]:
 
 def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     train = cfg.train
-    begun = cfg.init.source or HF
+    weights = cfg.init.source or HF
     # The config.json of an hf: source was read when the configuration was resolved.
-    if not begun.startswith(HF) and job.newest_checkpoint_name() is None:
-        yield from caught(lambda: store.locate(begun))
-    if isinstance(cfg.data, TextDataConfig):
+    if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
+        yield from caught(lambda: store.locate(weights))
+    if not cfg.data.reads_token_files:
         yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
         return
     for path in cfg.token_paths:
-        yield from fit.file_problems(path)
+        yield from compatibility.file_problems(path)
     # Token files of other tools have no manifest, so nothing more is known about them here.
     made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
     try:
@@ -85,30 +98,30 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             total = tokens.counts("train").tokens
             windows = max(0, (total - 1) // train.seq_len)
             yield from caught(
-                partial(fit.check_length, source.label, total, windows, train.seq_len)
+                partial(compatibility.check_length, source.label, total, windows, train.seq_len)
             )
     if found:
         named = [(s.label, s.path / "tokenizer.json", t.tokenizer_sha256) for s, t in found]
-        yield from caught(lambda: fit.check_one_tokenizer(named))
+        yield from caught(lambda: compatibility.check_one_tokenizer(named))
         vocab_size = found[0][1].vocab_size
         yield from caught(lambda: _check_model(cfg, vocab_size, job))
         yield from caught(lambda: _check_mesh(cfg, vocab_size))
     if len(found) == len(cfg.token_sources):
-        key = fit.data_key((source.label, tokens.key) for source, tokens in found)
+        key = compatibility.data_key((source.label, tokens.key) for source, tokens in found)
         yield from caught(lambda: _check_same_data(key, job))
 
 
 def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
     sha256 = tokens.tokenizer_sha256
-    yield from caught(lambda: fit.check_tokenizer(folder / "tokenizer.json", sha256))
+    yield from caught(lambda: compatibility.check_tokenizer(folder / "tokenizer.json", sha256))
     if isinstance(cfg.tokenizer, GivenTokenizerConfig):
         given = Path(cfg.tokenizer.path).expanduser()
         given = given / "tokenizer.json" if given.is_dir() else given
         if given.is_file() and sha256_file(given) != sha256:
             yield ConfigError(
-                f"the token files in {folder} were made with another tokenizer",
+                f"the token files in {folder} were created with another tokenizer",
                 where=given,
-                next="dtt tokenize, or name other token files with data.tokens=FOLDER",
+                next="run dtt tokenize, or set data.tokens=FOLDER",
             )
 
 
@@ -116,13 +129,13 @@ def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
     """Raise ConfigError if vocabulary or context do not fit, DiskFull if checkpoints will not."""
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, vocab_size, cfg.train.seq_len)
-    more = max(1, _most_kept(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
+    more = max(1, _max_checkpoints(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
 
 
 def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
-    """Raise ConfigError if the model does not divide over the devices."""
+    """Raise ConfigError if sizes of the model are not divisible by the mesh."""
     try:
         sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
         arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
@@ -131,17 +144,17 @@ def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
     check_mesh(sizes, arch, cfg.train)
 
 
-def _most_kept(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
+def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
     """Return the maximum number of checkpoints on disk; one is written before one is deleted.
 
     Checkpoints kept permanently are not counted if the end of the run is determined by time, which
     may be long before `train.steps`.
     """
-    for_ever = 0
+    permanent = 0
     if checkpoint.keep_every and not train.timed:
-        for_ever = train.steps // math.lcm(checkpoint.every, checkpoint.keep_every)
+        permanent = train.steps // math.lcm(checkpoint.every, checkpoint.keep_every)
     saved = math.ceil(train.steps / checkpoint.every)
-    return min(checkpoint.keep_last + for_ever + checkpoint.keep_best, saved) + 1
+    return min(checkpoint.keep_last + permanent + checkpoint.keep_best, saved) + 1
 
 
 def _check_same_data(key: str, job: JobDir) -> None:
@@ -151,7 +164,7 @@ def _check_same_data(key: str, job: JobDir) -> None:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
         except DttError:  # training skips a damaged checkpoint, too
             continue
-        fit.check_data_key(newest, key, job)
+        compatibility.check_data_key(newest, key, job)
         return
 
 
@@ -171,19 +184,21 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
         key, nodes = "pipeline.train_processes", 1
         each = cfg.pipeline.train_processes or gpus or 1
     yield from caught(
-        lambda: fit.check_batches(cfg.train, parallel.resolve(cfg.parallel, nodes * each).data)
+        lambda: compatibility.check_batches(
+            cfg.train, parallel.resolve(cfg.parallel, nodes * each).data
+        )
     )
     if gpus and each > gpus:
         yield ConfigError(
-            f"{each} processes on a node do not share {gpus} GPUs",
-            why="each process trains on a GPU of its own",
-            next=f"{key}=0, launch.gpus_per_node={each} or train.device=cpu",
+            f"{each} processes per node, but {gpus} GPUs",
+            why="each process needs its own GPU",
+            next=f"set {key}=0, launch.gpus_per_node={each} or train.device=cpu",
         )
-    asked = any(d.startswith(("--exclusive", "--gres", "--gpus")) for d in launch.directives)
-    if device == "cuda" and not gpus and not asked:
+    requested = any(d.startswith(("--exclusive", "--gres", "--gpus")) for d in launch.directives)
+    if device == "cuda" and not gpus and not requested:
         yield ConfigError(
-            "train.device=cuda, and the job asks Slurm for no GPU",
-            next="launch.gpus_per_node=1 or more; on nodes that are given as a whole, "
+            "train.device=cuda, but the job requests no GPU from Slurm",
+            next="set launch.gpus_per_node=1 or more, or for exclusive nodes "
             'launch.directives=["--exclusive"]',
         )
 
@@ -199,10 +214,10 @@ def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
         yield ConfigError(
             f"launch.time ({launch.time}) is too short for this job",
             where=job.lead,
-            why=f"by its measured steps and saves it needs {needed} s to save and stop, and is "
-            "asked to when half of the time is left at the earliest",
-            next=f"launch.time={math.ceil(2 * needed / 60)} or more; "
-            "launch.lead_seconds=SECONDS insists",
+            why=f"it needs {needed} s to save and stop, measured from its steps and saves, and "
+            "cannot start to stop before half of the time limit",
+            next=f"set launch.time={math.ceil(2 * needed / 60)} or more, or override with "
+            "launch.lead_seconds=SECONDS",
         )
 
 
@@ -214,7 +229,7 @@ def _setup_problems(launch: LaunchConfig) -> Iterator[DttError]:
         if parsed.returncode != 0:
             why = parsed.stderr.strip().splitlines()
             yield ConfigError(
-                f"a line of launch.setup is not bash: {line}", why=why[0] if why else None
+                f"a line of launch.setup is not valid bash: {line}", why=why[0] if why else None
             )
         words = line.split()
         if len(words) > 1 and words[0] in (".", "source"):
@@ -235,13 +250,13 @@ def _missing(name: str, key: str, *, inside: bool) -> Iterator[DttError]:
     path = Path(name)
     known = not any(c in name for c in "$~`'\"\\*") and not (inside and path.is_absolute())
     if known and not path.exists():
-        yield InputError(f"{key} names a file that is not here", where=path.absolute())
+        yield InputError(f"{key}: file not found", where=path.absolute())
 
 
 def sbatch_problems() -> Iterator[DttError]:
     """Yield a problem if this machine has no sbatch."""
     if shutil.which("sbatch") is None:
         yield EnvironmentUnfit(
-            "there is no sbatch here",
+            "sbatch is not installed",
             next="submit from a login node; --dry-run and --print-script work everywhere",
         )

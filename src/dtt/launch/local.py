@@ -26,7 +26,7 @@ def dtt_argv(*arguments: str) -> list[str]:
 def mpi_argv(processes: int, argv: Sequence[str]) -> list[str] | None:
     """Return `argv` under mpirun; None if mpi4py or mpirun is missing.
 
-    The mpirun beside the Python interpreter takes precedence: it belongs to the MPI library that
+    The mpirun next to the Python interpreter takes precedence: it belongs to the MPI library that
     mpi4py loads there.
     """
     beside = shutil.which("mpirun", path=Path(sys.executable).parent)
@@ -60,11 +60,11 @@ def run(
 ) -> int:
     """Run a command to its end; return its exit code, 128 + n after signal n.
 
-    The environment is that of this process, or `env`. The child has its own process group and
+    The environment is that of this process, or `env`. The command has its own process group and
     receives each SIGINT and SIGTERM of this process exactly once, so that it can save and stop. If
-    this process is killed, the child receives SIGTERM (Linux).
+    this process is killed, the command receives SIGTERM (Linux).
     """
-    child = subprocess.Popen(
+    process = subprocess.Popen(
         argv,
         env=env,
         stdout=stdout,
@@ -73,11 +73,11 @@ def run(
     )
 
     def forward(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        process.send_signal(number)
 
     previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = child.wait()
+        code = process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

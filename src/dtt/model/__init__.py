@@ -1,2 +1,2 @@
 """Decoder-only transformer models and their families, for a single device.
-May touch: config, runtime."""
+May import: config, runtime."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
-from dtt.model.attend import Attend
+from dtt.model.attention_backend import AttentionFn
 from dtt.model.linear import Linear
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotate
@@ -34,9 +34,9 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rotations: Rotations | None,
-        attend: Attend,
+        attention_fn: AttentionFn,
     ) -> Tensor:
-        """Apply attention: [B, T, D] → [B, T, D]; `attend` applies scale, mask and kernel."""
+        """Apply attention: [B, T, D] → [B, T, D]; `attention_fn` applies scale, mask and kernel."""
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
@@ -44,6 +44,6 @@ class Attention(nn.Module):
         q_BHTK, k_BGTK = self.q_norm(q_BHTK), self.k_norm(k_BGTK)
         if rotations is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, *rotations), rotate(k_BGTK, *rotations)
-        out_BHTK = attend(q_BHTK.type_as(v_BGTK), k_BGTK.type_as(v_BGTK), v_BGTK)
+        out_BHTK = attention_fn(q_BHTK.type_as(v_BGTK), k_BGTK.type_as(v_BGTK), v_BGTK)
         out_BTD: Tensor = self.o(out_BHTK.transpose(1, 2).flatten(2))
         return out_BTD

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
+
 from dtt.model.architecture import Architecture
+
+Shape = tuple[int, ...]
 
 
 def parameters(arch: Architecture) -> int:
     """Return the number of trainable parameters; a tied head is counted once."""
     positions = arch.max_seq_len * arch.dim if arch.position == "learned" else 0
     heads = arch.vocab_size * arch.dim * (1 if arch.tie_embeddings else 2)
-    layer = _matrices(arch) + _biases(arch) + _norms(arch)
-    return heads + positions + arch.n_layers * layer + _norm(arch, arch.dim)
+    layer = sum(map(prod, layer_shapes(arch).values()))
+    norm = sum(map(prod, _norm_shapes(arch, "norm", arch.dim).values()))
+    return heads + positions + arch.n_layers * layer + norm
 
 
 def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -> int:
@@ -22,31 +28,52 @@ def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -
     torchtitan, a layer with a sliding window w counts min(w, seq_len) tokens. With `causal`, only
     visible tokens count: w - w^2 / (2 * seq_len) instead of w on average.
     """
-    products = arch.n_layers * _matrices(arch) + arch.vocab_size * arch.dim
+    matmul_weights = arch.n_layers * active_weights(layer_shapes(arch).values(), 0)
+    matmul_weights += arch.vocab_size * arch.dim
     widths = [min(window or seq_len, seq_len) for window in arch.windows]
     attended = sum(w - w * w // (2 * seq_len) if causal else w for w in widths)
-    return 6 * products + 12 * arch.n_heads * arch.head_dim * attended
+    return 6 * matmul_weights + 12 * arch.n_heads * arch.head_dim * attended
 
 
-def _matrices(arch: Architecture) -> int:
-    """Return the number of weights in one layer's matrices."""
-    attention = 2 * arch.dim * arch.head_dim * (arch.n_heads + arch.n_kv_heads)
-    return attention + (2 if arch.mlp == "gelu" else 3) * arch.dim * arch.ffn_dim
+def active_weights(shapes: Iterable[Shape], experts_per_token: int) -> int:
+    """Return the number of weights that multiply each token.
+
+    A matrix [out, in] counts in full. In a stack [experts, out, in], only the
+    `experts_per_token` matrices that a token is routed to count. Biases and norms do not count.
+    """
+    matrices = (shape for shape in shapes if len(shape) > 1)
+    return sum(
+        prod(shape[-2:]) * (experts_per_token if len(shape) == 3 else 1) for shape in matrices
+    )
 
 
-def _biases(arch: Architecture) -> int:
-    """Return the number of biases of one layer's linear layers."""
-    if not arch.bias:
-        return 0
-    attention = arch.head_dim * (arch.n_heads + 2 * arch.n_kv_heads) + arch.dim
-    return attention + arch.ffn_dim * (1 if arch.mlp == "gelu" else 2) + arch.dim
+def layer_shapes(arch: Architecture) -> dict[str, Shape]:
+    """Return the shape of each parameter of one layer, by its name within the layer."""
+    dim, q, kv = arch.dim, arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+    matrices = {
+        "attn.q": (q, dim),
+        "attn.k": (kv, dim),
+        "attn.v": (kv, dim),
+        "attn.o": (dim, q),
+        "mlp.up": (arch.ffn_dim, dim),
+        "mlp.down": (dim, arch.ffn_dim),
+    }
+    if arch.mlp != "gelu":
+        matrices["mlp.gate"] = (arch.ffn_dim, dim)
+    shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    if arch.bias:
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    norms = dict.fromkeys(("attn_norm", "mlp_norm"), dim)
+    if arch.sandwich_norm:
+        norms |= dict.fromkeys(("attn_post_norm", "mlp_post_norm"), dim)
+    if arch.qk_norm:
+        norms |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), arch.head_dim)
+    for name, width in norms.items():
+        shapes |= _norm_shapes(arch, name, width)
+    return shapes
 
 
-def _norms(arch: Architecture) -> int:
-    """Return the number of weights and biases of one layer's norms."""
-    heads = 2 * _norm(arch, arch.head_dim) if arch.qk_norm else 0
-    return heads + (4 if arch.sandwich_norm else 2) * _norm(arch, arch.dim)
-
-
-def _norm(arch: Architecture, width: int) -> int:
-    return width * (2 if arch.norm == "layernorm" else 1)
+def _norm_shapes(arch: Architecture, name: str, width: int) -> dict[str, Shape]:
+    """Return the shapes of the parameters of the norm `name`."""
+    kinds = ("weight", "bias") if arch.norm == "layernorm" else ("weight",)
+    return {f"{name}.{kind}": (width,) for kind in kinds}

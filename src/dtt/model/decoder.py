@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
-from dtt.model.attend import Attend, attends
-from dtt.model.cache import KVCache
+from dtt.model.attention_backend import AttentionFn, make_attention_fns
+from dtt.model.kv_cache import KVCache
 from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
-from dtt.model.loss import Part, linear_cross_entropy
+from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
+from dtt.model.target_scores import target_scores
 from dtt.runtime.sharding import local
 
 Role = Literal["matrix", "embed", "head", "vector"]
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
         self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
         self.attention: AttentionKernel = "auto"
         self.fused_loss = False
-        self.part: Part | None = None
+        self.part: VocabShard | None = None
         """This rank's vocabulary shard, if tensor parallelism divides the head's rows; else
         None."""
 
@@ -60,24 +61,29 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
         cache: KVCache | None = None,
-        documents_BT: Tensor | None = None,
+        doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         positions_BT: Tensor | None = None,
-        attend: Sequence[Attend] | None = None,
+        attention_fns: Sequence[AttentionFn] | None = None,
+        reduction: Literal["sum", "none", "scores"] = "sum",
     ) -> Tensor:
         """Return logits [B, T, V]; with targets, the fp32 *sum* of the cross-entropy in nats.
 
-        Targets of -100 are ignored. `z_loss` changes only the gradients, as in `model/loss.py`.
+        With `reduction="none"`, return the cross-entropy of each target, [B, T]. With "scores",
+        targets are [B, T, C], C candidates for each next token, and the result is [B, T, C, 2]:
+        see `target_scores`.
+
+        `model/loss.py` describes targets to ignore, and `z_loss`, which changes only the gradients.
         With a cache, the tokens follow the cached ones and are appended to it, and only the last
-        token's logits [B, 1, V] are computed. `documents_BT` holds the document id of each token:
+        token's logits [B, 1, V] are computed. `doc_ids_BT` holds the document id of each token:
         tokens attend only within their document, and positions restart at 0 in each. It cannot be
         combined with a cache.
 
-        `positions_BT` and `attend` (one attention function per layer) replace documents and cache
+        `positions_BT` and `attention_fns` (one per layer) replace documents and cache
         where the tokens are only a part of their sequences, as under context parallelism.
         """
         if positions_BT is None:
-            positions_BT = _positions(tokens_BT, documents_BT, cache)
+            positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
         if self.pos_embed is not None:
             x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
@@ -86,44 +92,63 @@ class Decoder(nn.Module):
             rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
             for rope in set(self.ropes)
         }
-        if attend is None:
-            attend = attends(self.arch, tokens_BT, documents_BT, cache, self.attention)
+        if attention_fns is None:
+            attention_fns = make_attention_fns(
+                self.arch, tokens_BT, doc_ids_BT, cache, self.attention
+            )
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, angles[self.ropes[i]], attend[i])
+            x_BTD = layer(x_BTD, angles[self.ropes[i]], attention_fns[i])
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
-        x_BTD = _scaled(x_BTD, self.arch.logit_scale)
+        return self._output(_scaled(x_BTD, self.arch.logit_scale), targets_BT, z_loss, reduction)
+
+    def _output(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None,
+        z_loss: float,
+        reduction: Literal["sum", "none", "scores"],
+    ) -> Tensor:
+        """Return what `forward` returns, from the scaled final hidden states."""
         head_VD = local(self.embed.weight if self.head is None else self.head.weight)
+        softcap = self.arch.logit_softcap
         if targets_BT is None:
-            logits_BTV = _softcapped(F.linear(x_BTD, head_VD), self.arch.logit_softcap)
-            return logits_BTV if self.part is None else _whole(logits_BTV, self.part)
-        return linear_cross_entropy(
-            x_BTD.flatten(0, 1),
+            logits_BTV = _softcapped(F.linear(x_BTD, head_VD), softcap)
+            return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
+        hidden_ND = x_BTD.flatten(0, 1)
+        if reduction == "scores":
+            candidates_NC = targets_BT.flatten(0, 1)
+            scores = target_scores(hidden_ND, head_VD, candidates_NC, softcap, self.part)
+            return scores.view(*targets_BT.shape, 2)
+        loss = linear_cross_entropy(
+            hidden_ND,
             head_VD,
             targets_BT.flatten(),
-            softcap=self.arch.logit_softcap,
+            softcap=softcap,
             z_loss=z_loss,
             part=self.part,
             fused=self.fused_loss,
+            reduction=reduction,
         )
+        return loss if reduction == "sum" else loss.view(targets_BT.shape)
 
 
-def _positions(tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> Tensor:
+def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | None) -> Tensor:
     """Return the position of each token, [B, T] or [1, T]."""
-    if documents_BT is not None:
-        return document_positions(documents_BT)
+    if doc_ids_BT is not None:
+        return document_positions(doc_ids_BT)
     if cache is not None:
         return cache.positions(tokens_BT.shape[1])
     return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
 
 
-def document_positions(documents_BT: Tensor) -> Tensor:
+def document_positions(doc_ids_BT: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0: [B, T]."""
-    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    return index_T - torch.where(begins_BT, index_T, 0).cummax(dim=1).values
+    index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
+    starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
 
 
 def _residual(x: Tensor) -> Tensor:
@@ -146,27 +171,34 @@ def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _whole(logits: Tensor, part: Part) -> Tensor:
-    """Return the logits of the whole vocabulary, gathered from all vocabulary shards."""
+def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
+    """Return the logits of all of the vocabulary, gathered from all vocabulary shards."""
     return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
     """Return the role of each parameter of a Decoder by name.
 
-    Optimizers and scaling rules depend on it. A tied head appears once, as `embed`.
+    Optimizers, initialisation and scaling rules depend on it. A tied head appears once, as `embed`.
     """
-    return {name: _role(name, parameter) for name, parameter in model.named_parameters()}
+    return {
+        name: parameter_role(name, parameter.ndim) for name, parameter in model.named_parameters()
+    }
 
 
-def _role(name: str, parameter: nn.Parameter) -> Role:
-    match name.split(".")[0], parameter.ndim:
+def parameter_role(name: str, ndim: int) -> Role:
+    """Return the role of a parameter with `ndim` dimensions.
+
+    A stack [experts, out, in] in a layer has the role of its matrices, and a stack of biases
+    [experts, out] that of a bias. Raises ValueError for any other parameter.
+    """
+    if ndim == 1 or name.endswith("bias"):
+        return "vector"
+    match name.split(".")[0], ndim:
         case "embed" | "pos_embed", 2:
             return "embed"
         case "head", 2:
             return "head"
-        case "layers", 2:
+        case "layers", 2 | 3:
             return "matrix"
-        case _, 1:
-            return "vector"
-    raise ValueError(f"{name} {tuple(parameter.shape)} has no role")
+    raise ValueError(f"parameter {name} with {ndim} dimensions has no role")

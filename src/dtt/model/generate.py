@@ -5,14 +5,14 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dtt.errors import Diverged
-from dtt.model.cache import KVCache
 from dtt.model.decoder import Decoder
+from dtt.model.kv_cache import KVCache
 
 
 def generate(
@@ -23,7 +23,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue a prompt; see `generate_batch`."""
@@ -34,7 +34,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        stop_id=stop_id,
+        stop_ids=stop_ids,
         generators=[generator],
     ):
         yield token
@@ -49,71 +49,143 @@ def generate_batch(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
     generators: Sequence[torch.Generator | None],
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of the prompt, token) for each new token, as it is sampled.
 
     Prompts have at least one token. Each is continued independently of the others: until it has
-    `max_new_tokens`, until `stop_id` (which is not yielded), or until it fills the model's context
-    (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is drawn from
-    the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`, with the
-    prompt's own generator, which must be on the model's device. The model is in evaluation mode
-    until the iterator ends.
+    `max_new_tokens`, until one of `stop_ids` (which is not yielded), or until it fills the model's
+    context (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is
+    drawn from the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`,
+    with the prompt's own generator, which must be on the model's device. The model is in evaluation
+    mode until the iterator ends.
 
     Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
     of every sequence.
     """
     context = model.arch.max_seq_len
-    left = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    going = [i for i in range(len(prompts)) if left[i] > 0]
-    capacity = max((len(prompts[i]) + left[i] for i in going), default=0)
+    remaining = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    active = [i for i in range(len(prompts)) if remaining[i] > 0]
+    capacity = max((len(prompts[i]) + remaining[i] for i in active), default=0)
     weight = model.embed.weight
-    cache = KVCache(model.arch, len(going), capacity, weight.device, weight.dtype)
+    cache = KVCache(model.arch, len(active), capacity, weight.device, weight.dtype)
     was_training = model.training
     model.eval()
     try:
-        logits = [_read(model, cache, row, prompts[i]) for row, i in enumerate(going)]
-        while going:
+        logits = [_prefill(model, cache, row, prompts[i]) for row, i in enumerate(active)]
+        while active:
             rows, tokens = [], []
-            for row, i in enumerate(going):
+            for row, i in enumerate(active):
                 token = sample(logits[row].float(), temperature, top_k, top_p, generators[i])
-                if token == stop_id:
+                if token in stop_ids:
                     continue
                 yield i, token
-                left[i] -= 1
-                if left[i] > 0:
+                remaining[i] -= 1
+                if remaining[i] > 0:
                     rows.append(row)
                     tokens.append(token)
-            if len(rows) < len(going):
-                going = [going[row] for row in rows]
+            if len(rows) < len(active):
+                active = [active[row] for row in rows]
                 cache.keep(rows)
-            if going:
+            if active:
                 tokens_B1 = torch.tensor(tokens, device=weight.device)[:, None]
                 logits = list(model(tokens_B1, cache=cache)[:, -1])
     finally:
         model.train(was_training)
 
 
+class PrefixCachedGenerator:
+    """Generation from successive prompts, which computes only tokens after their common prefix.
+
+    The turns of a conversation are such prompts: each begins with the previous prompt and answer.
+    """
+
+    CHUNK = 1024
+    """Number of tokens that are prefilled at once behind cached ones, to bound their mask."""
+
+    def __init__(self, model: Decoder) -> None:
+        """Generate with `model`, which stays in evaluation mode."""
+        self.model = model.eval()
+        weight = model.embed.weight
+        self.cache = KVCache(model.arch, 1, 0, weight.device, weight.dtype)
+        self.cached_ids: list[int] = []
+        """Tokens whose keys and values are cached. Appended to after a complete forward pass, so an
+        exception at any point leaves a state from which the next prompt can continue."""
+
+    def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
+        """Return the number of cached tokens of a prompt; the last token is always computed."""
+        pairs = zip(self.cached_ids, prompt_ids[:-1], strict=False)
+        return next(
+            (i for i, (ours, theirs) in enumerate(pairs) if ours != theirs),
+            min(len(self.cached_ids), len(prompt_ids) - 1),
+        )
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        generator: torch.Generator,
+    ) -> Generator[int]:
+        """Yield the tokens that continue a prompt; see `generate_batch` for the options.
+
+        The iterator ends with `max_new_tokens` tokens or at the end of the context. The caller ends
+        it at a stop token by not asking for the next one.
+        """
+        remaining = min(max_new_tokens, self.model.arch.max_seq_len - len(prompt_ids))
+        self._reserve(len(prompt_ids) + remaining)
+        kept = self.cached_prefix(prompt_ids)
+        self.cached_ids, self.cache.lengths = self.cached_ids[:kept], [kept]
+        new = prompt_ids[kept:]
+        first = new if kept == 0 else new[: self.CHUNK]
+        logits_V = self._append(first)
+        for start in range(len(first), len(new), self.CHUNK):
+            logits_V = self._append(new[start : start + self.CHUNK])
+        while remaining > 0:
+            token = sample(logits_V.float(), temperature, top_k, top_p, generator)
+            yield token
+            remaining -= 1
+            if remaining > 0:
+                logits_V = self._append([token])
+
+    def _append(self, tokens: Sequence[int]) -> Tensor:
+        """Compute the tokens behind the cached ones; return the logits [V] of the next token."""
+        tokens_1T = torch.tensor([tokens], device=self.cache.device)
+        logits_V: Tensor = self.model(tokens_1T, cache=self.cache)[0, -1]
+        self.cached_ids += tokens
+        return logits_V
+
+    def _reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tokens; at least double the memory if there is none."""
+        current = self.cache.memory.shape[4]
+        if capacity > current:
+            self.cache.reserve(min(max(capacity, 2 * current), self.model.arch.max_seq_len))
+
+
 @torch.no_grad()  # FSDP2 reuses buffers in training, which inference tensors would forbid
 def generate_uncached(
     module: nn.Module,
     multiple: int,
-    agreed: Callable[[int], int],
+    broadcast: Callable[[int], int],
     context: int,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
-    stop_id: int,
+    stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Iterator[int]:
     """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
 
     All ranks call this together. There is no cache: each token takes a forward pass over all tokens
     before it, padded to one length that is a multiple of `multiple`, and at most `context` tokens.
-    `agreed` returns one rank's token on all ranks: the last bits of their logits may differ, and
+    `broadcast` returns one rank's token on all ranks: the last bits of their logits may differ, and
     with them the sampled token or the end of the text.
     """
     ids = list(prompt_ids)
@@ -125,8 +197,8 @@ def generate_uncached(
         while len(ids) < end:
             padded[0, : len(ids)] = torch.tensor(ids)
             logits = module(padded.to(generator.device))[0, len(ids) - 1]
-            token = agreed(sample(logits.float(), temperature, None, top_p, generator))
-            if token == stop_id:
+            token = broadcast(sample(logits.float(), temperature, None, top_p, generator))
+            if token in stop_ids:
                 return
             yield token
             ids.append(token)
@@ -134,11 +206,11 @@ def generate_uncached(
         module.train(was_training)
 
 
-def _read(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
+def _prefill(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
     """Prefill one row of the cache with a prompt; return the logits [V] of the next token."""
-    own = cache.row(row)
-    logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=own)[0, -1]
-    cache.lengths[row] = own.lengths[0]
+    one_row = cache.row(row)
+    logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=one_row)[0, -1]
+    cache.lengths[row] = one_row.lengths[0]
     return logits
 
 
@@ -156,9 +228,9 @@ def sample(
     highest = logits_V.max()
     if not highest.isfinite():  # max() is NaN if any logit is
         raise Diverged(
-            "the model gives no probabilities",
+            "the model's logits are not finite",
             why=f"its largest logit is {highest.item()}",
-            next="take weights from before training diverged: dtt export JOB --step STEP",
+            next="use weights from before training diverged: dtt export JOB --step STEP",
         )
     if temperature == 0:
         return int(logits_V.argmax())

@@ -1,4 +1,4 @@
-"""Weight initialisation: a pure function of (seed, parameter name).
+"""Weight initialisation: a pure function of (seed, parameter name, expert).
 
 The values do not depend on the device or on how parameters are sharded.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder
-from dtt.runtime.sharding import held, local
+from dtt.model.decoder import Decoder, parameter_role
+from dtt.runtime.sharding import Box, local, local_shard
 
-RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight")
+RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight", "mlp.experts.down")
+"""Endings of the names of matrices, or stacks of them, that write into the residual stream."""
 BLOCK_ELEMENTS = 2**24
 """Maximum number of elements drawn from one generator."""
 
@@ -28,16 +30,15 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
     itself.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter_role(name, parameter.ndim) == "vector":
             zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"
             local(parameter).fill_(0.0 if zero else 1.0)
         else:
-            std = init_std(name, model.arch, base or model.arch)
-            _fill_normal(parameter, std, seed, name)
+            fill_normal(parameter, init_std(name, model.arch, base or model.arch), seed, name)
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:
-    """Return the standard deviation for a two-dimensional parameter.
+    """Return the standard deviation for a matrix, or for each matrix of a stack.
 
     It is `init_std` for embeddings and the head. For hidden matrices it is `init_std` / sqrt(dim /
     base dim). Matrices that write into the residual stream divide this by sqrt(2 * layers of the
@@ -49,22 +50,38 @@ def init_std(name: str, arch: Architecture, base: Architecture) -> float:
     return std / math.sqrt(2 * base.n_layers) if name.endswith(RESIDUAL_WRITERS) else std
 
 
-def _fill_normal(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
-    """Fill a parameter with normal numbers, drawn on the CPU and copied to its device.
+def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
+    """Fill a matrix, or a stack of them, with normal numbers.
 
-    A CPU generator gives the same numbers for every kind of device. Rows are drawn in blocks, each
-    with its own generator: a rank that holds a shard of the parameter draws only the blocks that
+    Each matrix of a stack [experts, out, in] is keyed by its index, so its values depend neither on
+    the number of experts nor on which of them this rank holds.
+    """
+    local_part, box, shape = local_shard(parameter)
+    if parameter.ndim == 2:
+        _fill_matrix(local_part, box, shape, std, f"{seed}:{name}")
+        return
+    for e, matrix in enumerate(local_part, start=box.offset[0]):
+        of_matrix = Box(box.offset[1:], box.shape[1:])
+        _fill_matrix(matrix, of_matrix, shape[1:], std, f"{seed}:{name}[{e}]")
+
+
+def _fill_matrix(local_part: Tensor, box: Box, shape: Sequence[int], std: float, key: str) -> None:
+    """Fill the part `box` of a matrix of `shape`, drawn on the CPU and copied to its device.
+
+    A CPU generator produces the same numbers for every kind of device. Rows are drawn in blocks,
+    each with its own generator: a rank that holds a shard of the matrix draws only the blocks that
     overlap it.
     """
-    part, box, (rows, columns) = held(parameter)[:3]
-    height = max(1, BLOCK_ELEMENTS // columns)
+    rows, columns = shape
+    block_rows = max(1, BLOCK_ELEMENTS // columns)
     (first, left), (count, width) = box
-    for start in range(first // height * height, first + count, height):
-        shape = min(height, rows - start), columns
-        drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
-        drawn.normal_(0.0, std, generator=_generator(f"{seed}:{name}", start // height))
+    for start in range(first // block_rows * block_rows, first + count, block_rows):
+        block_shape = min(block_rows, rows - start), columns
+        drawn = torch.empty(block_shape, dtype=torch.float32, device="cpu")
+        drawn.normal_(0.0, std, generator=_generator(key, start // block_rows))
         begin, end = max(first, start), min(first + count, start + len(drawn))
-        part[begin - first : end - first] = drawn[begin - start : end - start, left : left + width]
+        overlap = drawn[begin - start : end - start, left : left + width]
+        local_part[begin - first : end - first] = overlap
 
 
 def _generator(key: str, block: int) -> torch.Generator:

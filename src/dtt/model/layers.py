@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
-from dtt.model.attend import Attend
 from dtt.model.attention import Attention, Rotations
+from dtt.model.attention_backend import AttentionFn
 from dtt.model.linear import Linear
 from dtt.model.norm import make_norm
 
@@ -85,10 +85,10 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotations: Rotations | None,
-        attend: Attend,
+        attention_fn: AttentionFn,
     ) -> Tensor:
         """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of `Attention`."""
-        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attend)
+        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attention_fn)
         x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
         return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD))))
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dtt.runtime.compilation import compiler
+from dtt.targets import IGNORE_INDEX
 
-IGNORED = -100
 CHUNK_ELEMENTS = 2**26
 """Logits per chunk on a CPU, unless the caller sets `chunk`: 128 MB in bf16."""
 GPU_CHUNK_ELEMENTS = 2**28, 2**30
@@ -35,7 +35,7 @@ BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Logits converted to fp32 at a time: what fits in a CPU's cache; 256 MB on a GPU."""
 
 
-class Part(Protocol):
+class VocabShard(Protocol):
     """The vocabulary shard of this rank, under tensor parallelism.
 
     Its methods are collective: all ranks call them for the same tokens at the same time.
@@ -55,24 +55,29 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    part: Part | None = None,
+    part: VocabShard | None = None,
     chunk: int | None = None,
     fused: bool = False,
+    reduction: Literal["sum", "none"] = "sum",
 ) -> Tensor:
     """Return the sum over tokens of cross_entropy(hidden @ weight.T, target), in nats, in fp32.
 
-    The result is a scalar equal to `F.cross_entropy(..., ignore_index=-100, reduction="sum")`. With
-    `softcap`, logits x are first mapped to softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118,
-    section 2). With `z_loss`, gradients are those of the sum plus z_loss * logsumexp(logits)^2 of
-    every token that is not ignored (PaLM, arXiv 2204.02311, section 5); the returned value stays
-    the cross-entropy, so that runs with and without z-loss are comparable.
+    The result is a scalar equal to `F.cross_entropy(..., reduction="sum")`: tokens whose target is
+    IGNORE_INDEX are ignored. With `reduction="none"` it is [N], the cross-entropy of each token, 0
+    where it is ignored. With `softcap`, logits x are first mapped to softcap * tanh(x /
+    softcap) (Gemma 2, arXiv 2408.00118, section 2). With `z_loss`, gradients are those of the sum
+    plus z_loss * logsumexp(logits)^2 of every token that is not ignored (PaLM, arXiv 2204.02311,
+    section 5); the returned value stays the cross-entropy, so that runs with and without z-loss are
+    comparable.
 
     Logits are computed for `chunk` tokens at a time. If gradients are needed, they are computed in
-    the forward pass, so that logits are computed only once and never stored. Under autocast, matrix
+    the forward pass, so that logits are computed only once and never stored. With
+    `reduction="none"` that is impossible, because the gradient of the weight depends on the factor
+    of each token; the backward pass then computes the logits again. Under autocast, matrix
     multiplications run in its dtype; the loss and the accumulated gradient of the weight are fp32
     (fp64 for fp64 inputs).
 
-    With `part`, `weight_VD` holds this rank's rows. The loss is then that over the whole
+    With `part`, `weight_VD` holds this rank's rows. The loss is then over the full
     vocabulary, on every rank, and the gradient of `hidden_ND` is the contribution of these rows
     (Megatron-LM, arXiv 1909.08053, section 3). The ranks exchange two numbers per token.
 
@@ -86,13 +91,17 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-            apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+            function = _LinearCrossEntropy if reduction == "sum" else _TokenCrossEntropy
+            apply: Callable[..., Tensor] = function.apply
             return apply(hidden_ND, weight_VD, targets_N, how, chunk, dtype)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        how = how._replace(z_loss=0.0)
+        if reduction == "none":
+            return _token_losses(hidden_ND, weight_VD, targets_N, how, chunk)
         loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
         for rows in _slices(len(targets_N), chunk):
             logits_CV = hidden_ND[rows] @ weight_VD.T
-            loss += _to_gradient(logits_CV, targets_N[rows], how._replace(z_loss=0.0))
+            loss += _total(_to_gradient(logits_CV, targets_N[rows], how))
         return loss
 
 
@@ -121,7 +130,7 @@ class _How(NamedTuple):
 
     softcap: float | None
     z_loss: float
-    part: Part | None
+    part: VocabShard | None
     fused: bool
 
 
@@ -139,17 +148,35 @@ def _sum_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def _to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tensor:
-    """Replace logits, in place, by the gradient of their loss; return the loss, [].
+def _total(losses: list[Tensor]) -> Tensor:
+    """Return the sum of the losses of all blocks, []: blocks are added one after the other."""
+    total = losses[0].new_zeros(())
+    for losses_B in losses:
+        total += losses_B.sum()
+    return total
 
-    Ignored tokens get a gradient too; the caller masks it out.
+
+def _token_losses(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How, chunk: int
+) -> Tensor:
+    """Return the loss of each token, [N], without gradients."""
+    losses = [hidden_ND.new_zeros(0, dtype=_sum_dtype(hidden_ND))]  # for N = 0
+    for rows in _slices(len(targets_N), chunk):
+        losses += _to_gradient(hidden_ND[rows] @ weight_VD.T, targets_N[rows], how)
+    return torch.cat(losses)
+
+
+def _to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> list[Tensor]:
+    """Replace logits, in place, by the gradient of their loss.
+
+    Return the loss of each token, in blocks [B], 0 where it is ignored. Ignored tokens get a
+    gradient too; the caller masks it out.
     """
     if how.fused:
-        return _fused_to_gradient(logits_CV, targets_C, how)
-    loss = logits_CV.new_zeros((), dtype=_sum_dtype(logits_CV))
-    for rows in _blocks(logits_CV):
-        loss += _block_to_gradient(logits_CV[rows], targets_C[rows], how)
-    return loss
+        return [_fused_to_gradient(logits_CV, targets_C, how)]
+    return [
+        _block_to_gradient(logits_CV[rows], targets_C[rows], how) for rows in _blocks(logits_CV)
+    ]
 
 
 def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tensor:
@@ -177,11 +204,11 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
     if softcap is not None:
         grad_BV.mul_(capped_BV.div_(softcap).square_().neg_().add_(1.0))
     logits_BV.copy_(grad_BV)
-    return (lse_B1 - logit_B1)[:, 0].masked_fill(targets_B == IGNORED, 0.0).sum()
+    return (lse_B1 - logit_B1)[:, 0].masked_fill(targets_B == IGNORE_INDEX, 0.0)
 
 
-def _of_all_parts(part: Part, lse_B1: Tensor, logit_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logsumexp and the target's logit over the whole vocabulary, [B, 1] each.
+def _of_all_parts(part: VocabShard, lse_B1: Tensor, logit_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logsumexp and the target's logit over the full vocabulary, [B, 1] each.
 
     `logit_B1` must be 0 where another rank holds the target's row.
     """
@@ -197,7 +224,7 @@ def _fused_to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tenso
     if how.part is not None:
         lse_C1, logit_C1 = _of_all_parts(how.part, lse_C1, logit_C1)
     gradient_(logits_CV, column_C1, lse_C1, how.softcap, how.z_loss)
-    return (lse_C1 - logit_C1)[:, 0].masked_fill(targets_C == IGNORED, 0.0).sum()
+    return (lse_C1 - logit_C1)[:, 0].masked_fill(targets_C == IGNORE_INDEX, 0.0)
 
 
 @cache
@@ -276,9 +303,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = None
         for rows in _slices(len(targets_N), chunk):
             h_CD, targets_C = hidden[rows], targets_N[rows]
-            ignored_C1 = (targets_C == IGNORED)[:, None]
+            ignored_C1 = (targets_C == IGNORE_INDEX)[:, None]
             grad_CV = h_CD @ weight.T  # the logits, so far
-            loss += _to_gradient(grad_CV, targets_C, how)
+            loss += _total(_to_gradient(grad_CV, targets_C, how))
             # Ignored rows are zeroed in the narrow [C, D] factors, not in the wide gradient.
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad_CV @ weight).masked_fill_(ignored_C1, 0.0)
@@ -304,3 +331,50 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None, None, None)
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        how: _How,
+        chunk: int,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        """Return the loss of each token, [N]."""
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ctx.how, ctx.chunk, ctx.dtype = how, chunk, dtype
+        return _token_losses(
+            hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, how._replace(z_loss=0.0), chunk
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the logits again, and from them both gradients, weighted per token."""
+        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        hidden, weight = hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        factor_N1 = grad_outputs[0].masked_fill(targets_N == IGNORE_INDEX, 0.0)[:, None]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = None
+        if wants_weight:
+            grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _slices(len(targets_N), ctx.chunk):
+                h_CD, factor_C1 = hidden[rows], factor_N1[rows]
+                grad_CV = h_CD @ weight.T
+                _to_gradient(grad_CV, targets_N[rows], ctx.how)
+                # As in _LinearCrossEntropy, rows are scaled in the narrow [C, D] factors.
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (factor_C1 * (grad_CV @ weight)).to(hidden.dtype)
+                if grad_weight is not None:
+                    grad_weight += grad_CV.T @ (factor_C1 * h_CD).to(h_CD.dtype)
+                del grad_CV  # free the chunk's memory before the next one
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden_ND.dtype),
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            *(None,) * 4,
+        )

@@ -21,6 +21,9 @@ learning rates of all parameters in the layers by l**(a - 1): a = 1/2 (Depth-muP
 or 1 (CompleteP, arXiv 2505.01618). The product of rate and weight decay stays that of the base, so
 that weights decay over the same number of steps (Wang & Aitchison, arXiv 2405.13698). AdamW's eps
 does not change either: it should be far below the gradients at any width.
+
+A stack [experts, out, in] is scaled as its matrices: fan_in is `in`, fan_out is `out`, and the
+number of experts has no effect.
 """
 
 from __future__ import annotations

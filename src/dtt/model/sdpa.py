@@ -31,18 +31,19 @@ KERNELS: dict[AttentionKernel, SDPBackend] = {
 WITH_A_MASK: Kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """Kernels for attention with a mask.
 
-Flash supports no mask, and the backward pass of cuDNN's kernel gives NaN with one (pytorch#196678).
+Flash supports no mask, and the backward pass of cuDNN's kernel returns NaN with one
+(pytorch#196678).
 """
 
 
-def kernels(device: torch.device, asked: AttentionKernel, *, training: bool = True) -> Kernels:
+def kernels(device: torch.device, requested: AttentionKernel, *, training: bool = True) -> Kernels:
     """Return the kernels for causal attention without a mask, in order of preference.
 
     cuDNN is used only in training, where shapes repeat: it plans each new shape, and in generation
     every token has a new length.
     """
-    if asked != "auto":
-        return (KERNELS[asked],)
+    if requested != "auto":
+        return (KERNELS[requested],)
     if device.type != "cuda":
         return ()
     cudnn = (KERNELS["cudnn"],) if training and _hopper(device) and not flash_3(device) else ()
@@ -60,7 +61,7 @@ def running_kernel(
     arch: Architecture,
     device: torch.device,
     seq_len: int,
-    asked: AttentionKernel,
+    requested: AttentionKernel,
     dtype: torch.dtype,
 ) -> str:
     """Return the name of the kernel that SDPA selects for one training sequence.
@@ -70,7 +71,7 @@ def running_kernel(
     """
     shapes = [(1, n, seq_len, arch.head_dim) for n in (arch.n_heads, arch.n_kv_heads)]
     q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-    allowed = kernels(device, asked)
+    allowed = kernels(device, requested)
     q, k, v, grouped = _for_kernels(q, k, k, allowed)
     try:
         with _only(allowed):
@@ -81,8 +82,9 @@ def running_kernel(
         chosen = SDPBackend.ERROR
     if chosen == SDPBackend.ERROR:
         raise EnvironmentUnfit(
-            f"train.attention={asked} cannot compute attention here",
-            why=f"PyTorch refuses it on {device.type} for {str(dtype).removeprefix('torch.')}, "
+            f"train.attention={requested} cannot compute attention here",
+            why=f"PyTorch does not support it on {device.type} for "
+            f"{str(dtype).removeprefix('torch.')}, "
             f"heads of {arch.head_dim}, {arch.n_heads} of queries and {arch.n_kv_heads} of keys",
             next="train.attention=auto",
         )
@@ -124,9 +126,9 @@ def _for_kernels(
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Return q, k, v in a form that the kernels support, and True if heads are still grouped.
 
-    The `efficient` kernel needs as many key heads as query heads, so keys and values are repeated
-    for it. PyTorch would use it with a mask and in fp32; with grouped heads it would fall back to
-    `math`, which materialises all scores.
+    The `efficient` kernel needs the same number of key heads as query heads, so keys and values are
+    repeated for it. PyTorch would use it with a mask and in fp32; with grouped heads it would fall
+    back to `math`, which materialises all scores.
     """
     grouped = grouped_heads(q, k)
     first = allowed[0] if allowed else None

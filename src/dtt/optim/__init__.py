@@ -1,2 +1,2 @@
 """Optimizers, parameter groups, schedules. Knows parameters and their roles, never the model.
-May touch: config, runtime."""
+May import: config, runtime."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.sharding import held, local
+from dtt.runtime.sharding import local, local_shard
 
 
 class RoundedAdamW(AdamW):
@@ -22,7 +22,7 @@ class RoundedAdamW(AdamW):
     """
 
     def __init__(self, params: Iterable[Any], rounding: StochasticRounding) -> None:
-        """Make the optimizer; `params` are groups that carry the `names` of their parameters."""
+        """Create the optimizer; `params` are groups that carry the `names` of their parameters."""
         super().__init__(params, fused=True)
         self._rounding = rounding
 
@@ -62,6 +62,6 @@ class RoundedAdamW(AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        self._rounding.write(narrow[0], weight, f"{name}{held(p).box.offset}")
+        self._rounding.write(narrow[0], weight, f"{name}{local_shard(p).box.offset}")
         narrow[2].copy_(mean)
         narrow[3].copy_(square)

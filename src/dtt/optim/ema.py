@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtt.errors import DamagedError
 from dtt.runtime.log import log
-from dtt.runtime.sharding import Whole, fill, local
+from dtt.runtime.sharding import FullTensor, fill, local
 
 T = TypeVar("T")
 
@@ -71,23 +71,25 @@ class Ema:
         return {UPDATES: self._updates} | {f"{OWNER}/{n}/value": average for n, average in named}
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Whole]) -> None:
+    def restore(self, state: Mapping[str, FullTensor]) -> None:
         """Restore the averages from the `tensors()` in the state of a checkpoint.
 
         Without averages in the checkpoint they start as the current parameters, and a line is
-        logged. Raise DamagedError if they belong to other parameters.
+        logged. Raise DamagedError if they belong to different parameters.
         """
         found = averages(state)
         if not found:
-            log.info("the checkpoint holds no average of the weights: it begins with them now")
+            log.info(
+                "the checkpoint has no average of the weights: the average starts from the weights"
+            )
             _copy(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
         if found.keys() != set(self._names) or UPDATES not in state:
             odd = sorted((found.keys() ^ set(self._names)) | ({UPDATES} - state.keys()))[0]
             raise DamagedError(
-                "the checkpoint's average of the weights does not fit this run",
-                why=f"{odd} is on one side only",
+                "the checkpoint's average of the weights does not match this run",
+                why=f"{odd} is present on one side only",
             )
         for name, average in zip(self._names, self._averages, strict=True):
             fill(average, found[name])

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from dtt.config.optim import GroupConfig, MuonConfig, OptimConfig, RoleConfig
+from dtt.config.optim import AdamWGroup, MuonConfig, MuonGroup, OptimConfig
 from dtt.errors import ConfigError
 from dtt.optim.adamw import RoundedAdamW
-from dtt.optim.muon import Muon
+from dtt.optim.muon.optimizer import Muon
 from dtt.optim.rounding import StochasticRounding
 
 T = TypeVar("T")
@@ -59,18 +59,18 @@ def build(
     unassigned = parameters.keys() - roles.keys()
     if unassigned:
         raise ValueError(f"parameters without a role: {sorted(unassigned)}")
-    chosen = _choose(config.groups, list(parameters))
+    overrides = _match_entries(config.groups, list(parameters))
     members: dict[Settings, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
-        settings = _settings(config, name, parameter, roles[name], chosen.get(name))
+        settings = _settings(config, name, parameter, roles[name], overrides.get(name))
         factor = (multipliers or {}).get(settings.optimizer, {}).get(name, 1.0)
         lr, weight_decay = factor * settings.lr, settings.weight_decay / factor
         members[settings._replace(lr=lr, weight_decay=weight_decay)].append(name)
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for settings, names in members.items():
-        given = {key: value for key, value in settings._asdict().items() if value is not None}
+        options = {key: value for key, value in settings._asdict().items() if value is not None}
         group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": settings.lr}
-        groups[given.pop("optimizer")].append(given | group)
+        groups[options.pop("optimizer")].append(options | group)
     optimizers: dict[str, Optimizer] = {}
     if groups["muon"]:
         assert isinstance(config, MuonConfig)
@@ -86,26 +86,26 @@ def build(
 def settings(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
 ) -> dict[str, Settings]:
-    """Return the settings that `build` gives each parameter, before any multipliers.
+    """Return the settings that `build` assigns to each parameter, before any multipliers.
 
     Raise ConfigError as `build` does.
     """
-    chosen = _choose(config.groups, list(parameters))
+    overrides = _match_entries(config.groups, list(parameters))
     return {
-        name: _settings(config, name, parameter, roles[name], chosen.get(name))
+        name: _settings(config, name, parameter, roles[name], overrides.get(name))
         for name, parameter in parameters.items()
     }
 
 
-def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, GroupConfig]:
+def _match_entries(entries: Sequence[AdamWGroup], names: Sequence[str]) -> dict[str, AdamWGroup]:
     """Return the first matching entry for each name that has one.
 
     Raise ConfigError for an entry that matches no name, or only names of earlier entries.
     """
-    chosen: dict[str, GroupConfig] = {}
+    found: dict[str, AdamWGroup] = {}
     for entry in entries:
         matching = [name for name in names if fnmatchcase(name, entry.match)]
-        free = [name for name in matching if name not in chosen]
+        unmatched = [name for name in matching if name not in found]
         if not matching:
             close = difflib.get_close_matches(entry.match, names, n=3, cutoff=0.0)
             raise ConfigError(
@@ -113,58 +113,58 @@ def _choose(entries: Sequence[GroupConfig], names: Sequence[str]) -> dict[str, G
                 where="optim.groups",
                 next=f"the closest are {', '.join(close)}",
             )
-        if not free:
+        if not unmatched:
             raise ConfigError(
-                f"the entry for {entry.match!r} decides nothing",
+                f"the entry for {entry.match!r} has no effect",
                 where="optim.groups",
-                why="earlier entries match all that it does",
-                next="put it before them",
+                why="earlier entries match all its parameters",
+                next="move it before them",
             )
-        chosen |= dict.fromkeys(free, entry)
-    return chosen
+        found |= dict.fromkeys(unmatched, entry)
+    return found
 
 
 def _settings(
-    config: OptimConfig, name: str, parameter: nn.Parameter, role: str, entry: GroupConfig | None
+    config: OptimConfig, name: str, parameter: nn.Parameter, role: str, entry: AdamWGroup | None
 ) -> Settings:
     """Return the resolved settings of one parameter."""
     label = role if entry is None else f"{role}: {entry.match}"
-    entry = entry or GroupConfig(match=name)
-    owner = entry.optimizer or ("muon" if role == "matrix" else "adamw")
-    if isinstance(config, MuonConfig) and owner == "muon":
-        return _muon(config, label, name, parameter, entry)
-    if entry.split is not None:
-        raise _misfit(entry, f"{name} is AdamW's: split is Muon's")
-    adamw = config.adamw if isinstance(config, MuonConfig) else config
-    own = {
-        "matrix": RoleConfig(weight_decay=adamw.weight_decay),
-        "embed": adamw.embed,
-        "head": adamw.head,
-        "vector": adamw.vector,
-    }[role]
+    entry = entry or AdamWGroup(match=name)
+    if isinstance(config, MuonConfig):
+        adamw = config.adamw
+        given = entry if isinstance(entry, MuonGroup) else MuonGroup(match=name)
+        owner = given.optimizer or ("muon" if role == "matrix" else "adamw")
+        if owner == "muon":
+            return _muon(config, label, name, parameter, given)
+        if given.split is not None:
+            raise _invalid_entry(entry, f"AdamW updates {name}, but split is an option of Muon")
+    else:
+        adamw = config
     return Settings(
         "adamw",
         label,
-        lr=_first(entry.lr, own.lr, adamw.lr),
-        weight_decay=_first(entry.weight_decay, own.weight_decay),
-        betas=_first(entry.betas, own.betas, adamw.betas),
-        eps=_first(entry.eps, own.eps, adamw.eps),
+        lr=_first(entry.lr, adamw.lr),
+        weight_decay=_first(entry.weight_decay, config.weight_decay if role == "matrix" else 0.0),
+        betas=_first(entry.betas, adamw.betas),
+        eps=_first(entry.eps, adamw.eps),
     )
 
 
 def _muon(
-    config: MuonConfig, label: str, name: str, parameter: nn.Parameter, entry: GroupConfig
+    config: MuonConfig, label: str, name: str, parameter: nn.Parameter, entry: MuonGroup
 ) -> Settings:
     shape = list(parameter.shape)
     if len(shape) not in (2, 3):
-        raise _misfit(entry, f"Muon is for matrices: {name} has the shape {shape}")
+        raise _invalid_entry(
+            entry, f"Muon is for matrices and stacks: {name} has the shape {shape}"
+        )
     if entry.betas is not None or entry.eps is not None:
-        raise _misfit(entry, f"{name} is Muon's: betas and eps are AdamW's")
+        raise _invalid_entry(entry, f"Muon updates {name}, but betas and eps are options of AdamW")
     split, rows = entry.split, shape[-2]
     if isinstance(split, int):
         split = (rows // split,) * split
     if split is not None and sum(split) != rows:
-        raise _misfit(entry, f"{name} has {rows} rows, which is not what split says")
+        raise _invalid_entry(entry, f"{name} has {rows} rows, but split has {sum(split)}")
     return Settings(
         "muon",
         label,
@@ -174,12 +174,12 @@ def _muon(
     )
 
 
-def _misfit(entry: GroupConfig, why: str) -> ConfigError:
+def _invalid_entry(entry: AdamWGroup, why: str) -> ConfigError:
     return ConfigError(
-        f"the entry for {entry.match!r} does not fit all that it matches",
+        f"the entry for {entry.match!r} is invalid for a parameter that it matches",
         where="optim.groups",
         why=why,
-        next="narrow the pattern, as layers.*.attn.[qkv].weight",
+        next="narrow the pattern, for example to layers.*.attn.[qkv].weight",
     )
 
 

@@ -18,7 +18,7 @@ class StochasticRounding:
 
     bf16 has 8 significant bits: rounded to nearest, a change of a weight by less than 1/512 of it
     is lost, in every step again (Zamirai et al., arXiv 2010.06192). The random bits are a function
-    of the seed, the step and the weight's name and offset, so that all replicas of it round alike,
+    of the seed, the step and the weight's name and offset, so that all its replicas round equally,
     and a resumed run draws the same bits as an uninterrupted one.
     """
 

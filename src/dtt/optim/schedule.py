@@ -59,9 +59,9 @@ class Schedule:
     """A learning-rate schedule resolved for a run. Steps count from 0."""
 
     warmup: int
-    """Number w of warm-up steps: the first has 1/w of the peak rate, the last all of it."""
+    """Number w of warm-up steps: the first has 1/w of the peak rate, the last the full peak."""
     decay: Decay | None
-    """None: the rate stays at the peak to the end, or until the clock starts the decay."""
+    """None: the rate stays at the peak to the end, or until the time budget starts the decay."""
     curve: Curve = field(repr=False)
     """Shape of the decay."""
     floor: float
@@ -88,7 +88,7 @@ class Schedule:
 
     @property
     def waits(self) -> bool:
-        """True if the clock has yet to start the decay."""
+        """True if the time budget has not started the decay yet."""
         return self.decay is None and self.name != CONSTANT
 
     def describe(self) -> str:
@@ -161,8 +161,6 @@ def shape(config: WsdConfig) -> Curve:
             return _cosine
         case "exponential":
             return partial(_exponential, config.floor)
-        case "power":
-            return partial(_power, config.exponent)
         case _:
             assert_never(config.shape)
 
@@ -177,10 +175,6 @@ def _one_minus_sqrt(progress: float) -> float:
 
 def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _power(exponent: float, progress: float) -> float:
-    return float((1.0 - progress) ** exponent)
 
 
 def _exponential(floor: float, progress: float) -> float:

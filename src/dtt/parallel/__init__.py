@@ -1,2 +1,2 @@
 """Parallelisation of a single-device model over many devices.
-May touch: config, runtime."""
+May import: config, runtime."""

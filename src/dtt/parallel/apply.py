@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.parallel.compile import compile_each_block
@@ -22,7 +21,7 @@ from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
 from dtt.runtime.dist import World
 from dtt.runtime.log import log
-from dtt.runtime.sharding import held
+from dtt.runtime.sharding import layout_of, local
 
 
 def apply(
@@ -49,7 +48,7 @@ def apply(
     if remat != "none":
         rematerialize(model, remat, remat_every)
     if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
-        log.info("not compiled: that goes with tensor parallelism and remat selective, not full")
+        log.info("not compiled: tensor parallelism is only compiled with train.remat=selective")
         compile_blocks = False
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
         log.info("%s", overlap(layout.part("tensor"), world))
@@ -65,7 +64,7 @@ def apply(
         return model
     if compile_blocks:
         # By default Dynamo splits a block's graph wherever 25 MB of gradients are ready, to overlap
-        # their all-reduce. Here each block is a graph of its own, and DDP's hooks between blocks
+        # their all-reduce. Here each block is a separate graph, and DDP's hooks between blocks
         # overlap anyway.
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -123,19 +122,20 @@ def release(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Scale gradients to a total norm of at most `limit`; return the norm before, [].
 
-    Unsharded fp32 gradients use `nn.utils.clip_grad_norm_`. For others, each rank sums the squares
-    of its shards in fp32, divided by the number of ranks that hold the same shard, and one
-    all-reduce adds them up.
+    `parameters` are those that this rank holds; the norm is over those of all ranks. Unsharded fp32
+    gradients use `nn.utils.clip_grad_norm_`. For others, each rank sums the squares of its shards
+    in fp32, divided by the number of ranks that hold the same shard, and one all-reduce adds them
+    up.
     """
-    if not isinstance(parameters[0], DTensor) and parameters[0].dtype is torch.float32:
+    if not layout.sharded and parameters[0].dtype is torch.float32:
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
-    parts = [held(p.grad) for p in parameters if p.grad is not None]
-    gradients = [part.local for part in parts]
+    sharded = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(gradient) for gradient in sharded]
     norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
-    torch._foreach_mul_(norms, [part.copies**-0.5 for part in parts])
+    torch._foreach_mul_(norms, [layout_of(gradient).replica_count ** -0.5 for gradient in sharded])
     square = torch.stack(norms).square().sum()
     if dist.is_initialized():
         dist.all_reduce(square)

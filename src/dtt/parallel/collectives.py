@@ -25,8 +25,8 @@ def gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def arrived(tensor: Tensor) -> Tensor:
     """Return `tensor` once its collective has finished; a GPU waits on its stream, not the host."""
-    whole: Tensor = _ops.wait_tensor(tensor)
-    return whole
+    result: Tensor = _ops.wait_tensor(tensor)
+    return result
 
 
 class _Gather(torch.autograd.Function):
@@ -36,13 +36,13 @@ class _Gather(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         part = part.movedim(dim, 0).contiguous()
         size, name = group.size(), group.group_name
-        whole: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, name))
-        return whole.movedim(0, dim)
+        gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, name))
+        return gathered.movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Reduce-scatter the gradient along `dim`."""
-        whole = grads[0].movedim(ctx.dim, 0).contiguous()
+        grad = grads[0].movedim(ctx.dim, 0).contiguous()
         size, name = ctx.group.size(), ctx.group.group_name
-        part = _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", size, name))
+        part = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad, "sum", size, name))
         return part.movedim(0, ctx.dim), None, None

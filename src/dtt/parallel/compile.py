@@ -11,10 +11,10 @@ def compile_each_block(model: nn.Module) -> None:
     """Compile each block (`model.layers`) when it is first called, in place.
 
     All blocks share one compilation, which is much faster than compiling the whole model; the
-    compiled code is hardly slower. Shapes stay static: a smaller last batch of an evaluation, or
-    another size of `train.batch_schedule` and `train.context_schedule`, is compiled separately and
-    does not make the training graph dynamic. If compilation fails, because there is no compiler or
-    by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
+    compiled code is hardly slower. Shapes stay static: a smaller last batch of an evaluation, or a
+    different size of `train.batch_schedule` and `train.context_schedule`, is compiled separately
+    and does not make the training graph dynamic. If compilation fails, because there is no compiler
+    or by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
     """
     for block in model.get_submodule("layers").children():
         # `block.compile()` would also compile the hooks, as those of FSDP2.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,21 @@ from torch.distributed import ProcessGroup
 
 from dtt.parallel.collectives import gather
 from dtt.parallel.mesh import Layout
+from dtt.targets import IGNORE_INDEX
 
-IGNORED = -100
-"""Target id that the loss ignores."""
 PADDING = -1
 """Document id of padding tokens; no real document has it."""
 
 Attends = Callable[
     [Tensor, Tensor | None, Sequence[range], Callable[[Tensor], Tensor]], Sequence[Any]
 ]
-"""Function that makes the attention function of each layer. Arguments: tokens [B, T], document ids
-[B, T] or None, the position ranges of this rank's chunks, and a function that all-gathers [..., P,
-D]."""
+"""Function that creates the attention function of each layer. Arguments: tokens [B, T], document
+ids [B, T] or None, the position ranges of this rank's chunks, and a function that all-gathers
+[..., P, D]."""
 
 
 @dataclass(frozen=True)
-class Share:
+class SequenceShard:
     """The tokens of each sequence that this rank holds."""
 
     rank: int
@@ -49,9 +48,9 @@ class Share:
         first, last = (range(start, start + chunk) for start in starts)
         return first, last
 
-    def of(self, whole_BT: Tensor) -> Tensor:
+    def of(self, full_BT: Tensor) -> Tensor:
         """Select this rank's tokens: [B, T] → [B, P]."""
-        return torch.cat([whole_BT[:, c.start : c.stop] for c in self.chunks(whole_BT.shape[1])], 1)
+        return torch.cat([full_BT[:, c.start : c.stop] for c in self.chunks(full_BT.shape[1])], 1)
 
     def gather(self, part: Tensor) -> Tensor:
         """All-gather [..., P, D] → [..., T, D], in the order of the tokens."""
@@ -78,39 +77,46 @@ class ContextParallel(nn.Module):
         self.positions = positions
         self.attends = attends
         sizes = layout.sizes
-        self.share = Share(layout.context_rank, sizes.context, layout.context_group)
+        self.shard = SequenceShard(layout.context_rank, sizes.context, layout.context_group)
         self.multiple = 2 * sizes.context * sizes.tensor
-        """Sequence lengths are padded to a multiple of this, so that all ranks have equally many
-        tokens."""
+        """Sequence lengths are padded to a multiple of this, so that all ranks have the same number
+        of tokens."""
 
     def forward(
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
-        documents_BT: Tensor | None = None,
+        doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
         """Return logits [B, T, V]; with targets, the fp32 *sum* of the loss of this rank's tokens.
+
+        With `reduction="none"`, return the loss of each target of the full sequences, [B, T]; its
+        gradient on each rank is one summand of the total.
 
         All ranks of the context group pass the same arguments. Sequences may have any length: they
         are padded.
         """
         length = tokens_BT.shape[1]
         padding = (0, -length % self.multiple)
-        if documents_BT is None:
+        if doc_ids_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         else:
-            positions_BT = self.positions(documents_BT)
-            documents_BT = F.pad(documents_BT, padding, value=PADDING)
+            positions_BT = self.positions(doc_ids_BT)
+            doc_ids_BT = F.pad(doc_ids_BT, padding, value=PADDING)
         if targets_BT is not None:
-            targets_BT = self.share.of(F.pad(targets_BT, padding, value=IGNORED))
+            targets_BT = self.shard.of(F.pad(targets_BT, padding, value=IGNORE_INDEX))
         tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
-        chunks = self.share.chunks(tokens_BT.shape[1])
+        chunks = self.shard.chunks(tokens_BT.shape[1])
         out: Tensor = self.model(
-            self.share.of(tokens_BT),
+            self.shard.of(tokens_BT),
             targets_BT,
             z_loss=z_loss,
-            positions_BT=self.share.of(positions_BT),
-            attend=self.attends(tokens_BT, documents_BT, chunks, self.share.gather),
+            positions_BT=self.shard.of(positions_BT),
+            attention_fns=self.attends(tokens_BT, doc_ids_BT, chunks, self.shard.gather),
+            reduction=reduction,
         )
-        return out if targets_BT is not None else self.share.gather(out)[:, :length]
+        if targets_BT is None:
+            return self.shard.gather(out)[:, :length]
+        return out if reduction == "sum" else self.shard.gather(out[..., None])[:, :length, 0]

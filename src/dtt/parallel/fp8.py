@@ -43,8 +43,8 @@ def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
     """
     if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
         raise EnvironmentUnfit(
-            f"train.precision is fp8, which a {torch.cuda.get_device_name(world.device)} lacks",
-            next="train.precision=bf16; fp8 takes an L4, H100 or newer",
+            f"{torch.cuda.get_device_name(world.device)} does not support train.precision=fp8",
+            next="train.precision=bf16; fp8 requires an L4, H100 or newer",
         )
     to_fp8 = _torchao()
 

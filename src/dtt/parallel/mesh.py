@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,7 +38,7 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel rank: the index of this rank's part of each batch, of `sizes.data`."""
+        """Data-parallel rank: the index of this rank's part of each batch, below `sizes.data`."""
         return self.rank // (self.sizes.context * self.sizes.tensor)
 
     @property
@@ -44,7 +47,7 @@ class Layout:
         return self.rank // self.sizes.tensor % self.sizes.context
 
     @property
-    def copies(self) -> int:
+    def gradient_replicas(self) -> int:
         """Number of ranks over which the gradients of one weight are averaged."""
         return self.sizes.data * self.sizes.context
 
@@ -55,6 +58,16 @@ class Layout:
         With context parallelism it is 1, as `ContextParallel` pads sequences itself.
         """
         return self.sizes.tensor if self.sizes.context == 1 else 1
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of `values` over the ranks that compute a loss, on every rank.
+
+        All ranks compute one. `values` is on this rank's device; it is overwritten.
+        """
+        ranks = prod(self.sizes)
+        if ranks > 1:
+            dist.all_reduce(values)
+        return values / ranks
 
     def part(self, *names: str) -> DeviceMesh:
         """Return the sub-mesh of these dimensions."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
+MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 """Operators that linear layers call. Batched ones are not included: they compute the [T, T] scores
 of attention."""
 COSTLY = (
@@ -66,7 +66,7 @@ def _contexts() -> Any:
     ) -> CheckpointPolicy:
         name = operator.name()
         kept = name.startswith(COSTLY)
-        if name in PRODUCTS:
+        if name in MATRIX_PRODUCTS:
             products[context.is_recompute] += 1  # before torch 2.13, called in both passes
             kept = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

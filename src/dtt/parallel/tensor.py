@@ -61,8 +61,8 @@ class GatheredNorm(ParallelStyle):
     def _gathered(self, _module: nn.Module, x: Any, mesh: DeviceMesh) -> Any:
         if torch.is_autocast_enabled(mesh.device_type):
             x = x.to(torch.get_autocast_dtype(mesh.device_type))
-        whole: DTensor = x.redistribute(placements=[ALL_TOKENS])
-        return whole.to_local(grad_placements=[Partial()]) if self.use_local_output else whole
+        gathered: DTensor = x.redistribute(placements=[ALL_TOKENS])
+        return gathered.to_local(grad_placements=[Partial()]) if self.use_local_output else gathered
 
 
 class DividedEmbedding(RowwiseParallel):
@@ -122,7 +122,9 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     styles = plan()
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
-            style = styles[re.sub(r"\.\d+\.", ".*.", name)]
+            style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
+            if style is None:
+                raise ValueError(f"no tensor-parallel style for {name}: add it to plan()")
             parallelize_module(module, mesh, style, src_data_rank=None)
     rows = model.get_parameter("embed.weight").shape[0]
     # dtt.parallel does not import Decoder
@@ -132,9 +134,9 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
 def overlap(mesh: DeviceMesh, world: World) -> str:
     """Enable async tensor parallelism if the GPUs of `mesh` can access each other's memory.
 
-    Return a log line that says if it is enabled. All ranks call this together: it must be enabled
+    Return a log line that reports the outcome. All ranks call this together: it must be enabled
     on all or none, as its collectives are incompatible with ordinary ones. torch then splits matrix
-    multiplications and overlaps them with the communication of their pieces.
+    multiplications and overlaps them with the communication of their slices.
     """
     from torch._inductor import config
     from torch.distributed import _symmetric_memory as symmetric
@@ -158,13 +160,13 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
         except RuntimeError as error:
             failed, reason = True, str(error).splitlines()[0]
         if world.agree(int(failed)):
-            return f"tensor parallelism: products wait for exchanges: {reason}"
+            return f"tensor parallelism: collectives do not overlap with matrix products: {reason}"
     config._micro_pipeline_tp = True  # noqa: SLF001  (it has no public name)
-    return "tensor parallelism: exchanges overlap with products"
+    return "tensor parallelism: collectives overlap with matrix products"
 
 
 class VocabularyPart:
-    """The vocabulary shard of this rank; implements `dtt.model.loss.Part`."""
+    """The vocabulary shard of this rank; implements `dtt.model.loss.VocabShard`."""
 
     def __init__(self, mesh: DeviceMesh, vocab_size: int) -> None:
         """Describe the shard of a vocabulary that `mesh` divides equally."""

@@ -1,2 +1,2 @@
 """Runtime services: ranks, devices, atomic files, logging, and the job directory.
-May touch: artifacts, errors. Independent of stages and configuration."""
+May import: artifacts, errors. Independent of stages and configuration."""

@@ -1,6 +1,6 @@
 """Communication of the data stages: barrier, broadcast, gather.
 
-`Serial` is one process; `Mpi` is many, through mpi4py; `Files` (meeting.py) is many that share a
+`Serial` is one process; `Mpi` is many, through mpi4py; `Files` (rendezvous.py) is many that share a
 file system. Values are JSON. Bulk data is never sent: each rank writes its own files.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dtt.errors import EnvironmentUnfit
-from dtt.runtime.meeting import MEETING, Files, launch_name
 from dtt.runtime.ranks import Ranks
+from dtt.runtime.rendezvous import RENDEZVOUS, Files, launch_name
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ read."""
 
 
 class Comm(Protocol):
-    """The collectives of the data stages. Values are JSON: tuples arrive as lists."""
+    """The collectives of the data stages. Values are JSON: tuples are received as lists."""
 
     rank: int
     size: int
@@ -105,7 +105,7 @@ def _wait(request: Any) -> None:
         pause = min(2 * pause, 5e-3)
 
 
-_meetings: list[Files] = []
+_rendezvous: list[Files] = []
 """The open file-based group, at most one, through which `abort_peers` ends the others."""
 
 
@@ -125,8 +125,8 @@ def open_comm(ranks: Ranks, work: Path) -> Comm:
     comm = _mpi(ranks)
     if comm is not None:
         return comm
-    _meetings.append(Files(ranks.rank, ranks.size, work / MEETING / launch_name(os.environ)))
-    return _meetings[-1]
+    _rendezvous.append(Files(ranks.rank, ranks.size, work / RENDEZVOUS / launch_name(os.environ)))
+    return _rendezvous[-1]
 
 
 def _mpi(ranks: Ranks) -> Mpi | None:
@@ -142,7 +142,7 @@ def _mpi(ranks: Ranks) -> Mpi | None:
         from dtt.runtime.environment import install
 
         raise EnvironmentUnfit(
-            f"{ranks.size} processes were started, but they cannot talk to each other",
+            f"{ranks.size} processes were started, but they cannot communicate with each other",
             why=f"mpi4py: {str(error).splitlines()[0]}",
             next=f"{install('mpi')}; where the machine has no MPI library: {install('mpich')}",
         ) from None
@@ -155,7 +155,7 @@ def _mpi(ranks: Ranks) -> Mpi | None:
 
     raise EnvironmentUnfit(
         f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
-        why="mpirun and the MPI library that mpi4py loads are of different kinds",
+        why="mpirun and the MPI library that mpi4py loads are different implementations",
         next=f"use the mpirun of the same MPI, or {install('mpich')} and its mpirun",
     )
 
@@ -165,8 +165,8 @@ def abort_peers(code: int, reason: str) -> None:
 
     A rank that merely exits would leave the others waiting for it.
     """
-    if _meetings:
-        _meetings[-1].fail(code, reason)
+    if _rendezvous:
+        _rendezvous[-1].fail(code, reason)
         return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():

@@ -42,7 +42,7 @@ class Compiler:
                     return fast(*inputs, **named)
                 except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
                     self.failure = _reason(error)
-                    log.warning("training goes on uncompiled: %s", self.failure)
+                    log.warning("training continues uncompiled: %s", self.failure)
             return slow(*inputs, **named)
 
         return call
@@ -54,7 +54,7 @@ class Compiler:
         """
         if not self.failure:
             self.failure = "another rank cannot compile"
-            log.info("training goes on uncompiled: %s", self.failure)
+            log.info("training continues uncompiled: %s", self.failure)
 
 
 compiler = Compiler()
@@ -64,5 +64,5 @@ compiler = Compiler()
 def _reason(error: Exception) -> str:
     """Return the first informative line of the message; dozens of debugging hints follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("backend=")]
-    return (told or lines or [type(error).__name__])[0]
+    reasons = [line for line in lines if not line.startswith("backend=")]
+    return (reasons or lines or [type(error).__name__])[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dtt.errors import EnvironmentUnfit, PeerLost
+from dtt.errors import DttError, EnvironmentUnfit, PeerLost
 from dtt.runtime.ranks import Ranks
 
 T = TypeVar("T")
@@ -90,6 +90,20 @@ class World:
         """Return rank 0's `value` on every rank."""
         return self.from_rank(value, 0)
 
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns on rank 0; raise its DttError or OSError on every rank."""
+        found: list[T] = []
+        error: Exception | None = None
+        if self.first:
+            try:
+                found.append(action())
+            except (DttError, OSError) as raised:
+                error = raised
+        found, error = self.from_first((found, error))
+        if error is not None:
+            raise error
+        return found[0]
+
     def from_rank(self, value: T, rank: int) -> T:
         """Return the `value` of rank `rank` on every rank."""
         if self.control is None:
@@ -115,7 +129,7 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
     )
     if ranks.launcher != "torchrun" and not by_srun:
         raise EnvironmentUnfit(
-            f"{ranks.launcher} has started {ranks.size} processes, which do not know where to meet",
+            f"{ranks.launcher} has started {ranks.size} processes without a rendezvous address",
             next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main …; "
             "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
         )
@@ -152,7 +166,7 @@ def choose_device(ranks: Ranks, device: str, *, gpus_asked: int = 0) -> torch.de
             where=f"node {socket.gethostname()}",
             why=f"torch {torch.__version__} is built {built}",
             next="install a GPU build of torch; in a container, apptainer's --nv; "
-            "or train.device=cpu to train on the CPU all the same",
+            "or train.device=cpu to train on the CPU anyway",
         )
     return torch.device("cpu")
 
@@ -169,7 +183,7 @@ def _gpus_of_job(asked: int) -> str:
 
 
 def _gpu(ranks: Ranks) -> int:
-    """Return the index of this rank's GPU: 0 if srun gave each its own, else the local rank.
+    """Return the index of this rank's GPU: 0 if srun assigned each its own, else the local rank.
 
     Raises EnvironmentUnfit if this node has more ranks than GPUs.
     """
@@ -195,7 +209,7 @@ def stop() -> None:
 
 
 @contextmanager
-def lost_peers_told() -> Iterator[None]:
+def lost_peers_reported() -> Iterator[None]:
     """Convert the error of a collective that failed because another rank has ended to PeerLost."""
     try:
         yield
@@ -204,7 +218,7 @@ def lost_peers_told() -> Iterator[None]:
             raise PeerLost(
                 "another process of this run has ended",
                 why=str(error).splitlines()[0],
-                next="its own message tells why; run the same command again if there is none",
+                next="its own message has the reason; run the same command again if there is none",
             ) from None
         raise
 

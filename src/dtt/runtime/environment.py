@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import dtt
@@ -58,10 +58,10 @@ def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Environ
         for node, facts in nodes:
             where.setdefault(facts[name], []).append(node)
         if len(where) > 1:
-            told = (f"{value} on {', '.join(dict.fromkeys(on))}" for value, on in where.items())
+            versions = (f"{value} on {', '.join(dict.fromkeys(on))}" for value, on in where.items())
             yield EnvironmentUnfit(
                 f"{name} is not the same on all nodes",
-                why="; ".join(told),
+                why="; ".join(versions),
                 next="install the same everywhere, or leave nodes out: launch.exclude=NODE",
             )
 
@@ -82,14 +82,16 @@ def install(extra: str) -> str:
         if re.search(rf"extra == ['\"]{extra}['\"]", requirement)
     ]
     pip = ["-m", "pip", "install"]
-    if util.find_spec("pip") is None:  # environments created by uv have no pip
+    # Not find_spec("pip") of importlib: setuptools would mistake this process for pip and then fail
+    # in the import by torch.utils.cpp_extension.
+    if not any(metadata.distributions(name="pip")):  # environments created by uv have no pip
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *wanted])
     return shlex.join([sys.executable, *pip, *wanted])
 
 
 def without(node: str) -> str:
     """Return the hint for excluding a node."""
-    return f"leave that node out: launch.exclude={node}, or sbatch --exclude={node}"
+    return f"exclude that node: launch.exclude={node}, or sbatch --exclude={node}"
 
 
 def _nccl() -> str:

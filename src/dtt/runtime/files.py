@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtt.errors import DiskFull, EnvironmentUnfit
+from dtt.errors import DiskFull, InUse
 from dtt.reading import retrying
 
 if TYPE_CHECKING:
@@ -134,36 +134,39 @@ def check_space(folder: Path, needed: int, what: str) -> None:
             f"not enough disk space for {what}",
             where=folder,
             why=f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",
-            next="free some space, or name a folder on another disk",
+            next="free some space, or use a folder on another disk",
         )
 
 
 @contextmanager
-def exclusive(folder: Path, what: str, patience: float = 0.0) -> Iterator[None]:
-    """Lock `folder` for this process; raise EnvironmentUnfit if another process holds it.
+def exclusive(
+    folder: Path, what: str, patience: float = 0.0, *, name: str = ".lock"
+) -> Iterator[None]:
+    """Lock `folder` for this process; raise InUse if another process holds it.
 
-    Waits up to `patience` seconds for a predecessor that is about to end.
+    Waits up to `patience` seconds for a predecessor that is about to end. `name` is that of the
+    lock file: another name locks a part of the folder.
     """
     import filelock  # slow import, and most ranks lock nothing
 
     retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
-    path = folder / ".lock"
+    path = folder / name
     lock = filelock.FileLock(path)
     holder = _holder(path)  # read first: some versions of filelock truncate the file
     try:
         retrying(lambda: lock.acquire(timeout=patience))
     except filelock.Timeout:
-        raise EnvironmentUnfit(
+        raise InUse(
             f"{folder} is in use",
-            where=_holder(path) or holder or "another process, which did not say who it is",
+            where=_holder(path) or holder or "another process, which did not record its name",
             why=f"another process is running {what} there",
-            next="wait for it to end, or name another folder",
+            next="wait for it to end, or specify another folder",
         ) from None
     try:
         _note_holder(lock, path, _me() + "\n")
         yield
     finally:
-        _note_holder(lock, path, "")  # otherwise the next holder might look like this one
+        _note_holder(lock, path, "")  # otherwise the next holder might be taken for this one
         lock.release()
 
 

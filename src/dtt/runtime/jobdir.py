@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts import CHAT_TEMPLATE
 from dtt.errors import ExitCode
 from dtt.reading import Kind, read_record, read_records, read_text, retrying
 from dtt.runtime.files import remove, write_atomically, write_once
@@ -38,6 +39,8 @@ HEARTBEAT: dict[str, Kind] = {
 """Fields of heartbeat.json."""
 ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float}
 """Fields of control/acknowledged.json."""
+STAGE: dict[str, Kind] = {"stages": list, "data_key": (str, NONE), "predecessor": (dict, NONE)}
+"""Fields of stage.json. Before the first start, only `stages` is known."""
 TAIL = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 LITTER_SECONDS = 60
@@ -72,14 +75,29 @@ class JobDir:
         return self.root / "parent.json"
 
     @property
+    def stage(self) -> Path:
+        """Record of a stage of training: names of all stages, and what this one started from."""
+        return self.root / "stage.json"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer.json of the job's training data."""
         return self.root / "tokenizer.json"
 
     @property
+    def chat_template(self) -> Path:
+        """The chat template of the job's conversations; absent if it trains on text."""
+        return self.root / CHAT_TEMPLATE
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """Folder of the log-probabilities of the reference model of DPO."""
+        return self.root / "reference"
 
     @property
     def stop(self) -> Path:
@@ -117,6 +135,11 @@ class JobDir:
         return self.root / "tensorboard"
 
     @property
+    def evals(self) -> Path:
+        """Folder of the results of benchmark tasks, in one folder per checkpoint."""
+        return self.root / "evals"
+
+    @property
     def profiles(self) -> Path:
         """Folder of profiles and memory snapshots."""
         return self.root / "profiles"
@@ -148,6 +171,10 @@ class JobDir:
     def parent_record(self) -> dict[str, Any] | None:
         """Return the parent record of a branch; None if the job is not a branch."""
         return read_record(self.parent, {"job": str, "step": int})
+
+    def stage_record(self) -> dict[str, Any] | None:
+        """Return the record of a stage of training; None if the job is not a stage."""
+        return read_record(self.stage, STAGE)
 
     def clock(self, number: int) -> Path:
         """Return the path of the file that records how long an attempt has run."""

@@ -3,7 +3,7 @@
 A rank outlives a launcher that is killed, as nothing sends it a signal. It would then wait for
 peers or a store that never answer, and hold the lock of its job. So a thread watches the launcher
 and ends the rank. It is a thread because the main thread may be in C++ for minutes.
-PR_SET_PDEATHSIG is no alternative: it fires when the *thread* of the launcher that created this
+PR_SET_PDEATHSIG is not an alternative: it fires when the *thread* of the launcher that created this
 process ends.
 """
 
@@ -120,7 +120,7 @@ def end(error: DttError, *, silent: bool = False) -> None:
     It does not return. `silent` prints no message.
     """
 
-    def tell() -> None:
+    def report() -> None:
         if not silent:
             with suppress(OSError):
                 os.write(2, f"dtt: {error}\n".encode())
@@ -128,9 +128,9 @@ def end(error: DttError, *, silent: bool = False) -> None:
             with suppress(OSError):
                 recorder(error)
 
-    telling = threading.Thread(target=tell, daemon=True)
-    telling.start()
-    telling.join(RECORDING_SECONDS)
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    reporter.join(RECORDING_SECONDS)
     os._exit(error.exit_code)
 
 

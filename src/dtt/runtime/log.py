@@ -40,7 +40,7 @@ def progress(what: str, total: int, unit: str = "B", *, shown: bool = True) -> I
     """Show the progress of `what`; yield the function `advance(amount)`.
 
     On a terminal this is a bar with the time left, elsewhere a plain line every 10 seconds. `unit`
-    "B" is shown as bytes. `shown=False` (ranks other than 0) shows nothing.
+    "B" is shown as bytes. `shown=False` (ranks other than 0) prints nothing.
     """
     if not shown or not log.isEnabledFor(logging.INFO):
         yield lambda amount: None

@@ -25,9 +25,9 @@ REMEDIES = {
     errno.ENOSPC: "free some space there, then run the same command again",
     errno.EDQUOT: "free some of your quota there, then run the same command again",
     errno.EFBIG: "raise the limit that `ulimit -f` shows, then run the same command again",
-    errno.EACCES: "ask its owner (`ls -ld` shows who it is), or name another folder",
-    errno.EROFS: "name a folder on a disk that can be written",
-    errno.EIO: "name a folder on another disk, and tell who looks after this one",
+    errno.EACCES: "ask its owner (`ls -ld` shows who it is), or specify another folder",
+    errno.EROFS: "use a folder on a disk that can be written",
+    errno.EIO: "use a folder on another disk, and report this one to its administrator",
 }
 
 
@@ -56,15 +56,15 @@ def command() -> Iterator[None]:
         yield
         sys.stdout.flush()  # here, where a full disk or a closed pipe can be reported
     except DttError as error:
-        code = _tell(error)
-    except BrokenPipeError:  # the reader of stdout has ended, as in `dtt … | head`
+        code = _report(error)
+    except BrokenPipeError:  # the reader of stdout has ended, for example in `dtt … | head`
         _drop_output()
     except OSError as error:
         try:
             sys.stdout.flush()
         except OSError:
             _drop_output()
-        code = _tell(in_words(error))
+        code = _report(in_words(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = ExitCode.INTERRUPTED
@@ -105,7 +105,7 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _tell(error: DttError) -> ExitCode:
+def _report(error: DttError) -> ExitCode:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
     print(f"dtt: {error}", file=sys.stderr)
@@ -118,9 +118,9 @@ def in_words(error: OSError) -> DttError:
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         path = Path(os.fsdecode(error.filename))
         return StorageError(
-            "a file stands where a folder should be",
+            "there is a file where a folder is expected",
             where=next((p for p in (path, *path.parents) if p.is_file()), path),
-            next="name another folder, or move that file away",
+            next="specify another folder, or move that file away",
         )
     reason = error.strerror or str(error)
     what, where = reason[:1].lower() + reason[1:], error.filename

@@ -33,7 +33,7 @@ class Ranks:
         """Read variables of torchrun, Open MPI, PMI (MPICH, Intel, Cray) or Slurm, in that order.
 
         MPI comes before Slurm because ranks that `mpirun` starts inside a job see Slurm's variables
-        too. A batch script (no step) is one process, whatever the size of its job. Under `srun
+        too. A batch script (no step) is one process, regardless of the size of its job. Under `srun
         --mpi=pmi2`, PMI provides the rank and Slurm the local rank.
         """
         env = os.environ if env is None else env

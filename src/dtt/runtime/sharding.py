@@ -1,13 +1,17 @@
-"""Shards of a tensor: the part that each rank holds, as offsets and shapes.
+"""Layout of tensors over ranks: the ranks that hold a tensor, and the part that each of them holds.
 
 torch's DTensor describes a tensor by its placements on the dimensions of a mesh: sharded (`Shard`)
-or replicated (`Replicate`). This module converts placements to boxes.
+or replicated (`Replicate`). `layout_of` converts them to ranks and boxes, and is the only place
+that decides where a plain tensor is: all ranks hold all of it. A tensor that only some ranks hold
+is a DTensor on a mesh of these ranks, and the other ranks do not have it. Checkpoints, gradient
+clipping and Muon ask `layout_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import compress, product
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -33,30 +37,131 @@ class Box(NamedTuple):
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TensorLayout:
+    """The ranks that hold a tensor, and how it is sharded over them."""
+
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Ranks that hold the tensor or a shard of it, in the row-major order of the mesh."""
+    placements: tuple[Any, ...]
+    """Placement on each dimension of the mesh, as in torch's DTensor."""
+
+    def box(self, rank: int) -> Box:
+        """Return the part of the tensor that `rank` holds."""
+        return _box(self.shape, self.placements, self.mesh_shape, self._coordinate(rank))
+
+    @cached_property
+    def boxes(self) -> Mapping[int, Box]:
+        """The part of the tensor that each rank holds, by rank."""
+        return {rank: self.box(rank) for rank in self.ranks}
+
+    @cached_property
+    def replicas(self) -> Mapping[int, tuple[int, ...]]:
+        """The replica of the tensor to which the part of each rank belongs, by rank.
+
+        Ranks with equal values hold one full tensor together.
+        """
+        replicated = [placement.is_replicate() for placement in self.placements]
+        return {rank: tuple(compress(self._coordinate(rank), replicated)) for rank in self.ranks}
+
+    @property
+    def replica_count(self) -> int:
+        """Number of ranks that hold the same part."""
+        dims = zip(self.mesh_shape, self.placements, strict=True)
+        return prod(size for size, placement in dims if placement.is_replicate())
+
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same part as `rank`, including `rank` itself."""
+        if self.replica_count == len(self.ranks):
+            return self.ranks
+        place = zip(self._coordinate(rank), self.mesh_shape, self.placements, strict=True)
+        ranges = [range(size) if p.is_replicate() else (at,) for at, size, p in place]
+        return tuple(self.ranks[_index(at, self.mesh_shape)] for at in product(*ranges))
+
+    @property
+    def largest_fraction(self) -> float:
+        """Fraction of the tensor held by the rank that holds most, 0 to 1."""
+        return max(prod(box.shape) for box in self.boxes.values()) / prod(self.shape)
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinate of `rank` in the mesh."""
+        index, coordinate = self.ranks.index(rank), list[int]()
+        for size in reversed(self.mesh_shape):
+            index, remainder = divmod(index, size)
+            coordinate.insert(0, remainder)
+        return tuple(coordinate)
+
+
+def _index(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the row-major index of `coordinate` in a mesh of shape `sizes`."""
+    index = 0
+    for at, size in zip(coordinate, sizes, strict=True):
+        index = index * size + at
+    return index
+
+
+def layout_of(tensor: Tensor, world_size: int | None = None) -> TensorLayout:
+    """Return the layout of a tensor; all ranks hold all of a plain tensor.
+
+    `world_size` is the number of ranks, that of the process group if it is not given.
+    """
+    if isinstance(tensor, DTensor):
+        return _sharded(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return _replicated(tensor.shape, world_size)
+
+
+@cache
+def _sharded(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> TensorLayout:
+    return TensorLayout(tuple(shape), tuple(mesh.shape), _ranks(mesh), placements)
+
+
+@cache
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+@cache
+def _replicated(shape: torch.Size, world_size: int) -> TensorLayout:
+    return TensorLayout(tuple(shape), (world_size,), tuple(range(world_size)), (Replicate(),))
+
+
+def this_rank() -> int:
+    """Return the rank of this process in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that hold `tensor`; None means all ranks.
+
+    The group is that of the mesh, which must have one dimension unless it has all ranks. It cannot
+    be created here: torch names groups by the number of groups that a rank has, which may differ.
+    """
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == dist.get_world_size():
+        return None
+    group: dist.ProcessGroup = tensor.device_mesh.get_group()
+    return group
+
+
+class LocalShard(NamedTuple):
     """The part of a tensor that this rank holds."""
 
     local: Tensor
     box: Box
     shape: tuple[int, ...]
     """Shape of the full tensor."""
-    peers: tuple[int, ...]
-    """Ranks that hold the same part, including this one."""
-    copy: int
-    """Index of this replica among them."""
-
-    @property
-    def copies(self) -> int:
-        """Number of ranks that hold the same part."""
-        return len(self.peers)
 
 
-class Whole(Protocol):
-    """A complete tensor, in memory or in files, that can be read by index."""
+class FullTensor(Protocol):
+    """A full tensor, in memory or in files, that can be read by index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
+        """Shape of the tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,71 +177,27 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def held(tensor: Tensor) -> Held:
-    """Return the part of `tensor` that this rank holds; every rank holds all of a plain tensor."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return Held(tensor, Box((0,) * len(shape), shape), shape, tuple(range(size)), rank)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    place = mesh.get_coordinate()
-    assert place is not None, "every process is in the mesh"
-    copy, fixed = 0, list[int | None](place)
-    for i, placement in enumerate(placements):
-        if placement.is_replicate():
-            copy, fixed[i] = copy * mesh.size(i) + place[i], None
-    box = _box(shape, placements, mesh.shape, place)
-    return Held(local(tensor), box, shape, _peers(mesh, tuple(fixed)), copy)
-
-
-@cache
-def _peers(mesh: DeviceMesh, place: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Return the ranks at coordinates `place` of the mesh; None selects the whole dimension."""
-    index = tuple(slice(None) if n is None else n for n in place)
-    return tuple(mesh.mesh[index].flatten().tolist())
+def local_shard(tensor: Tensor) -> LocalShard:
+    """Return the part of `tensor` that this rank holds."""
+    layout = layout_of(tensor)
+    return LocalShard(local(tensor), layout.box(this_rank()), layout.shape)
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, whole: Whole) -> None:
-    """Copy this rank's part of `whole` into `tensor`.
+def fill(tensor: Tensor, full: FullTensor) -> None:
+    """Copy this rank's part of `full` into `tensor`.
 
     Raises DamagedError if their shapes differ, or if only one of them is floating-point.
     """
-    part = held(tensor)
-    alike = whole.dtype.is_floating_point == tensor.dtype.is_floating_point
-    if tuple(whole.shape) != part.shape or not alike:
+    part = local_shard(tensor)
+    alike = full.dtype.is_floating_point == tensor.dtype.is_floating_point
+    if tuple(full.shape) != part.shape or not alike:
         raise DamagedError(
-            "a tensor of the checkpoint cannot be used here",
-            why=f"it is {list(whole.shape)} of {whole.dtype}, not {list(part.shape)} of "
+            "the shape or dtype of a checkpoint tensor does not match the model",
+            why=f"it is {list(full.shape)} of {full.dtype}, not {list(part.shape)} of "
             f"{tensor.dtype}",
         )
-    part.local.copy_(whole[part.box.slices])
-
-
-def boxes(tensor: Tensor) -> dict[int, Box]:
-    """Return the part of `tensor` that each rank holds, by rank."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return dict.fromkeys(range(ranks), Box((0,) * len(shape), shape))
-    mesh = tensor.device_mesh
-    places = product(*(range(size) for size in mesh.shape))
-    return {
-        int(mesh.mesh[place]): _box(shape, tensor.placements, mesh.shape, place) for place in places
-    }
-
-
-def copies(tensor: Tensor) -> dict[int, tuple[int, ...]]:
-    """Return the replica of `tensor` to which each rank's part belongs, by rank.
-
-    Ranks with the same value together hold one full tensor.
-    """
-    if not isinstance(tensor, DTensor):
-        return {rank: (rank,) for rank in boxes(tensor)}
-    mesh = tensor.device_mesh
-    repeated = [placement.is_replicate() for placement in tensor.placements]
-    places = product(*(range(size) for size in mesh.shape))
-    return {int(mesh.mesh[place]): tuple(compress(place, repeated)) for place in places}
+    part.local.copy_(full[part.box.slices])
 
 
 def _box(
@@ -158,33 +219,44 @@ def _box(
     return Box(tuple(offset), tuple(extent))
 
 
-def zeros_beside(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
+def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
     """Return zeros of `shape`, sharded as `parameter` is in all dimensions that are not 1.
 
     `shape` has the parameter's size or 1 in each dimension: optimizer states have one number per
     weight, or one per row.
     """
     assert len(shape) == parameter.ndim
-    assert all(n in (1, whole) for n, whole in zip(shape, parameter.shape, strict=True))
+    assert all(n in (1, full) for n, full in zip(shape, parameter.shape, strict=True))
     if not isinstance(parameter, DTensor):
         return parameter.new_zeros(tuple(shape), **how)
     mesh = parameter.device_mesh
-    placements = [p if keeps(p, shape) else Replicate() for p in parameter.placements]
+    placements = [p if _shards(p, shape) else Replicate() for p in parameter.placements]
     box = _box(shape, placements, mesh.shape, mesh.get_coordinate() or ())
-    return as_cut(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
+    return from_local(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
 
 
-def keeps(placement: Any, shape: Sequence[int]) -> bool:
+def _shards(placement: Any, shape: Sequence[int]) -> bool:
     """Return True if `placement` shards a tensor of `shape`: a dimension of 1 is not split."""
     return not placement.is_replicate() and shape[placement.dim] > 1
 
 
-def as_cut(
+def replicated_with(parameter: Tensor, state: Tensor) -> Tensor:
+    """Return `state` as a tensor that the ranks of `parameter` hold, sharing its memory.
+
+    Optimizers keep their step counts as plain tensors, even if not all ranks hold the parameter.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(state, DTensor):
+        return state
+    mesh = parameter.device_mesh
+    return from_local(state, mesh, [Replicate()] * mesh.ndim, state.shape)
+
+
+def from_local(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
     """Return the DTensor of `shape` from each rank's local part."""
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    cut: DTensor = DTensor.from_local(
+    tensor: DTensor = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    return cut
+    return tensor

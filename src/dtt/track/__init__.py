@@ -1,2 +1,2 @@
 """Metric trackers: metrics.jsonl first, then the console, W&B and TensorBoard.
-May touch: config, runtime."""
+May import: config, runtime."""

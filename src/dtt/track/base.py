@@ -3,16 +3,21 @@
 A record is a dict with `kind` and `step`:
     train   loss (nats per target token), lr, grad_norm, tokens, ledger (the sample hash chain);
             skipped (true) if the step left the weights unchanged; loss and grad_norm are null if
-            they are not finite
+            they are not finite; with DPO reward_margin, reward_accuracy, logp_chosen,
+            logp_rejected (means over the pairs of the step; logp in nats per answer)
     guard   why a step was skipped: why (non_finite | spike), bad_step (the anomalous step: this one
             or one near it), action (stop | skip | rewind), ledger
     eval    loss, bits_per_byte (null if the number of bytes is unknown), losses by source if there
-            are several; ema_loss if an average of the weights is kept
+            are several; ema_loss if an average of the weights is kept; with DPO the metrics of
+            `train` for the held-out pairs
+    task    task (its name) and its scores, such as acc, acc_stderr, bits_per_byte; one record per
+            benchmark task
     data    epochs by source
     sample  text
     start   seconds from the command to the end of the first step, by phase; matmul_flops
     perf    steps (expected total of the run), tokens_per_second, seconds_per_step, mfu and other
-            utilisation figures, memory, seconds by part, the slowest rank: see `dtt.train.meter`
+            utilisation figures, memory, seconds by part, the slowest rank
+            (`dtt.train.throughput`)
     save    blocked_seconds (training was blocked), write_seconds, verify_seconds, bytes;
             next_step_slowdown, slowdown (relative to the median step: of the next step, and the
             mean of all steps during the save)
@@ -29,13 +34,17 @@ Record = dict[str, Any]
 
 
 def scalars(record: Record) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of a record as (`kind/name`, value); nested ones as `kind/name/inner`."""
+    """Yield the numbers of a record as (`kind/name`, value); nested ones as `kind/name/inner`.
+
+    Those of a benchmark task are `task/NAME/score`.
+    """
+    kind = f"task/{record['task']}" if record["kind"] == "task" else record["kind"]
     for name, value in record.items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                yield f"{record['kind']}/{name}/{inner}", number
+                yield f"{kind}/{name}/{inner}", number
         elif name != "step" and isinstance(value, int | float):
-            yield f"{record['kind']}/{name}", value
+            yield f"{kind}/{name}", value
 
 
 class Tracker(Protocol):

@@ -15,7 +15,7 @@ class ConsoleTracker:
     """Tracker that prints to stderr: progress per `perf` record, evaluations, samples, skips."""
 
     def __init__(self) -> None:
-        """Create a tracker without output so far."""
+        """Create a tracker; on a terminal it rewrites one progress line."""
         self._train: Record = {}
         self._live = sys.stderr.isatty()
 
@@ -30,6 +30,8 @@ class ConsoleTracker:
                 self._progress(self._line(record))
             case "eval":
                 log.info("step %d: validation loss %s", record["step"], _found(record))
+            case "task":
+                log.info("step %d: %s %s", record["step"], record["task"], _scores(record))
             case "sample":
                 log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
 
@@ -52,7 +54,8 @@ class ConsoleTracker:
         return (
             f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
             f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
-            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_losses(perf)}"
+            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_fill(train)}{_preference(train)}"
+            f"{_losses(perf)}"
         )
 
     def _progress(self, line: str) -> None:
@@ -65,16 +68,30 @@ class ConsoleTracker:
 
 def _losses(perf: Record) -> str:
     """Return the notable costs, such as `  data 12%`: data, communication, a slow rank."""
-    seconds, told = perf["seconds"], ""
+    seconds, text = perf["seconds"], ""
     whole = sum(seconds.values()) or 1.0
     communication = sum(perf["communication_seconds"].values())
     for name, taken in {"data": seconds.get("data", 0.0), "communication": communication}.items():
         if taken / whole >= NOTABLE:
-            told += f"  {name} {taken / whole:.0%}"
+            text += f"  {name} {taken / whole:.0%}"
     behind = perf["slowest_behind"]
     if behind is not None and behind >= NOTABLE:
-        told += f"  rank {perf['slowest_rank']} ({perf['slowest_node']}) {behind:.0%} slower"
-    return told
+        text += f"  rank {perf['slowest_rank']} ({perf['slowest_node']}) {behind:.0%} slower"
+    return text
+
+
+def _fill(train: Record) -> str:
+    """Return the efficiency of packed conversations, such as `  98% full, 41% trained`."""
+    if "padding_efficiency" not in train:
+        return ""
+    return f"  {train['padding_efficiency']:.0%} full, {train['trained_share']:.0%} trained"
+
+
+def _preference(record: Record) -> str:
+    """Return the margin and the accuracy of DPO, such as `  margin 0.52, accuracy 88%`."""
+    if record.get("reward_margin") is None:
+        return ""
+    return f"  margin {record['reward_margin']:.3f}, accuracy {record['reward_accuracy']:.0%}"
 
 
 def _reason(guard: Record) -> str:
@@ -85,7 +102,7 @@ def _reason(guard: Record) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    """Format a number; None, which stands for a non-finite number, becomes `n/a`."""
+    """Format a number; None (a non-finite number) becomes `n/a`."""
     return "n/a" if value is None else f"{value:.{digits}f}"
 
 
@@ -96,9 +113,22 @@ def _found(evaluation: Record) -> str:
         found += f", {evaluation['bits_per_byte']:.4f} bits per byte"
     losses = ", ".join(f"{k} {loss:.4f}" for k, loss in evaluation.get("losses", {}).items())
     found = f"{found} ({losses})" if losses else found
+    found += _preference(evaluation)
+    if evaluation.get("answer_stop_rate") is not None:
+        found += f"; {evaluation['answer_stop_rate']:.0%} of the answers stop"
     if "ema_loss" in evaluation:
         found += f"; with averaged weights {evaluation['ema_loss']:.4f}"
     return found
+
+
+def _scores(record: Record) -> str:
+    """Format the scores of a benchmark task, such as `acc 0.312 ± 0.005, bits_per_byte 1.204`."""
+    found = []
+    for name, score in record.items():
+        if isinstance(score, float) and not name.endswith("_stderr"):
+            error = record.get(f"{name}_stderr")
+            found.append(f"{name} {score:.3f}" + ("" if error is None else f" ± {error:.3f}"))
+    return ", ".join(found)
 
 
 def _indented(text: str) -> str:

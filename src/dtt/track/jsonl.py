@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,30 @@ class JsonlTracker:
     or failing disk; `flush` raises.
     """
 
-    def __init__(self, path: Path, resume_step: int | None, *, evaluated: bool = True) -> None:
+    def __init__(self, path: Path, resume_step: int | None, *, again: Collection[str] = ()) -> None:
         """Open `path`, and drop the records that this attempt will write again.
 
-        These are the records after `resume_step` (None: all) and, unless `evaluated`, the
-        evaluation and the sample of `resume_step` itself.
+        These are the records after `resume_step` (None: all), and those of `resume_step` itself
+        with a kind in `again`.
         """
         self._path = path
         self._pending = b""
         self._lock = threading.Lock()  # the checkpoint thread flushes while training logs
-        self._begin(resume_step, evaluated)
+        self._begin(resume_step, again)
 
-    def _begin(self, resume_step: int | None, evaluated: bool) -> None:
+    def _begin(self, resume_step: int | None, again: Collection[str]) -> None:
         kept = []
         if resume_step is not None:
             for record in read(self._path, timed=True):
-                again = record["step"] == resume_step and record["kind"] in ("eval", "sample")
-                if record["step"] <= resume_step and (evaluated or not again):
+                repeated = record["step"] == resume_step and record["kind"] in again
+                if record["step"] <= resume_step and not repeated:
                     kept.append(record)
         if resume_step is not None and (gaps := _gaps(kept, resume_step)):
-            told = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
+            ranges = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
             more = ", …" if len(gaps) > 3 else ""
-            log.warning("%s lacks the records of steps %s%s: they are lost", self._path, told, more)
+            log.warning(
+                "%s lacks the records of steps %s%s: they are lost", self._path, ranges, more
+            )
             kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # warn only once
         write_atomically(self._path, "".join(_line(record) for record in kept))
         self._file = retrying(lambda: self._path.open("ab", buffering=0))
@@ -74,7 +76,7 @@ class JsonlTracker:
     def rewind(self, step: int) -> None:
         """Drop the records after `step`; call this only while no checkpoint is being saved."""
         self.close()
-        self._begin(step, evaluated=True)
+        self._begin(step, again=())
 
     def close(self) -> None:
         """Flush and close."""

@@ -21,7 +21,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise EnvironmentUnfit(
-                "track asks for tensorboard, which is not installed",
+                "track requests tensorboard, which is not installed",
                 next=install("tensorboard"),
             ) from None
         return SummaryWriter

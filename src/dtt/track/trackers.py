@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import assert_never
 
 from dtt.config.run import RunConfig
@@ -27,13 +28,13 @@ def check_installed(cfg: RunConfig) -> None:
 
 
 def make_trackers(
-    cfg: RunConfig, job: JobDir, resume_step: int | None, *, evaluated: bool
+    cfg: RunConfig, job: JobDir, resume_step: int | None, *, again: Collection[str] = ()
 ) -> list[Tracker]:
     """Return the trackers of a job: metrics.jsonl, the console, then those in the configuration.
 
-    `evaluated` is True if the evaluation due at `resume_step` has been done.
+    `again` are the kinds of records of `resume_step` that will be written again.
     """
-    record = JsonlTracker(job.metrics, resume_step, evaluated=evaluated)
+    record = JsonlTracker(job.metrics, resume_step, again=again)
     trackers: list[Tracker] = [record, ConsoleTracker()]
     for tracker in cfg.track:
         match tracker:

@@ -30,19 +30,29 @@ class WandbTracker:
             import wandb
         except ImportError:
             raise EnvironmentUnfit(
-                "track asks for wandb, which is not installed", next=install("wandb")
+                "track requests wandb, which is not installed", next=install("wandb")
             ) from None
         return wandb
 
     def __init__(
-        self, config: WandbConfig, name: str, run_id: str, folder: Path, settings: dict[str, Any]
+        self,
+        config: WandbConfig,
+        name: str,
+        run_id: str,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        group: str | None = None,
+        axis: str = "step",
     ) -> None:
         """Start or resume the run `run_id`, which all attempts of a job share.
 
-        `settings` is the config of the job; local files are written to `folder`.
+        `settings` is the config of the job; local files are written to `folder`. Runs of one
+        `group`, by default `name`, belong together. `axis` is the field of each record that metrics
+        are plotted over.
         """
         wandb = self.client()
-        self._alive = True
+        self._alive, self._axis = True, axis
         self._run: Any = None
 
         def begin() -> None:
@@ -53,22 +63,25 @@ class WandbTracker:
                 project=config.project,
                 entity=config.entity,
                 name=name,
+                group=group or name,
                 id=run_id,
                 resume="allow",
                 dir=folder,
                 config=settings,
-                mode=_mode(config),
+                mode=_mode(),
                 settings=wandb.Settings(init_timeout=20, finish_timeout=10),
             )
-            for kind in ("train", "eval", "guard", "data", "start", "perf", "save"):
-                self._run.define_metric(f"{kind}/*", step_metric="step")
+            for kind in ("train", "eval", "task", "guard", "data", "start", "perf", "save"):
+                self._run.define_metric(f"{kind}/*", step_metric=axis)
 
         self._guarded(begin)
 
     def log(self, record: Record) -> None:
         """Send one record, except samples, which are in metrics.jsonl only."""
         if record["kind"] != "sample":
-            values = {**dict(scalars(record)), "step": record["step"]}
+            metrics = {name: value for name, value in record.items() if name != self._axis}
+            values = {**dict(scalars(metrics)), "step": record["step"]}
+            values[self._axis] = record[self._axis]
             self._guarded(lambda: self._run.log(values))
 
     def flush(self) -> None:
@@ -91,19 +104,22 @@ class WandbTracker:
             log.warning("wandb failed and is off for this attempt: %s", error)
 
 
-def _mode(config: WandbConfig) -> Any:
-    """Return the W&B mode: in `auto`, online if there is an API key and the server answers.
+def _mode() -> Any:
+    """Return the mode of W&B: WANDB_MODE if it is set, else online if there is an API key.
 
-    Offline runs can be uploaded later with `wandb sync`.
+    If the server does not answer, the mode is offline. Such runs can be uploaded later with
+    `wandb sync`.
     """
     import wandb
 
-    mode = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
-    if mode == "auto":
+    mode = os.environ.get("WANDB_MODE")
+    if not mode:
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
     server = wandb.setup().settings.base_url
     if mode == "online" and not _answers(server):
-        log.warning("%s does not answer: wandb stays offline; send it later: wandb sync", server)
+        log.warning(
+            "%s did not respond: wandb remains offline; upload it later: wandb sync", server
+        )
         mode = "offline"
     return mode
 

@@ -1,2 +1,2 @@
-"""The training loop, and what it needs to stop, resume, evaluate and measure.
-May touch: data, model, optim, parallel, checkpoint, track."""
+"""The training loop and the objects that it calls.
+May import: data, model, optim, parallel, checkpoint, track, evaluate."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtt.config.run import RunConfig
-from dtt.model.attend import attends_from_chunks
+from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
@@ -21,8 +21,8 @@ from dtt.parallel.context import ContextParallel
 from dtt.parallel.mesh import Layout, make_layout
 from dtt.runtime.dist import World
 from dtt.runtime.log import log
-from dtt.train.plan import Plan
 from dtt.train.precision import Precision, warning
+from dtt.train.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,31 @@ class Assembled:
 
 
 def make_optimizers(
-    cfg: RunConfig, plan: Plan, made: Assembled, rounding: StochasticRounding | None
+    cfg: RunConfig, plan: RunPlan, assembled: Assembled, rounding: StochasticRounding | None
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name, and log which parameters each one takes.
 
     `rounding` applies to bf16 weights.
     """
-    by_role = roles(made.model)
+    by_role = roles(assembled.model)
     rates = plan.scaling.learning_rates(cfg.optim, by_role)
-    products = plan.precision.products
-    optimizers = groups.build(cfg.optim, made.parameters, by_role, products, rates, rounding)
-    log.info("what trains what:\n%s", groups.describe(optimizers))
+    dtype = plan.precision.compute_dtype
+    optimizers = groups.build(cfg.optim, assembled.parameters, by_role, dtype, rates, rounding)
+    log.info("parameter groups:\n%s", groups.describe(optimizers))
     return optimizers
 
 
-def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
-    """Make the model and wrap it for the run's parallelism; all ranks call it together.
+def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
+    """Create the model and wrap it for the run's parallelism; all ranks call it together.
 
-    A sharded model is made on the meta device, so that no rank ever holds all of it.
+    A sharded model is created on the meta device, so that no rank ever holds all of it.
     """
     layout = make_layout(plan.sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(plan.arch).to(plan.precision.weights)
     model.attention = cfg.train.attention
-    if said := warning(plan.precision, cfg.train.stochastic_rounding):
-        log.info("%s", said)
+    if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
+        log.info("%s", doubt)
     if plan.precision is Precision.FP8:
         tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
         log.info("%s", fp8.convert(model, world, tokens, plan.compile))
@@ -77,7 +77,7 @@ def assemble(cfg: RunConfig, plan: Plan, world: World) -> Assembled:
         reshard=cfg.parallel.reshard,
     )
     if layout.sizes.context > 1:
-        attends = partial(attends_from_chunks, plan.arch)
+        attends = partial(make_context_attention_fns, plan.arch)
         module = ContextParallel(model, layout, document_positions, attends)
     if layout.sharded:
         model.to_empty(device=world.device)

@@ -1,7 +1,7 @@
 """Scheduling of Python's garbage collector, so that it does not delay training.
 
-By default it runs whenever enough objects were made. That takes a sixth of the time of imports, and
-in training it stops each rank at a different moment, while all other ranks wait for that one.
+By default it runs whenever enough objects were created. That takes a sixth of the time of imports,
+and in training it stops each rank at a different time, while all other ranks wait for that one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def freeze() -> None:
 
 
 def collect(step: int) -> None:
-    """Collect objects made since `freeze`, if a collection is due after `step`."""
+    """Collect objects created since `freeze`, if a collection is due after `step`."""
     if step % EVERY == 0:
         gc.collect()

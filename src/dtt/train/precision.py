@@ -24,8 +24,8 @@ class Precision(StrEnum):
         return torch.bfloat16 if self is Precision.PURE_BF16 else torch.float32
 
     @property
-    def products(self) -> torch.dtype:
-        """Compute dtype: that of matrix products, except those in fp8."""
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of matrix products, except those in fp8."""
         return torch.float32 if self is Precision.FP32 else torch.bfloat16
 
 
@@ -43,11 +43,11 @@ def warning(precision: Precision, stochastic_rounding: bool) -> str | None:
     if precision is not Precision.PURE_BF16:
         return None
     saves = (
-        "pure bf16: weights, gradients and optimizer state take 2 bytes a number, not 4: with "
-        "AdamW 8 bytes a parameter, not 16"
+        "pure bf16: weights, gradients and optimizer state take 2 bytes per element, not 4: "
+        "with AdamW 8 bytes per parameter, not 16"
     )
     costs = (
-        "a change of a weight by less than its 512th part is lost, and late in a run most are: "
+        "a change of a weight by less than 1/512 of it is lost, and late in a run most are: "
         "train.stochastic_rounding=true keeps them on average"
     )
     if stochastic_rounding:

@@ -14,9 +14,9 @@ from dtt.config.profile import Kind, ProfileConfig
 from dtt.errors import ConfigError
 from dtt.runtime.dist import World
 from dtt.runtime.log import log
-from dtt.runtime.watchdog import Watchdog
-from dtt.train.memory import dump_snapshot
-from dtt.train.meter import Meter
+from dtt.train.process_memory import dump_snapshot
+from dtt.train.supervise.watchdog import Watchdog
+from dtt.train.throughput import ThroughputMeter
 
 STEPS_ON_REQUEST = 3
 ROWS = 25
@@ -30,30 +30,35 @@ class Profiler:
     """Profiler of the requested steps; `step` wraps each step of the training loop."""
 
     def __init__(
-        self, config: ProfileConfig, world: World, folder: Path, meter: Meter, watchdog: Watchdog
+        self,
+        config: ProfileConfig,
+        world: World,
+        folder: Path,
+        meter: ThroughputMeter,
+        watchdog: Watchdog,
     ) -> None:
-        """Make a profiler that writes into `folder`.
+        """Create a profiler that writes into `folder`.
 
         `meter` and `watchdog` are in their phase `profile` while it writes. Raise ConfigError for a
         kind of profile that this device does not support.
         """
         if config.kind not in available(world.device):
             raise ConfigError(
-                f"there is no such profile of a {world.device.type}",
+                f"this kind of profile is not available on a {world.device.type}",
                 where=f"profile.kind={config.kind}",
                 next="profile.kind=torch",
             )
         self._device, self._folder = world.device, folder
         self._meter, self._watchdog = meter, watchdog
         self._name = f"rank-{world.rank:05d}"
-        self._mine = world.rank in config.ranks
-        self._kind = self._usual = config.kind
+        self._selected = world.rank in config.ranks
+        self._kind = self._configured_kind = config.kind
         self._first, self._last = config.steps or (0, 0)
         self._began = 0
         """First step of the profile being recorded; 0 without one."""
         self._trace: torch.profiler.profile | None = None
 
-    def ask(self, step: int, kind: str) -> None:
+    def request(self, step: int, kind: str) -> None:
         """Record the `STEPS_ON_REQUEST` steps after `step`.
 
         Without a `kind` that this device supports, the configured kind is used. Ignored while a
@@ -62,13 +67,13 @@ class Profiler:
         if self._began:
             return
         self._first, self._last = step + 1, step + STEPS_ON_REQUEST
-        known = available(self._device)
-        self._kind = next((one for one in known if one == kind), self._usual)
+        supported = available(self._device)
+        self._kind = next((one for one in supported if one == kind), self._configured_kind)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Run step number `step`, counted from 1, inside; record it if that was requested."""
-        if not self._mine or not self._first <= step <= self._last:
+        if not self._selected or not self._first <= step <= self._last:
             yield
             return
         if self._began == 0:
@@ -124,9 +129,9 @@ class Profiler:
         by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = trace.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         share = exposed_share(trace.events() or ())  # type: ignore[no-untyped-call]
-        told = "n/a" if share is None else f"{share:.1%} of the time of the device"
-        stem.with_suffix(".txt").write_text(f"communication exposed: {told}\n{table}\n")
-        log.warning("profile: %s.json.gz and .txt, communication exposed: %s", stem, told)
+        exposed = "n/a" if share is None else f"{share:.1%} of the time of the device"
+        stem.with_suffix(".txt").write_text(f"communication exposed: {exposed}\n{table}\n")
+        log.warning("profile: %s.json.gz and .txt, communication exposed: %s", stem, exposed)
 
 
 def available(device: torch.device) -> tuple[Kind, ...]:
@@ -139,17 +144,17 @@ def exposed_share(events: Iterable[Any]) -> float | None:
 
     None if the trace has no GPU kernels.
     """
-    exchange: list[Interval] = []
+    communication: list[Interval] = []
     compute: list[Interval] = []
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             span = (event.time_range.start, event.time_range.end)
-            (exchange if "nccl" in event.name.lower() else compute).append(span)
+            (communication if "nccl" in event.name.lower() else compute).append(span)
     if not compute:
         return None
-    everything = exchange + compute
-    whole = max(end for _, end in everything) - min(start for start, _ in everything)
-    return (covered(everything) - covered(compute)) / whole
+    everything = communication + compute
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    return (covered(everything) - covered(compute)) / total
 
 
 def covered(intervals: Sequence[Interval]) -> float:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtt.checkpoint.store import POSITION, Checkpoint
-from dtt.data.order import EMPTY_LEDGER
+from dtt.config.run import RunConfig
+from dtt.config.train import TrainConfig
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.errors import ConfigError, DamagedError
 from dtt.optim import ema
 from dtt.optim.schedule import DECAY
 from dtt.reading import Kind, fits, is_kind
-from dtt.runtime.sharding import Whole, fill, zeros_beside
+from dtt.runtime.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
 
 RNG, GUARD = "rng", "guard"
 """First components of the paths of state that belongs to no optimizer."""
@@ -29,22 +31,22 @@ FIELDS: dict[str, Kind] = {
 """Fields that position.json must have for a run to resume, and their types."""
 OPTIONAL: dict[str, Kind] = {
     "trained": int, "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
-    "speed": (dict, NONE),
+    "speed": (dict, NONE), "tasks_evaluated": (int, NONE),
 }  # fmt: skip
 """Fields that position.json may have, and their types."""
-BAD_STEP = {"step": int, "why": str, "what": str, "ledger": str}
-"""Fields of a `BadStep`, and their types."""
+ANOMALOUS_STEP = {"step": int, "why": str, "what": str, "ledger": str}
+"""Fields of an `AnomalousStep`, and their types."""
 
 
 @dataclass(frozen=True)
-class BadStep:
+class AnomalousStep:
     """A step with a non-finite or anomalous loss or gradient."""
 
     step: int
     why: str
     """non_finite | spike"""
     what: str
-    """Description for messages, as `loss is nan`."""
+    """Description for messages, such as `loss is nan`."""
     ledger: str
     """Sample hash chain up to this step, in hex: identifies its batch."""
 
@@ -59,20 +61,22 @@ class Position:
     """Samples trained on, which is also the index of the next one in the run's order."""
     tokens: int = 0
     """Target tokens trained on."""
-    ledger: bytes = EMPTY_LEDGER
+    ledger: bytes = EMPTY_DATA_HASH
     """Sample hash chain: rolling hash of the samples trained on."""
-    previous_ledger: bytes = EMPTY_LEDGER
+    previous_ledger: bytes = EMPTY_DATA_HASH
     """The hash chain one step earlier, with which a resume checks that the order is the same."""
     evaluated: int | None = None
     """Step of the last finished evaluation."""
     eval_loss: float | None = None
     """Loss of that evaluation."""
+    tasks_evaluated: int | None = None
+    """Step of the last finished evaluation of benchmark tasks."""
     trained: int = 0
-    """Number of steps that changed the weights: neither skipped nor left out."""
-    skipped: list[int] = field(default_factory=list)
+    """Number of steps that changed the weights, and so were not skipped."""
+    recent_skips: list[int] = field(default_factory=list)
     """Anomalous steps among the last ones that were skipped."""
-    avoided: dict[int, BadStep] = field(default_factory=dict)
-    """Steps that are left out after a rewind, each with the anomalous step that it is close to."""
+    steps_to_skip: dict[int, AnomalousStep] = field(default_factory=dict)
+    """Steps to skip after a rewind, each with the anomalous step that it is close to."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that a checkpoint keeps."""
@@ -84,9 +88,10 @@ class Position:
             "previous_ledger": self.previous_ledger.hex(),
             "evaluated": self.evaluated,
             "eval_loss": self.eval_loss,
+            "tasks_evaluated": self.tasks_evaluated,
             "trained": self.trained,
-            "skipped": self.skipped,
-            "avoided": {str(step): asdict(bad) for step, bad in self.avoided.items()},
+            "skipped": self.recent_skips,
+            "avoided": {str(step): asdict(bad) for step, bad in self.steps_to_skip.items()},
         }
 
     @classmethod
@@ -99,10 +104,13 @@ class Position:
             ledger=bytes.fromhex(record["ledger"]),
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
             evaluated=record["evaluated"],
+            tasks_evaluated=record.get("tasks_evaluated"),
             eval_loss=record["eval_loss"],
             trained=record.get("trained", record["step"]),  # absent from older checkpoints
-            skipped=record.get("skipped", []),
-            avoided={int(s): BadStep(**bad) for s, bad in record.get("avoided", {}).items()},
+            recent_skips=record.get("skipped", []),
+            steps_to_skip={
+                int(s): AnomalousStep(**bad) for s, bad in record.get("avoided", {}).items()
+            },
         )
 
 
@@ -118,59 +126,61 @@ def check_position(checkpoint: Checkpoint) -> None:
             "ledger": is_hex(record["ledger"]) and is_hex(record["previous_ledger"]),
             "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
             "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
-            "avoided": all(s.isdecimal() and fits(bad, BAD_STEP) for s, bad in avoided.items()),
+            "avoided": all(
+                s.isdecimal() and fits(bad, ANOMALOUS_STEP) for s, bad in avoided.items()
+            ),
             "decay": decay is None or (fits(decay, DECAY) and decay["since"] < decay["end"]),
             "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
         }
         wrong = [name for name, is_sound in sound.items() if not is_sound]
     if wrong:
-        why = f"{POSITION}: {', '.join(wrong)} missing, or not what it should be"
+        why = f"{POSITION}: {', '.join(wrong)} missing or of the wrong type"
         raise DamagedError(f"checkpoint {checkpoint.path} is damaged", why=why)
 
 
 def is_hex(text: str) -> bool:
     """Return True if `text` is a sample hash chain in hexadecimal."""
-    return re.fullmatch(rf"[0-9a-f]{{{2 * len(EMPTY_LEDGER)}}}", text) is not None
+    return re.fullmatch(rf"[0-9a-f]{{{2 * len(EMPTY_DATA_HASH)}}}", text) is not None
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
     return {
-        f"{optimizer_name}/{name}/{key}": value
+        f"{optimizer_name}/{name}/{key}": replicated_with(parameter, value)
         for optimizer_name, optimizer in optimizers.items()
         for name, parameter in _named(optimizer)
         for key, value in optimizer.state[parameter].items()
     }
 
 
-def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Whole]) -> None:
-    """Load each rank's part of the weights; raise ConfigError if they are of another model."""
+def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTensor]) -> None:
+    """Load each rank's part of the weights; raise ConfigError if the model differs."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
     for name in sorted(shapes.keys() | theirs.keys()):
         if shapes.get(name) != theirs.get(name):
             raise ConfigError(
-                "the model of this run is not that of the checkpoint",
+                "the model of this run does not match that of the checkpoint",
                 why=f"{name} is {shapes.get(name)} here, {theirs.get(name)} there",
-                next="leave model as it was, or begin a new job with these weights: init.from=JOB",
+                next="keep model unchanged, or start a new job with these weights: init.from=JOB",
             )
     for name, parameter in parameters.items():
         fill(parameter, saved[name])
 
 
-def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Whole]) -> None:
-    """Load the optimizer state; raise ConfigError if it is of other optimizers or parameters.
+def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, FullTensor]) -> None:
+    """Load the optimizer state; raise ConfigError if optimizers or parameters differ.
 
     Each rank loads its part: state is sharded as its parameter is. Tensors that belong to no
     optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise DamagedError for any other tensor
     that an optimizer cannot have written.
     """
-    by_parameter: dict[tuple[str, str], dict[str, Whole]] = {}
+    by_parameter: dict[tuple[str, str], dict[str, FullTensor]] = {}
     for path, whole in saved.items():
         owner, *rest = path.split("/")
         if owner not in (RNG, GUARD, ema.OWNER):
             if len(rest) != 2:
-                raise _odd(f"{path!r} is no state of an optimizer")
+                raise _unexpected_state(f"{path!r} is not the state of an optimizer")
             name, key = rest
             by_parameter.setdefault((owner, name), {})[key] = whole
     if not by_parameter:  # saved before the first step, in which optimizers make their state
@@ -179,16 +189,16 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
         return
     expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
     if by_parameter.keys() != expected:
-        odd = sorted(by_parameter.keys() ^ expected)[0]
+        difference = sorted(by_parameter.keys() ^ expected)[0]
         raise ConfigError(
-            "the optimizers of this run are not those of the checkpoint",
-            why=f"{odd[0]} state of {odd[1]} is on one side only",
-            next="leave optim as it was, or begin a new job with these weights: init.from=JOB",
+            "the optimizers of this run do not match those of the checkpoint",
+            why=f"{difference[0]} state of {difference[1]} is present on one side only",
+            next="keep optim unchanged, or start a new job with these weights: init.from=JOB",
         )
     for optimizer_name, optimizer in optimizers.items():
         named = [by_parameter[optimizer_name, name] for name, _ in _named(optimizer)]
         if any(one.keys() != named[0].keys() for one in named):
-            raise _odd(f"parameters of {optimizer_name} have state of different names")
+            raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):
             optimizer.state[parameter] = {
                 key: _beside(parameter, whole)
@@ -196,7 +206,7 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Who
             }
 
 
-def _beside(parameter: nn.Parameter, saved: Whole) -> Tensor:
+def _beside(parameter: nn.Parameter, saved: FullTensor) -> Tensor:
     """Return a state of `parameter`, sharded as it is and in its dtype.
 
     Step counts, which are scalars, are replicated in the dtype in which they were saved.
@@ -206,18 +216,20 @@ def _beside(parameter: nn.Parameter, saved: Whole) -> Tensor:
         len(shape) == parameter.ndim
         and all(n in (1, full) for n, full in zip(shape, parameter.shape, strict=True))
     ):
-        raise _odd(f"a state of shape {list(shape)} belongs to a weight {list(parameter.shape)}")
+        raise _unexpected_state(
+            f"a state of shape {list(shape)} belongs to a weight {list(parameter.shape)}"
+        )
     if shape == ():
         state = torch.zeros((), dtype=saved.dtype, device=parameter.device)
     else:
-        state = zeros_beside(parameter, saved.shape, dtype=parameter.dtype)
+        state = zeros_sharded_as(parameter, saved.shape, dtype=parameter.dtype)
     fill(state, saved)
     return state
 
 
-def _odd(why: str) -> DamagedError:
+def _unexpected_state(why: str) -> DamagedError:
     return DamagedError(
-        "the checkpoint holds a state that no optimizer wrote",
+        "the checkpoint contains state that no optimizer wrote",
         why=why,
         next="resume from the checkpoint before: --from-step N; `dtt ckpt ls` lists them",
     )
@@ -239,20 +251,58 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_rng(saved: Mapping[str, Whole], rank: int, seed: int, device: torch.device) -> None:
+def restore_rng(
+    saved: Mapping[str, FullTensor], rank: int, seed: int, device: torch.device
+) -> None:
     """Restore this rank's random number generators; a rank without saved state uses `seed`."""
-    mine = f"{RNG}/{rank:05d}/"
-    if f"{mine}cpu" not in saved:
+    prefix = f"{RNG}/{rank:05d}/"
+    if f"{prefix}cpu" not in saved:
         seed_rank(seed, rank)
         return
-    state = saved[f"{mine}cpu"][()]
+    state = saved[f"{prefix}cpu"][()]
     if (state.dtype, state.shape) != (torch.uint8, torch.get_rng_state().shape):
-        raise _odd(f"{mine}cpu is no state of a random number generator")
+        raise _unexpected_state(f"{prefix}cpu is not the state of a random number generator")
     torch.set_rng_state(state)
-    if device.type == "cuda" and f"{mine}cuda" in saved:
-        torch.cuda.set_rng_state(saved[f"{mine}cuda"][()], device)
+    if device.type == "cuda" and f"{prefix}cuda" in saved:
+        torch.cuda.set_rng_state(saved[f"{prefix}cuda"][()], device)
 
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the random number generators, used for dropout only, differently on every rank."""
     torch.manual_seed(seed * 1_000_003 + rank)
+
+
+def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
+    """Return True if a run of `steps` steps should be evaluated at this position and was not."""
+    wanted = every(train.eval_every, position.step) or position.step in (0, steps)
+    return wanted and position.evaluated != position.step
+
+
+def tasks_due(cfg: RunConfig, steps: int, position: Position) -> bool:
+    """Return True if the benchmark tasks should be evaluated at this position and were not.
+
+    A run with a time limit also evaluates them once at its start, to measure how long it takes.
+    """
+    timed = cfg.train.timed and position.tasks_evaluated is None
+    wanted = every(cfg.eval.every, position.step) or position.step == steps or timed
+    return wanted and position.tasks_evaluated != position.step
+
+
+def kinds_due(
+    cfg: RunConfig, steps: int, position: Position, *, validates: bool, has_tasks: bool
+) -> set[str]:
+    """Return the kinds of records that a run computes when it resumes at this position."""
+    found = set()
+    if validates and evaluation_due(cfg.train, steps, position):
+        found.add("eval")
+    if has_tasks and tasks_due(cfg, steps, position):
+        found.add("task")
+    sampled = every(cfg.train.sample_every, position.step) or position.step in (0, steps)
+    if found and cfg.train.sample_tokens and sampled:
+        found.add("sample")
+    return found
+
+
+def every(interval: int, step: int) -> bool:
+    """Return True if an event with a period of `interval` steps (0: never) is due after `step`."""
+    return interval > 0 and step % interval == 0

@@ -11,11 +11,11 @@ STEPS = 256
 """Bins per power of two; lengths below this are exact, others have a relative error of 1/256."""
 OCTAVES = 48
 _SHIFT = 52 - (STEPS.bit_length() - 1)
-_FIRST = 1023 * STEPS  # the bin of length 1: 1023 is the exponent of 1.0
+_FIRST = 1023 * STEPS  # the bin of length 1: 1023 is the biased exponent of 1.0
 
 
 @dataclass(frozen=True)
-class Summary:
+class LengthSummary:
     """Summary statistics of document lengths."""
 
     unit: str
@@ -51,10 +51,10 @@ class Lengths:
         bins = (some.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
         self._bins += np.bincount(bins, minlength=len(self._bins))
 
-    def summary(self, unit: str) -> Summary:
+    def summary(self, unit: str) -> LengthSummary:
         """Return summary statistics of the lengths counted so far."""
         documents = self.empty + int(self._bins.sum())
-        return Summary(
+        return LengthSummary(
             unit=unit,
             documents=documents,
             empty=self.empty,

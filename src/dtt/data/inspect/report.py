@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtt.data.inspect.lengths import Summary
+from dtt.data.inspect.lengths import LengthSummary
 from dtt.errors import DamagedError
 from dtt.runtime.files import sha256_file
 from dtt.runtime.log import progress
@@ -16,24 +16,24 @@ SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class InspectOptions:
     """Options of an inspection."""
 
     samples: int
-    """Number of documents whose beginning is shown."""
+    """Number of documents whose start is shown."""
     everything: bool
-    """True to read all data, whatever its size."""
+    """True to read all data, regardless of its size."""
     hashes: bool
     """True to compare every file with the sha256 in its manifest."""
     tokenizer: Path | None
-    """A tokenizer.json; None for the one beside the ids, if any."""
+    """A tokenizer.json; None for the one next to the ids, if any."""
     dtype: str
     """dtype of raw ids."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The beginning of one document."""
+class DocumentSample:
+    """The start of one document."""
 
     where: str
     text: str
@@ -71,9 +71,9 @@ class Report:
     facts: dict[str, object] = field(default_factory=dict)
     """Facts specific to this kind of data, by name."""
     read: Read
-    lengths: Summary | None
+    lengths: LengthSummary | None
     """Document lengths; None if the document boundaries are unknown."""
-    samples: list[Sample]
+    samples: list[DocumentSample]
     oddities: list[str]
     damaged: list[str]
     """Damaged or missing files, each with the reason."""
@@ -109,7 +109,7 @@ def damages(files: Sequence[Expected], *, hashes: bool) -> Damages:
     return {path: problem for path, problem in found.items() if problem is not None}
 
 
-def told(damaged: Damages) -> list[str]:
+def damage_lines(damaged: Damages) -> list[str]:
     """Return a line for each damaged file."""
     return [f"{path}: {problem}" for path, problem in damaged.items()]
 
@@ -119,21 +119,21 @@ def _by_size(file: Expected) -> str | None:
         size = file.path.stat().st_size
     except FileNotFoundError:
         return "missing"
-    return None if size == file.bytes else f"{size} bytes, the manifest says {file.bytes}"
+    return None if size == file.bytes else f"{size} bytes, the manifest records {file.bytes}"
 
 
 def _by_content(file: Expected) -> str | None:
     found = sha256_file(file.path)
     if found == file.sha256:
         return None
-    return f"its sha256 is {found[:16]}…, the manifest says {file.sha256[:16]}…"
+    return f"its sha256 is {found[:16]}…, the manifest records {file.sha256[:16]}…"
 
 
 def raise_if_damaged(report: Report) -> None:
     """Raise DamagedError if `report` lists damaged files."""
     if report.damaged:
         raise DamagedError(
-            f"{report.path} is damaged; files not as they should be: {len(report.damaged)}",
+            f"{report.path} is damaged; damaged files: {len(report.damaged)}",
             where=report.damaged[0],
-            next="make or fetch them again: dtt tokenize and dtt download mend what they made",
+            next="create them again: dtt tokenize and dtt download repair their own files",
         )

@@ -1,5 +1,5 @@
 """Model families, one file each: architecture options, weight names, config.json conversion.
-May touch: config. Never torch."""
+May import: config. Never torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dtt.model.families.gemma3 import GEMMA3
 from dtt.model.families.gpt2 import GPT2
 from dtt.model.families.llama import LLAMA
 from dtt.model.families.mistral import MISTRAL
+from dtt.model.families.phi3 import PHI3
 from dtt.model.families.qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA3)
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA3, PHI3)
 
 
 def get(name: str) -> Family:

@@ -8,30 +8,40 @@ from typing import Any
 
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
+from dtt.model.config_section import section_problems
 from dtt.model.families.hf_config import Values, check_values, unsupported
-from dtt.model.section import section_problems
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """The mapping of one Hugging Face tensor (`theirs`) to parameters of dtt (`ours`).
+    """The mapping between tensors of a Hugging Face model and parameters of dtt.
 
-    `{i}` in a name is the layer index. Several parameters of dtt are equal parts of the Hugging
-    Face tensor, concatenated along the output axis. `transpose` is True if the Hugging Face tensor
-    is [in, out], where dtt's parameter is [out, in].
+    `{i}` in a name is the layer index. With `{e}` in `hf_name`, Hugging Face has one tensor per
+    expert e: the slice e of each parameter, which is a stack [experts, out, in]. If there are
+    several parameters, the Hugging Face tensor is their concatenation along the output axis.
+    `transpose` is True if the Hugging Face tensor is [in, out], where dtt's is [out, in].
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    dtt_names: tuple[str, ...]
     transpose: bool = False
 
     def of_layer(self, i: int) -> WeightRule:
         """Return the rule for layer `i`, with `{i}` filled in."""
         return replace(
             self,
-            theirs=self.theirs.format(i=i),
-            ours=tuple(name.format(i=i) for name in self.ours),
+            hf_name=self.hf_name.replace("{i}", str(i)),
+            dtt_names=tuple(name.replace("{i}", str(i)) for name in self.dtt_names),
         )
+
+    def of_expert(self, e: int) -> str:
+        """Return the name of the Hugging Face tensor of expert `e`."""
+        return self.hf_name.replace("{e}", str(e))
+
+    @property
+    def per_expert(self) -> bool:
+        """True if Hugging Face has one tensor per expert."""
+        return "{e}" in self.hf_name
 
 
 @dataclass(frozen=True)
@@ -89,16 +99,16 @@ class Family:
         }
 
     def weight_rules(self, arch: Architecture) -> Iterator[WeightRule]:
-        """Yield the rules of this model, one per Hugging Face tensor; a tied head has none."""
+        """Yield the rules of this model, with the layer filled in; a tied head has none."""
         for rule in self.weights:
-            if rule.ours == ("head.weight",) and arch.tie_embeddings:
+            if rule.dtt_names == ("head.weight",) and arch.tie_embeddings:
                 continue
-            if "{i}" in rule.theirs:
+            if "{i}" in rule.hf_name:
                 yield from (rule.of_layer(i) for i in range(arch.n_layers))
             else:
                 yield rule
 
 
-def same_name(theirs: str, ours: str, *suffixes: str) -> tuple[WeightRule, ...]:
+def same_name(hf_name: str, dtt_name: str, *suffixes: str) -> tuple[WeightRule, ...]:
     """Return rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
-    return tuple(WeightRule(f"{theirs}.{s}", (f"{ours}.{s}",)) for s in suffixes)
+    return tuple(WeightRule(f"{hf_name}.{s}", (f"{dtt_name}.{s}",)) for s in suffixes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture
-from dtt.model.families import llama, rope
+from dtt.model.families import llama, rope_scaling
 from dtt.model.families.base import Family, same_name
 from dtt.model.families.hf_config import (
     KINDS,
@@ -108,7 +108,9 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
             f"supported: an object for {LOCAL}, one for {GLOBAL}, or both",
         )
     inner = {"rope_parameters": ropes.get(LOCAL), "rope_theta": config.get("rope_local_base_freq")}
-    local_theta, local_scaling = rope.from_hf({**config, "rope_scaling": None, **inner}, 1e4)
+    local_theta, local_scaling = rope_scaling.from_hf(
+        {**config, "rope_scaling": None, **inner}, 1e4
+    )
     if local_scaling != NoRopeScaling():
         raise unsupported(
             config,

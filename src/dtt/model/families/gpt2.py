@@ -111,11 +111,13 @@ _LAYER = "transformer.h.{i}"
 _QKV = tuple(f"layers.{{i}}.attn.{part}" for part in "qkv")
 
 
-def _linear(theirs: str, *ours: str) -> tuple[WeightRule, ...]:
+def _linear(hf_name: str, *dtt_names: str) -> tuple[WeightRule, ...]:
     """Return the rules of a linear layer; GPT-2's Conv1D stores its weight as [in, out]."""
     return (
-        WeightRule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transpose=True),
-        WeightRule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+        WeightRule(
+            f"{hf_name}.weight", tuple(f"{name}.weight" for name in dtt_names), transpose=True
+        ),
+        WeightRule(f"{hf_name}.bias", tuple(f"{name}.bias" for name in dtt_names)),
     )
 
 

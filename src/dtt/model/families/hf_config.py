@@ -101,7 +101,8 @@ def check_values(
         raise unsupported(
             config,
             f"config.json has {_listed(unknown)}, unknown to dtt",
-            next="remove from config.json what does not change the logits, or use another model",
+            next="remove the keys that do not change the logits from config.json, or use "
+            "another model",
         )
     for key, value in config.items():
         if key in known and not known[key].accepts(value):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary, round_up
-from dtt.model.families import rope
+from dtt.model.families import rope_scaling
 from dtt.model.families.base import Family, same_name
 from dtt.model.families.hf_config import (
     NUMBER,
@@ -67,7 +67,7 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
 
     RoPE is written for old and new versions of transformers.
     """
-    scaling = rope.to_hf(arch.rope_scaling)
+    scaling = rope_scaling.to_hf(arch.rope_scaling)
     return {
         "max_position_embeddings": arch.max_seq_len,
         "hidden_size": arch.dim,
@@ -112,7 +112,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
 
     `theta` is the base of RoPE if the file has none.
     """
-    rope_theta, rope_scaling = rope.from_hf(config, theta)
+    rope_theta, scaling = rope_scaling.from_hf(config, theta)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads
     return Architecture(
@@ -127,7 +127,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
         ffn_dim=config["intermediate_size"],
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_scaling=scaling,
         windows=(None,) * config["num_hidden_layers"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         attn_scale=head_dim**-0.5,

@@ -43,7 +43,7 @@ MISTRAL = Family(
     hf_class="MistralForCausalLM",
     architecture=architecture,
     hf_facts=hf_facts,
-    # layer_types is not supported: with it, transformers builds Ministral, another architecture.
+    # layer_types is not supported: with it, transformers builds Ministral instead.
     hf_values=llama.HF_VALUES | {"sliding_window": optional(SIZE)},
     read_hf_config=read_hf_config,
     weights=llama.LLAMA.weights,

@@ -1,0 +1,94 @@
+"""The commands `dtt doctor` and `dtt plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve
+from dtt.runtime.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt doctor",
+        "dtt doctor --processes 8 --path jobs",
+        "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor",
+        "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
+    )
+)
+def doctor(
+    path: Annotated[Path, typer.Option(help="Folder on the disk to check.")] = Path("jobs"),
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device to check: auto, cpu or cuda.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Check that this machine, or every node of a job, is fit for training.
+
+    Checks versions, devices and the disk. With several processes, also verifies and times every
+    collective that training uses. Writes a temporary file to --path. Exits with 78 on a problem.
+    """
+    with command():
+        from dtt.commands import doctor
+
+        doctor.run(path, device=device, processes=processes, as_json=json)
+
+
+@cli.command(
+    epilog=examples(
+        "dtt plan -c run.yaml",
+        "dtt plan -c run.yaml --gpu H100 --nodes 8 --gpus-per-node 8 --price 2.5",
+        "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
+    )
+)
+def plan(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU model, such as H100 or A100-40, or cpu; default: that of this machine."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of nodes; default: launch.nodes.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of GPUs per node; default: launch.gpus_per_node."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,
+    stage: Stage = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Train three steps here and print the error.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Estimate the memory, time, communication, disk space and cost of a run.
+
+    Reads the configuration, and the sizes of the token files if they exist. Needs no GPU. Prints a
+    line for each stage of training, if the configuration describes several, and their sum.
+    """
+    with command():
+        from dtt.commands import plan as body
+        from dtt.commands.warm_start import model_of
+        from dtt.config.load import stage_names
+
+        if config is None and dataset is None and not overrides:
+            raise body.missing_configuration()
+        options = {"download.dataset": dataset}
+        names = stage_names(config, overrides or []) if stage is None else ()
+        found = [
+            resolve(config, overrides, options, model_of=model_of, stage=name)
+            for name in names or (stage,)
+        ]
+        if names:
+            body.run_stages(found, gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
+        else:
+            body.run(found[0], gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)

@@ -1,0 +1,81 @@
+"""Commands of `dtt ckpt`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Job, Json, Overrides, examples
+from dtt.cli.parser import Commands
+from dtt.runtime.process import command
+
+ckpt_cli = Commands(help="Manage the checkpoints of a job.")
+cli.add_typer(ckpt_cli, name="ckpt")
+
+
+@ckpt_cli.command("ls")
+def ckpt_ls(job: Job, json: Json = False) -> None:
+    """List checkpoints, oldest first.
+
+    Reads the manifests only.
+    """
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.ls(job, as_json=json)
+
+
+@ckpt_cli.command("verify")
+def ckpt_verify(
+    job: Job,
+    step: Annotated[int | None, typer.Option(help="Step to verify; default: all.")] = None,
+    json: Json = False,
+) -> None:
+    """Verify checkpoints against their manifests.
+
+    Reads every file. Exits with 65 if a checkpoint is damaged.
+    """
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.verify(job, step, as_json=json)
+
+
+@ckpt_cli.command(
+    "prune", epilog=examples("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run")
+)
+def ckpt_prune(
+    job: Job,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted.")
+    ] = False,
+) -> None:
+    """Delete superseded checkpoints and those that the job's retention rules do not keep.
+
+    Always keeps the newest verified checkpoint and the newest from before the last divergence.
+    """
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.prune(job, overrides or [], dry_run=dry_run)
+
+
+@ckpt_cli.command("diff", epilog=examples("dtt ckpt diff jobs/run@500 jobs/run@1000"))
+def ckpt_diff(
+    one: Annotated[
+        str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default step: the newest.")
+    ],
+    other: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint to compare with.")],
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints: position, weights, optimizer state.
+
+    Reads both checkpoints and prints their differences.
+    """
+    with command():
+        from dtt.commands import ckpt
+
+        ckpt.diff(one, other, as_json=json)

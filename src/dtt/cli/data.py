@@ -1,0 +1,117 @@
+"""Commands of `dtt data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Dataset, Job, Json, Overrides, examples, resolve
+from dtt.cli.parser import Commands
+from dtt.runtime.process import command
+
+data_cli = Commands(help="Inspect text and tokens, before and after training.")
+cli.add_typer(data_cli, name="data")
+
+
+@data_cli.command(
+    "inspect",
+    epilog=examples(
+        "dtt data inspect ~/books",
+        "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
+        "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
+    ),
+)
+def data_inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="Corpus, file or folder of documents, token folder, .bin/.idx, .ds, .bin or .npy.",
+        ),
+    ],
+    samples: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of documents to show the start of.")
+    ] = 3,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Verify the sha256 of every file."),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Read all data, not only evenly spread parts.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json that decodes the ids; default: the one next to them."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Type of raw ids: uint16, uint32, int32 or int64.")
+    ] = "uint16",
+    json: Json = False,
+) -> None:
+    """Summarize text or tokens: counts, lengths of documents, samples, anomalies.
+
+    Reads evenly spread parts of large data. Exits with 65 if a file is damaged.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.inspect(
+            path,
+            samples=samples,
+            everything=everything,
+            hashes=verify,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            as_json=json,
+        )
+
+
+@data_cli.command(
+    "mix",
+    epilog=examples("dtt data mix -c run.yaml", "dtt data mix -c run.yaml train.steps=20000"),
+)
+def data_mix(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    json: Json = False,
+) -> None:
+    """Show the share, tokens, epochs and exhaustion step of each data source of a run.
+
+    Reads the sizes of the token files. Needs no GPU.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.mix(resolve(config, overrides, {"download.dataset": dataset}), as_json=json)
+
+
+@data_cli.command(
+    "at-step",
+    epilog=examples(
+        "dtt data at-step jobs/run 1200",
+        "dtt data at-step jobs/run 1200 --rank 3 --of 8 --full",
+    ),
+)
+def data_at_step(
+    job: Job,
+    step: Annotated[int, typer.Argument(metavar="N", help="Step number, as in metrics.jsonl.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Show one rank; requires --of.")] = None,
+    of: Annotated[int | None, typer.Option(min=1, help="Number of ranks for --rank.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Maximum number of samples to show.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show complete texts.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the documents that a step trained on: file, number, offset and text.
+
+    Reads the token files, and exits with 65 if metrics.jsonl records other samples.
+    """
+    with command():
+        from dtt.commands import data as body
+
+        body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)

@@ -1,0 +1,127 @@
+"""The command `dtt eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Ema, Json, examples
+from dtt.errors import ConfigError
+from dtt.runtime.process import command
+
+Source = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE",
+        help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two of "
+        "these.",
+    ),
+]
+
+
+Tasks = Annotated[
+    str,
+    typer.Option(help="Tasks, separated by commas: names of tasks or suites, or YAML files."),
+]
+
+
+Step = Annotated[
+    str | None,
+    typer.Option(metavar="N|all", help="Step of the job, or all; default: the newest."),
+]
+
+
+Chat = Annotated[bool, typer.Option("--chat", help="Ask in the model's conversation format.")]
+
+
+Shots = Annotated[int | None, typer.Option(min=0, help="Number of examples in each prompt.")]
+
+
+Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of questions of a task.")]
+
+
+Bos = Annotated[
+    Literal["tokenizer", "always", "never"] | None,
+    typer.Option(help="Beginning-of-sequence token: tokenizer, always or never."),
+]
+
+
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of tokens in a batch.")
+]
+
+
+HarnessTasks = Annotated[
+    str,
+    typer.Option(
+        "--harness",
+        metavar="TASKS",
+        help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of the result files; default: evals/ in the job.")
+]
+
+
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
+]
+
+
+@cli.command(
+    name="eval",
+    epilog=examples(
+        "dtt eval jobs/run --tasks hellaswag,lambada_openai",
+        "dtt eval jobs/run --step all --tasks arc_easy --limit 500",
+        "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
+        "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
+        "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
+    ),
+)
+def eval_(
+    arguments: Source,
+    tasks: Tasks = "",
+    step: Step = None,
+    ema: Ema = False,
+    chat: Chat = False,
+    shots: Shots = None,
+    limit: Limit = None,
+    bos: Bos = None,
+    batch_tokens: BatchTokens = None,
+    harness: HarnessTasks = "",
+    out: Out = None,
+    watch: Watch = False,
+    json: Json = False,
+) -> None:
+    """Evaluate models on benchmark tasks, or compare the results of two.
+
+    Prints each metric with its standard error, and its noise: the relative standard deviation over
+    the newest evaluated checkpoints. Every answer is recorded in a result file: what was evaluated
+    before is not computed again, and an evaluation that was interrupted continues. Defaults are
+    the keys of the job's section `eval`. With --json, prints one object per task.
+    """
+    with command():
+        from dtt.commands import eval as evaluation
+        from dtt.commands import eval_watch
+
+        if watch and harness:
+            raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
+        start = eval_watch.run if watch else evaluation.run
+        start(
+            arguments,
+            tasks=tuple(filter(None, tasks.split(","))),
+            harness=tuple(filter(None, harness.split(","))),
+            step=step,
+            ema=ema,
+            chat=chat,
+            shots=shots,
+            limit=limit,
+            bos=bos,
+            batch_tokens=batch_tokens,
+            out=out,
+            as_json=json,
+        )

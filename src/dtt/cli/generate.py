@@ -1,0 +1,115 @@
+"""`dtt generate` and `dtt chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Ema, Json, Model, Seed, Temperature, TopK, TopP, examples
+from dtt.runtime.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt generate jobs/run -p 'def main():'",
+        "dtt generate exports/run -p - < prompt.txt",
+        "dtt generate exports/run --prompts-file prompts.txt --json",
+    )
+)
+def generate(
+    source: Model,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Prompt to continue; - reads stdin; repeatable."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="File with one prompt per line.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    ema: Ema = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts per batch.")] = 16,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream", help="Print text as it is generated; default for one prompt."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Generate text from prompts with a trained model.
+
+    Reads the newest checkpoint of a job, or an exported folder; writes to stdout. The text does not
+    depend on the other prompts of a batch. With --json, prints one line per prompt: prompt, text,
+    finish_reason (stop: end of document; length) and the numbers of tokens.
+    """
+    with command():
+        from dtt.commands import generate
+
+        generate.run(
+            source,
+            prompt or [],
+            generate.Sampling(max_new_tokens, temperature, top_k, top_p, seed),
+            prompts_file=prompts_file,
+            ema=ema,
+            batch_size=batch_size,
+            stream=stream,
+            as_json=json,
+        )
+
+
+@cli.command(
+    epilog=examples(
+        "dtt chat jobs/assistant",
+        'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0',
+        "dtt chat exports/assistant < questions.txt                # one user message per line",
+        "dtt chat jobs/assistant --json --ids < conversations.jsonl",
+    )
+)
+def chat(
+    source: Model,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="Chat template (chatml, or a Jinja file) to use instead of the model's own."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens of an answer.")
+    ] = 512,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    ema: Ema = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids of each prompt.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+) -> None:
+    """Converse with a model that was trained on conversations.
+
+    Renders prompts as in training, streams the answers, and ends them at the trained stop tokens.
+    Reads messages from the terminal, or from stdin one per line. With --json, lines of stdin that
+    start with { or [ are JSON: {"role": …, "content": …} continues the conversation, {"messages":
+    […]} starts a new one. If the context is full, the oldest turns are dropped.
+    """
+    with command():
+        from dtt.commands import chat
+        from dtt.commands.generate import Sampling
+
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
+        chat.run(
+            source,
+            system,
+            sampling,
+            template=template,
+            ema=ema,
+            show_ids=ids,
+            as_json=json,
+        )

@@ -1,0 +1,149 @@
+"""Commands of `dtt job`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Job, Json, examples
+from dtt.cli.parser import Commands
+from dtt.runtime.process import command
+
+job_cli = Commands(help="List, inspect and control jobs.")
+cli.add_typer(job_cli, name="job")
+
+Wait = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait for the job to acknowledge the request.")
+]
+
+
+@job_cli.command("ls", epilog=examples("dtt job ls", "dtt job ls jobs/lr --json"))
+def job_ls(
+    folder: Annotated[Path, typer.Argument(help="Folder that contains the jobs.")] = Path("jobs"),
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Show branches below their parent job.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the jobs in a folder with their state, the most recently changed first.
+
+    Includes the trials of sweeps. Reads job files and queries Slurm if there is one.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.ls(folder, as_json=json, tree=tree)
+
+
+@job_cli.command("status", epilog=examples("dtt job status jobs/run"))
+def job_status(job: Job, json: Json = False) -> None:
+    """Show the state of a job: progress, losses, Slurm state, and why it ended.
+
+    Reads its files and queries Slurm if there is one.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.status(job, as_json=json)
+
+
+@job_cli.command("stop", epilog=examples("dtt job stop jobs/run"))
+def job_stop(
+    job: Job,
+    wait: Wait = 30.0,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Cancel the job if it is queued.")
+    ] = False,
+) -> None:
+    """Stop a running job after it has saved a checkpoint.
+
+    Writes a request to its control/, for which write permission suffices. With -y, cancels a queued
+    job.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.stop(job, yes=yes, wait=wait)
+
+
+@job_cli.command("save", epilog=examples("dtt job save jobs/run"))
+def job_save(job: Job, wait: Wait = 30.0) -> None:
+    """Ask a running job to save a checkpoint now and continue.
+
+    Writes a request to its control/.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.save(job, wait=wait)
+
+
+@job_cli.command("profile", epilog=examples("dtt job profile jobs/run"))
+def job_profile(
+    job: Job,
+    kind: Annotated[
+        Literal["torch", "memory", "nsys"] | None,
+        typer.Option(help="Profiler to use; default: profile.kind."),
+    ] = None,
+    wait: Wait = 30.0,
+) -> None:
+    """Profile the next three steps of a running job.
+
+    Writes a request to its control/; the job writes the profile to its profiles/.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.profile(job, kind=kind, wait=wait)
+
+
+@job_cli.command("resume", epilog=examples("dtt job resume jobs/run"))
+def job_resume(job: Job) -> None:
+    """Resume a stopped job.
+
+    Submits its script to Slurm again; without Slurm, prints the command that resumes it.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.resume(job)
+
+
+@job_cli.command("rm", epilog=examples("dtt job rm jobs/run -y"))
+def job_rm(
+    job: Job,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Delete a job directory with all of its checkpoints.
+
+    Fails while the job is running or queued.
+    """
+    with command():
+        from dtt.commands import job as body
+
+        body.rm(job, yes=yes)
+
+
+@job_cli.command(
+    "logs", epilog=examples("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2")
+)
+def job_logs(
+    job: Job,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines as they appear.")
+    ] = False,
+    node: Annotated[
+        str | None, typer.Option(help="Node; slurm: the job script. Default: the first node.")
+    ] = None,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to print first.")
+    ] = 50,
+) -> None:
+    """Print the last lines of the newest attempt's log."""
+    with command():
+        from dtt.commands import job as body
+
+        body.logs(job, follow=follow, node=node, lines=lines)

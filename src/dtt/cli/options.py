@@ -1,0 +1,122 @@
+"""Options that several commands share, and the resolution of their values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dtt.config.load import ModelOf
+    from dtt.config.run import RunConfig
+
+
+def examples(*lines: str) -> str:
+    """Return a help epilog of examples that keeps its line breaks."""
+    return "\b\nExamples:\n  " + "\n  ".join(lines)
+
+
+Config = Annotated[
+    str | None,
+    typer.Option("--config", "-c", help="Config file, or name of a shipped config (quickstart)."),
+]
+
+
+Cluster = Annotated[
+    str | None, typer.Option(help="Cluster profile: name in configs/clusters/, or file.")
+]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, such as train.steps=500."),
+]
+
+
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        "-d",
+        help="Dataset: name in configs/datasets/, Hugging Face id (org/name), local file or "
+        "folder, or python-stdlib.",
+    ),
+]
+
+
+Stage = Annotated[
+    str | None, typer.Option(help="Stage to use if the configuration defines several.")
+]
+
+
+RedoFrom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STAGE",
+        help="Train this stage and the later ones again; their old jobs are renamed, not deleted.",
+    ),
+]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def _set_quiet(requested: bool) -> bool:
+    if requested:
+        os.environ["DTT_QUIET"] = "1"  # read when `command` sets up logging, also in subprocesses
+    return requested
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", callback=_set_quiet, help="Log only warnings and errors."),
+]
+
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, such as jobs/quickstart.")]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME."
+    ),
+]
+
+
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")
+]
+
+
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the K most likely tokens.")]
+
+
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")]
+
+
+Seed = Annotated[int | None, typer.Option(help="Random seed, for reproducible text.")]
+
+
+Ema = Annotated[bool, typer.Option("--ema", help="Use the averaged weights (train.ema_decay).")]
+
+
+def resolve(
+    config: str | None,
+    overrides: list[str] | None,
+    options: Mapping[str, object],
+    *,
+    model_of: ModelOf | None = None,
+    stage: str | None = None,
+) -> RunConfig:
+    """Return the configuration, or that of one `stage` of it.
+
+    `options` maps keys to the values of named options, or None.
+    """
+    from dtt.config import load
+
+    named = {key: value for key, value in options.items() if value is not None}
+    return load.resolve(config, overrides or [], named, model_of=model_of, stage=stage).config

@@ -1,0 +1,203 @@
+"""The stages of a run (`dtt download` to `dtt export`), and `dtt pipeline`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import (
+    Config,
+    Dataset,
+    Json,
+    Overrides,
+    Quiet,
+    RedoFrom,
+    Stage,
+    examples,
+    resolve,
+)
+from dtt.runtime.process import command, leave
+
+
+@cli.command(
+    epilog=examples(
+        "dtt download -d python-stdlib",
+        "dtt download -d ~/books",
+        "dtt download -d HuggingFaceFW/fineweb-edu --name sample-10BT",
+    )
+)
+def download(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    name: Annotated[str | None, typer.Option(help="Subset of a Hub dataset.")] = None,
+    stage: Stage = None,
+    quiet: Quiet = False,
+) -> None:
+    """Download raw documents.
+
+    Writes data/corpus/<dataset>/. Downloads only missing files, and uses local files in place.
+    """
+    with command():
+        from dtt.commands import download
+
+        options = {"download.dataset": dataset, "download.name": name}
+        download.run(resolve(config, overrides, options, stage=stage))
+
+
+@cli.command(
+    epilog=examples(
+        "dtt tokenize -c run.yaml",
+        "mpirun -n 8 dtt tokenize -c run.yaml",
+        "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
+        "dtt tokenize -c run.yaml --explain          # print what would be reused",
+    )
+)
+def tokenize(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace token files made from other text or with other settings."
+        ),
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what would be reused and why; write nothing.")
+    ] = False,
+    stage: Stage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert documents to token files, with a given or a newly trained tokenizer.
+
+    Reads data/corpus/<dataset>/, writes data/tokens/<dataset>-<tokenizer>/. The output does not
+    depend on the number of processes. The same command resumes after an interruption.
+    """
+    with command():
+        from dtt.commands import tokenize
+
+        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+        if explain:
+            tokenize.explain(cfg, as_json=json)
+        else:
+            tokenize.run(cfg, overwrite=overwrite, as_json=json)
+    leave()
+
+
+@cli.command(
+    epilog=examples(
+        "dtt train -c run.yaml",
+        "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
+        "dtt train jobs/run              # resume a job; so does the first line",
+        "dtt train --branch jobs/run@3000 schedule.decay=500    # new job: anneal from step 3000",
+        "touch jobs/run/control/stop     # save and stop; control/save only saves",
+    )
+)
+def train(
+    job_or_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB] [KEY=VALUE]…", help="Job directory to resume; config keys."),
+    ] = None,
+    config: Config = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(help="Resume from this checkpoint; newer ones are renamed, not deleted."),
+    ] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB@STEP",
+            help="Branch a new job from this step, with another schedule.* or length.",
+        ),
+    ] = None,
+    stage: Stage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model, or resume a job.
+
+    Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
+    75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
+    """
+    with command():
+        from dtt.commands import train
+
+        options = config, job_or_overrides or [], allow_change or [], from_step, branch
+        train.run(*options, stage=stage, as_json=json)
+
+
+@cli.command(
+    epilog=examples(
+        "dtt export jobs/run", "dtt export jobs/run --step 500 --upload org/name --private"
+    )
+)
+def export(
+    job: Annotated[Path, typer.Argument(help="Job directory, such as jobs/quickstart.")],
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step to export; default: the newest checkpoint.")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Export the averaged weights (train.ema_decay).")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    upload: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also upload to this Hub repository.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a new Hub repository as private.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export a checkpoint to a Hugging Face folder and verify it with transformers.
+
+    Reads jobs/<name>/checkpoints/, writes exports/<name>/. Replaces an earlier export of the same
+    job once the new one is verified.
+    """
+    with command():
+        from dtt.commands import export
+
+        export.run(
+            job,
+            overrides or [],
+            step=step,
+            ema=ema,
+            out=out,
+            upload=upload,
+            private=private,
+            as_json=json,
+        )
+
+
+@cli.command(
+    epilog=examples(
+        "dtt pipeline -c quickstart", "dtt pipeline -c quickstart -d ~/books name=books"
+    )
+)
+def pipeline(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    redo_from: RedoFrom = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run download, tokenize, train and export in order.
+
+    If the configuration defines stages of training, trains each of them in turn and exports the
+    last. Skips finished work, so the same command resumes after an interruption.
+    """
+    with command():
+        from dtt.commands import pipeline
+
+        pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)

@@ -1,0 +1,75 @@
+"""The command `dtt submit`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Cluster, Config, Json, RedoFrom, examples
+from dtt.runtime.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt submit train -c run.yaml --cluster lumi launch.nodes=4",
+        "dtt submit train jobs/run           # resume a job",
+        "dtt submit eval jobs/run eval.tasks=[arc_easy]   # each checkpoint as it appears",
+        "dtt submit tokenize -c run.yaml --print-script",
+    )
+)
+def submit(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="COMMAND",
+            help="Command: download, tokenize, train, eval, export or pipeline.",
+        ),
+    ],
+    job_or_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB] [KEY=VALUE]…", help="Job directory (train, eval, export); config keys."
+        ),
+    ] = None,
+    config: Config = None,
+    cluster: Cluster = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
+    ] = None,
+    redo_from: RedoFrom = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the plan; submit nothing.")
+    ] = False,
+    print_script: Annotated[
+        bool, typer.Option("--print-script", help="Print only the job script.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    json: Json = False,
+    code_copy: Annotated[
+        bool, typer.Option("--code-copy", help="Copy dtt's code into the job and run the copy.")
+    ] = False,
+) -> None:
+    """Submit a command to Slurm, as a job that resumes after its time limit.
+
+    Checks the configuration on the login node, writes jobs/<name>/ (for commands other than train:
+    jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again.
+    """
+    with command():
+        from dtt.commands import submit
+
+        submit.run(
+            what,
+            config,
+            job_or_overrides or [],
+            cluster=cluster,
+            allow_change=allow_change or [],
+            dry_run=dry_run,
+            print_script=print_script,
+            yes=yes,
+            as_json=json,
+            code_copy=code_copy,
+            redo_from=redo_from,
+        )

@@ -1,0 +1,151 @@
+"""Commands of `dtt sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Cluster, Json, examples
+from dtt.cli.parser import Commands
+from dtt.runtime.process import command
+
+sweep_cli = Commands(help="Run and evaluate hyperparameter sweeps.")
+cli.add_typer(sweep_cli, name="sweep")
+
+SweepName = Annotated[str, typer.Argument(metavar="SWEEP", help="Folder, name or file of a sweep.")]
+
+
+Trials = Annotated[
+    list[str] | None, typer.Argument(metavar="[TRIAL]…", help="Ids of trials; default: all.")
+]
+
+
+Local = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Run on this machine, N trials at a time.")
+]
+
+
+Array = Annotated[
+    bool, typer.Option("--array", help="Submit one Slurm array; default if Slurm is available.")
+]
+
+
+Separate = Annotated[bool, typer.Option("--separate", help="Submit one Slurm job per trial.")]
+
+
+Cap = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Maximum number of array tasks at a time.")
+]
+
+
+@sweep_cli.command(
+    name="submit",
+    epilog=examples(
+        "dtt sweep submit lr.yaml --dry-run      # print the plan",
+        "dtt sweep submit lr.yaml --local 2      # on this machine, two at a time",
+        "dtt sweep submit lr.yaml --cap 4        # as a Slurm array, four at a time",
+        "dtt sweep submit lr.yaml --cluster generic",
+    ),
+)
+def sweep_submit(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A .yaml, .json, .toml or .py file, or name of a shipped sweep (quickstart-lr).",
+        ),
+    ],
+    local: Local = None,
+    array: Array = False,
+    separate: Separate = False,
+    cap: Cap = None,
+    cluster: Cluster = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan; start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Create the trials of a sweep and start the new ones.
+
+    Writes jobs/<sweep>/<trial>/ and jobs/<sweep>/manifest.json. Without Slurm, or with --local,
+    trains on this machine and waits; Ctrl-C saves and stops all trials.
+    """
+    with command():
+        from dtt.commands import sweep
+
+        method = sweep.LaunchMethod.from_options(local, array, separate, cap)
+        sweep.submit(file, method, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
+
+
+@sweep_cli.command(name="status")
+def sweep_status(name: SweepName, json: Json = False) -> None:
+    """Show the state and progress of each trial.
+
+    Reads the files of the trials and queries Slurm if there is one.
+    """
+    with command():
+        from dtt.commands import sweep
+
+        sweep.status(name, as_json=json)
+
+
+@sweep_cli.command(name="cancel")
+def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> None:
+    """Stop running trials after they have saved, and cancel queued ones."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.cancel(name, trials or [], as_json=json)
+
+
+@sweep_cli.command(name="retry")
+def sweep_retry(
+    name: SweepName,
+    trials: Trials = None,
+    local: Local = None,
+    array: Array = False,
+    separate: Separate = False,
+    cap: Cap = None,
+    json: Json = False,
+) -> None:
+    """Restart trials that are neither done nor active; each resumes from its checkpoint."""
+    with command():
+        from dtt.commands import sweep
+
+        method = sweep.LaunchMethod.from_options(local, array, separate, cap)
+        sweep.retry(name, trials or [], method, as_json=json)
+
+
+@sweep_cli.command(name="results")
+def sweep_results(
+    name: SweepName,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    json: Json = False,
+) -> None:
+    """Print the metric of each combination, best first: mean and standard error over seeds."""
+    with command():
+        from dtt.commands import sweep
+
+        sweep.results(name, as_csv=csv, as_json=json)
+
+
+@sweep_cli.command(name="plot")
+def sweep_plot(
+    name: SweepName,
+    key: Annotated[str | None, typer.Option(help="Plot against this key only.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to; default: jobs/<sweep>/plots.")
+    ] = None,
+) -> None:
+    """Plot the metric against each key, and the curves of all trials.
+
+    Reads metrics.jsonl of the trials, writes PNG files.
+    """
+    with command():
+        from dtt.commands import sweep
+
+        sweep.plot(name, key, out)

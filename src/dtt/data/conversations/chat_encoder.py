@@ -1,0 +1,403 @@
+"""Encoding of conversations: token ids and loss masks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer, models
+
+from dtt.artifacts import ChatFacts
+from dtt.config.chat import ChatConfig
+from dtt.config.data import Engine
+from dtt.data.conversations.control_text import ControlText, StandInTokenizer
+from dtt.data.conversations.conversation_tokens import ConversationTokens, EncodedText, Ids
+from dtt.data.conversations.loss_mask import (
+    PROBES,
+    AnswerSpan,
+    LossMask,
+    Marked,
+    MaskMethod,
+    with_parts,
+)
+from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.conversations.sandbox import MARKS
+from dtt.data.conversations.template import ChatTemplate
+from dtt.data.tokenize.encoder import find_end_of_document, vocabulary_size
+from dtt.data.tokenize.tokenizer import parse_tokenizer
+from dtt.errors import ConfigError
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class EncodedConversation:
+    """The token ids of a conversation and its targets."""
+
+    ids: Ids
+    """[tokens]"""
+    mask: Mask
+    """[tokens]: True if the token is a target. The first token never is."""
+    methods: tuple[str, ...] = ()
+    """Method by which each answer was found."""
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A rendered conversation that has not been encoded yet."""
+
+    text: str
+    answers: list[AnswerSpan]
+    """Answers whose tokens are targets."""
+    excluded: list[AnswerSpan]
+    """With `train_on: all`, messages whose tokens are not."""
+    written: list[tuple[int, str]] | None
+    """Positions of the special tokens that the template wrote, if the row contains others."""
+
+
+class ChatEncoder:
+    """An encoder of conversations for one tokenizer, template and configuration."""
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        cfg: ChatConfig,
+        where: Path | str,
+        template_text: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        fast: bool = False,
+    ) -> None:
+        """Compile the template, and find the tokens that end answers.
+
+        `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
+        `bos_token`, `eos_token` and others. With `fast`, gigatoken is used; call `doubt` before
+        encoding. Raises DamagedError if it is not a tokenizer.json, and ConfigError if the template
+        is invalid or ends answers with no token of the tokenizer.
+        """
+        self.cfg = cfg
+        self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template)
+        facts = json.loads(tokenizer_json)
+        self._tokenizer = _exact(tokenizer_json, where)
+        self.vocab_size = vocabulary_size(facts)
+        """Largest id + 1."""
+        self._special = {
+            token["id"]: token["content"]
+            for token in facts.get("added_tokens") or ()
+            if token["special"]
+        }
+        self._masks = LossMask(self.template, self._special.values())
+        self._control = ControlText(self._special.values())
+        self._stand_in: StandInTokenizer | None = None
+        self._content, self._where = tokenizer_json, where
+        size = self._tokenizer.get_vocab_size() + 1
+        self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
+        self._is_special[list(self._special)] = True
+        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, fast=fast)
+        self._stops: frozenset[int] = frozenset()
+        self.stop_tokens = self._find_stops(where)
+        """Ids that end an answer, the most frequent first."""
+        self._stops = frozenset(self.stop_tokens)
+        self.facts = ChatFacts(
+            template_sha256=self.template.sha256,
+            kwargs=cfg.kwargs,
+            stop_tokens=self.stop_tokens,
+            special_tokens=dict(special_tokens or {}),
+        )
+
+    def encode(self, conversation: Conversation) -> list[EncodedConversation]:
+        """Return the samples of a conversation: one, or with `turns: expand` one per answer.
+
+        Raises RefusedRow if the template refuses the conversation, its mask cannot be derived, or
+        no token would be a target.
+        """
+        (result,) = self.encode_batch([conversation])
+        if isinstance(result, RefusedRow):
+            raise result
+        return result
+
+    def encode_batch(
+        self, conversations: Iterable[Conversation]
+    ) -> list[list[EncodedConversation] | RefusedRow]:
+        """Return the samples of each conversation, or the reason to refuse it.
+
+        Encoding many at once is faster: gigatoken takes one call, `tokenizers` several cores.
+        """
+        rendered: list[list[_Rendered] | RefusedRow] = []
+        for conversation in conversations:
+            try:
+                rendered.append([self._render(*sample) for sample in self._samples(conversation)])
+            except RefusedRow as refused:
+                rendered.append(refused)
+        plain = [
+            one.text
+            for row in rendered
+            if not isinstance(row, RefusedRow)
+            for one in row
+            if one.written is None
+        ]
+        encodings = iter(self._tokens.encode(plain))
+        results: list[list[EncodedConversation] | RefusedRow] = []
+        for row in rendered:
+            if isinstance(row, RefusedRow):
+                results.append(row)
+                continue
+            mine = [
+                next(encodings) if one.written is None else self._text_located(one) for one in row
+            ]
+            try:
+                results.append([self._finish(*pair) for pair in zip(row, mine, strict=True)])
+            except RefusedRow as refused:
+                results.append(refused)
+        return results
+
+    def end_of_document(self, name: str | None) -> int | None:
+        """Return the id of the token that ends documents of text, or None if there is none.
+
+        `name` is the token that the configuration names, if any; then raise ConfigError if it does
+        not exist.
+        """
+        try:
+            return find_end_of_document(self._tokenizer, name, self._where)[1]
+        except ConfigError:
+            if name is not None:
+                raise
+            return None
+
+    @property
+    def engine(self) -> Engine:
+        """The tokenizer implementation in use."""
+        return self._tokens.engine
+
+    def doubt(self, sample: Iterable[Conversation]) -> str | None:
+        """Return the reason why gigatoken cannot be used, or None if it can.
+
+        Both engines encode `sample` and strings that are hard to split.
+        """
+        texts = []
+        for conversation in sample:
+            with suppress(RefusedRow):
+                texts.append(self.template.render(conversation))
+        return self._tokens.doubt(texts)
+
+    def use_exact(self) -> None:
+        """Encode with `tokenizers` from now on."""
+        self._tokens.use_exact()
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Return the ids of a conversation with the generation prompt.
+
+        Raises RefusedRow if the template refuses it.
+        """
+        text = self.template.render(conversation, add_generation_prompt=True)
+        _check_marks(text)
+        suspicious = self._suspicious(conversation)
+        written = None
+        if suspicious is not None:
+            marked = self._masks.marked(suspicious, prompt=True)
+            written = self._written(text, marked)
+        if written is not None:
+            return list(self._as_text(text, written).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _suspicious(self, conversation: Conversation) -> Conversation | None:
+        """Return a conversation with marks at its special-token strings; None if there are none."""
+        if self.cfg.control_text == "token":
+            return None
+        return self._control.mark(conversation)
+
+    def _written(self, text: str, marked: Marked | None) -> list[tuple[int, str]] | None:
+        """Return the special tokens that the template wrote; None if the row contains none.
+
+        Raises RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
+        """
+        if marked is None or marked.text != text:
+            raise RefusedRow(
+                "it contains text like a special token, which the chat template treats specially"
+            )
+        written, contained = self._control.find(text, marked.from_row)
+        if not contained:
+            return None
+        if self.cfg.control_text == "stop":
+            raise RefusedRow(f"it contains the string of a special token: {contained[0]}")
+        return written
+
+    def _as_text(self, text: str, written: list[tuple[int, str]]) -> Encoding:
+        """Encode a text in which only the special tokens at the given positions are special."""
+        if self._stand_in is None:
+            self._stand_in = StandInTokenizer(self._content, self._control.tokens, self._where)
+        tokenizer = self._stand_in.tokenizer
+        return tokenizer.encode(self._stand_in.text(text, written), add_special_tokens=False)
+
+    def _samples(self, conversation: Conversation) -> list[tuple[Conversation, list[int]]]:
+        """Return conversations, each with the indices of the answers to train on."""
+        flags = conversation.trained or (True,) * len(conversation.messages)
+        answers = [
+            i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
+        ]
+        if self.cfg.train_on == "last":
+            answers = answers[-1:]
+        trained = [i for i in answers if flags[i]]
+        if self.cfg.train_on != "all" and not trained:
+            raise RefusedRow("no answer is trained: all have train: false")
+        if self.cfg.turns == "expand":
+            return [(conversation.until(i + 1), [i]) for i in trained]
+        return [(conversation, trained)]
+
+    def _render(self, conversation: Conversation, trained: list[int]) -> _Rendered:
+        """Return the text of a conversation and the spans of its targets."""
+        excluded: list[int] = []
+        if self.cfg.train_on == "all":
+            trained = []
+            excluded = [i for i, flag in enumerate(conversation.trained) if not flag]
+        suspicious = self._suspicious(conversation)
+        marked = None
+        if suspicious is None and (trained or excluded):
+            text, marked = self._masks.traced(conversation)
+        else:
+            text = self.template.render(conversation)
+        _check_marks(text)
+        if suspicious is not None:
+            marked = self._masks.marked(suspicious)
+        written = None if suspicious is None else self._written(text, marked)
+        return _Rendered(
+            text,
+            self._masks.answers(conversation, text, marked, trained),
+            self._masks.answers(conversation, text, marked, excluded),
+            written,
+        )
+
+    def _text_located(self, rendered: _Rendered) -> EncodedText:
+        assert rendered.written is not None
+        encoding = self._as_text(rendered.text, rendered.written)
+        return self._tokens.located(rendered.text, encoding)
+
+    def _finish(self, rendered: _Rendered, encoded: EncodedText) -> EncodedConversation:
+        ids = encoded.ids
+        mask = np.zeros(len(ids), bool)
+        if self.cfg.train_on == "all":
+            mask[:] = True
+        for one in rendered.answers:
+            answer = _in_units(one, rendered.text, encoded.text)
+            first, last = self._targets(answer, encoded)
+            mask[first:last] = True
+        for one in rendered.excluded:
+            answer = _in_units(one, rendered.text, encoded.text)
+            first, last = _overlap(encoded, answer)
+            mask[first:last] = False
+        if rendered.written is not None:
+            expected = [self._tokenizer.token_to_id(token) for _, token in rendered.written]
+            if ids[self._is_special[ids]].tolist() != expected:
+                raise RefusedRow("the tokenizer turns its text into special tokens")
+        mask[:1] = False
+        if not mask.any():
+            if any(one.method == MaskMethod.OMITTED for one in rendered.answers):
+                raise RefusedRow("the chat template renders nothing of its answers")
+            raise RefusedRow("no token is a target")
+        return EncodedConversation(ids, mask, tuple(one.method for one in rendered.answers))
+
+    def _targets(self, answer: AnswerSpan, encoded: EncodedText) -> tuple[int, int]:
+        """Return the range of the tokens of an answer, up to and including its stop token.
+
+        The stop token is the first stop token among the special tokens at the end of the answer.
+        Without any there, it is the special token that directly follows, as in GLM's templates.
+        """
+        if answer.method == MaskMethod.OMITTED:
+            return 0, 0
+        ids, text, starts, _ = encoded
+        first, last = _overlap(encoded, answer)
+        end = last
+        stops = []
+        while end > first:
+            if self._is_special[ids[end - 1]]:
+                stops.append(end)
+            elif text[starts[end - 1] : answer.end].strip():
+                break
+            end -= 1
+        if stops:
+            known = [at for at in reversed(stops) if int(ids[at - 1]) in self._stops]
+            return first, known[0] if known else stops[0]
+        if last < len(ids) and starts[last] == answer.end:
+            after = int(ids[last])
+            if after in self._stops if self._stops else self._is_special[after]:
+                return first, last + 1
+        return first, last
+
+    def _find_stops(self, where: Path | str) -> tuple[int, ...]:
+        """Return the tokens that end answers in conversations of all kinds."""
+        found: Counter[int] = Counter()
+        cfg = self.cfg
+        self.cfg = cfg.model_copy(update={"train_on": "assistant", "turns": "all"})
+        # Some templates read only contents that are lists of parts.
+        for probes in (STOP_PROBES, [*map(with_parts, STOP_PROBES)]):
+            rows = [Conversation(tuple(one), None, {}, (True,) * len(one)) for one in probes]
+            for result in self.encode_batch(rows) if not found else ():
+                for one in [] if isinstance(result, RefusedRow) else result:
+                    ends = one.mask & ~np.append(one.mask[1:], False)
+                    found.update(i for i in one.ids[ends].tolist() if self._is_special[i])
+        self.cfg = cfg
+        if not found:
+            raise ConfigError(
+                "the chat template does not end answers with a special token of the tokenizer",
+                where=where,
+                why=f"its special tokens: {', '.join([*self._special.values()][:20]) or 'none'}",
+                next="choose a template that was made for this tokenizer, or add its tokens to "
+                "tokenizer.special_tokens",
+            )
+        return tuple(token for token, _ in found.most_common())
+
+
+STOP_PROBES = (
+    (*PROBES["user"], {"role": "assistant", "content": "Warm."}),
+    (
+        *PROBES["user"],
+        {"role": "assistant", "content": "Warm."},
+        *PROBES["user"],
+        {"role": "assistant", "content": "Still warm."},
+    ),
+    (*PROBES["tool"], {"role": "assistant", "content": "20 degrees."}),
+)
+"""Conversations that show how a template ends answers."""
+
+
+def _check_marks(text: str) -> None:
+    """Raise RefusedRow if a text contains a mark."""
+    if not text.isascii() and (found := MARKS.search(text)):
+        raise RefusedRow(
+            f"it contains the noncharacter U+{ord(found.group()):04X}, which is reserved for "
+            "internal use"
+        )
+
+
+def _in_units(answer: AnswerSpan, text: str, encoded: str | bytes) -> AnswerSpan:
+    """Return a span in the units of `encoded`: bytes of UTF-8, or characters."""
+    if isinstance(encoded, str) or len(encoded) == len(text):
+        return answer
+    start = len(text[: answer.start].encode())
+    end = start + len(text[answer.start : answer.end].encode())
+    return replace(answer, start=start, end=end)
+
+
+def _overlap(encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
+    """Return the range of the tokens that overlap an answer."""
+    first = int(encoded.ends.searchsorted(answer.start, side="right"))
+    last = int(encoded.starts.searchsorted(answer.end, side="left"))
+    return first, last
+
+
+def _exact(content: bytes, where: Path | str) -> Tokenizer:
+    """Return a tokenizer that changes nothing: no truncation, padding, dropout or trimming."""
+    tokenizer = parse_tokenizer(content, where)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+    # Without added tokens, a post-processor only trims white space off the offsets.
+    tokenizer.post_processor = None
+    return tokenizer

@@ -1,0 +1,212 @@
+"""Token ids of rendered conversations, by the fastest engine that yields those of `tokenizers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer
+
+from dtt.config.data import Engine
+from dtt.data.tokenize.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
+
+Ids = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.int64]
+
+
+class EncodedText(NamedTuple):
+    """The token ids of a text, and the position of each token in it."""
+
+    ids: Ids
+    """[tokens]"""
+    text: str | bytes
+    """The text in the units of the offsets: characters, or bytes of UTF-8."""
+    starts: Places
+    """[tokens]: start of each token."""
+    ends: Places
+    """[tokens]: end of each token."""
+
+
+class ConversationTokens:
+    """A tokenizer of rendered conversations, whose special tokens become special tokens.
+
+    With either engine, the ids are those of `encode(text, add_special_tokens=False)` of
+    `tokenizers`.
+    """
+
+    def __init__(
+        self, content: bytes, facts: dict[str, Any], tokenizer: Tokenizer, *, fast: bool = False
+    ) -> None:
+        """Create it for `tokenizer`, which was created from `content`, a tokenizer.json.
+
+        `facts` are the decoded content. With `fast`, gigatoken is used if it supports the
+        tokenizer; see `doubt`.
+        """
+        self._tokenizer = tokenizer
+        self._added = [token["content"] for token in facts.get("added_tokens") or ()]
+        self._sizes = _byte_sizes(facts)
+        self._composes = facts.get("normalizer") is not None
+        self._unfit: str | None = "it is not requested"
+        self._fast: Gigatoken | None = None
+        if fast:
+            try:
+                self._fast = self._open(content, facts)
+            except Unfit as error:
+                self._unfit = str(error)
+
+    def _open(self, content: bytes, facts: dict[str, Any]) -> Gigatoken:
+        """Return gigatoken; raise Unfit if the tokenizer has parts that gigatoken ignores."""
+        if self._sizes is None:
+            raise Unfit("conversations need a byte-level tokenizer, with no normalizer or NFC")
+        added = facts.get("added_tokens") or ()
+        if any(part.get("add_prefix_space") for part in _byte_level_parts(facts)):
+            raise Unfit("the tokenizer adds a space to the text after each special token")
+        for flag in ("single_word", "lstrip", "rstrip"):
+            if any(token[flag] for token in added):
+                raise Unfit(f"an added token has {flag}")
+        special = {token["content"]: token["id"] for token in added if token["special"]}
+        # Special tokens without others inside can separate texts that do not contain them.
+        alone = (t for t in special if not any(t in other for other in self._added if t != other))
+        self._separators = [(token.encode(), special[token]) for token in alone]
+        if not self._separators:
+            raise Unfit("the tokenizer has no special tokens")
+        name = self._separators[0][0].decode()
+        return Gigatoken(content, facts.get("normalizer"), special, name, _never)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in use."""
+        return "hf" if self._fast is None else "gigatoken"
+
+    def doubt(self, sample: Sequence[str]) -> str | None:
+        """Return the reason why gigatoken cannot be used, or None if it can.
+
+        Both engines encode `sample` and texts with the added tokens that are hard to split.
+        """
+        if self._fast is None:
+            return self._unfit
+        hard = hard_texts(self._added)
+        pairs = [f"{a}{b} {a}\n{b}" for a, b in zip(self._added, self._added[1:], strict=False)]
+        for text in [*sample, *hard, *pairs, *(f"{self._added[-1]}{text}" for text in hard)]:
+            (ours,), (exact,) = self._gigatoken([text]), self._exact([text])
+            if ours is not None and not all(map(np.array_equal, ours, exact)):
+                return f"gigatoken returns different ids for {text[:60]!r}"
+        return None
+
+    def use_exact(self) -> None:
+        """Encode with `tokenizers` from now on."""
+        self._fast = None
+
+    def encode(self, texts: list[str]) -> list[EncodedText]:
+        """Encode texts."""
+        if self._fast is None:
+            return self._exact(texts)
+        found = self._gigatoken(texts)
+        exact = iter(self._exact([text for text, one in zip(texts, found, strict=True) if not one]))
+        return [one or next(exact) for one in found]
+
+    def _exact(self, texts: list[str]) -> list[EncodedText]:
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [self.located(*pair) for pair in zip(texts, encodings, strict=True)]
+
+    def located(self, text: str, encoding: Encoding) -> EncodedText:
+        """Return the ids of an encoding of `tokenizers` with the positions of the tokens.
+
+        Byte-level tokenizers without a normalizer need no offsets from `tokenizers`, which are
+        slow to convert: the sizes of the tokens add up. Then the places are in bytes.
+        """
+        ids = np.array(encoding.ids, np.uint32)
+        if self._sizes is not None and not self._composes:
+            data = text.encode()
+            sizes = self._sizes[ids]
+            ends = np.cumsum(sizes)
+            if (ends[-1] if len(ends) else 0) == len(data):
+                return EncodedText(ids, data, ends - sizes, ends)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return EncodedText(ids, text, offsets[:, 0].copy(), offsets[:, 1].copy())
+
+    def _gigatoken(self, texts: list[str]) -> list[EncodedText | None]:
+        """Encode texts with gigatoken; the result is None where the engines might differ.
+
+        If a batch cannot be encoded together, it is halved until only the texts in question are
+        left.
+        """
+        found = self._together(texts)
+        if found is not None:
+            return [*found]
+        if len(texts) == 1:
+            return [None]
+        middle = len(texts) // 2
+        return self._gigatoken(texts[:middle]) + self._gigatoken(texts[middle:])
+
+    def _together(self, texts: list[str]) -> list[EncodedText] | None:
+        """Encode texts in one call, separated by a special token that none of them contains.
+
+        Returns None if the engines might differ, or the separators are not where they must be.
+        """
+        assert self._fast is not None
+        assert self._sizes is not None
+        data = [text.encode() for text in texts]
+        joined = b"\xff".join(data)  # no UTF-8 text contains this byte
+        separator, end = next(
+            (one for one in self._separators if one[0] not in joined), self._separators[0]
+        )
+        if not self._fast.agrees_on(data):
+            return None
+        ids = self._fast.encode_once(separator.join([*data, b""]))
+        sizes = self._sizes[ids]
+        ends = np.cumsum(sizes)
+        places = np.flatnonzero(ids == end)
+        lengths = np.fromiter(map(len, data), np.int64, len(data))
+        borders = np.cumsum(lengths + len(separator))
+        if not np.array_equal(ends[places], borders):
+            return None
+        begins = (borders - lengths - len(separator)).tolist()
+        found, first = [], 0
+        for text, content, last, begin in zip(texts, data, places.tolist(), begins, strict=True):
+            stops = ends[first:last] - begin
+            one = EncodedText(ids[first:last], content, stops - sizes[first:last], stops)
+            found.append(_in_characters(one, text) if self._composes else one)
+            first = last + 1
+        return found
+
+
+def _in_characters(one: EncodedText, text: str) -> EncodedText:
+    """Convert positions in bytes to characters, in which `tokenizers` counts."""
+    if text.isascii():
+        return one._replace(text=text)
+    leads = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+    character = np.cumsum(leads) - 1  # [bytes]: index of the character of each byte
+    return one._replace(text=text, starts=character[one.starts], ends=character[one.ends - 1] + 1)
+
+
+def _never(documents: list[bytes]) -> EncodedBatch:
+    raise AssertionError("conversations are not encoded as documents")
+
+
+def _byte_sizes(facts: dict[str, Any]) -> npt.NDArray[np.int64] | None:
+    """Return the number of bytes of each token, [ids]; None if this cannot be determined.
+
+    In the vocabulary of a byte-level tokenizer, each character represents one byte. The sizes of
+    the tokens of a text add up unless the normalizer, NFC, changes it.
+    """
+    vocabulary = facts["model"].get("vocab")
+    if not _byte_level_parts(facts) or not isinstance(vocabulary, dict):
+        return None
+    if (facts.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        return None
+    added_tokens = facts.get("added_tokens") or ()
+    largest = max([*vocabulary.values(), *(added["id"] for added in added_tokens)])
+    sizes = np.zeros(largest + 1, np.int64)
+    sizes[[*vocabulary.values()]] = [*map(len, vocabulary)]
+    for added in added_tokens:
+        sizes[added["id"]] = len(added["content"].encode())
+    return sizes
+
+
+def _byte_level_parts(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    pre = facts.get("pre_tokenizer") or {}
+    parts = pre.get("pretokenizers") or [pre]
+    return [part for part in parts if part.get("type") == "ByteLevel"]

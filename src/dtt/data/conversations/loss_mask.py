@@ -1,0 +1,399 @@
+"""Spans of the answers in a rendered conversation, by tracing the loops of its template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from dtt.data.conversations.rows import Conversation, Message, RefusedRow
+from dtt.data.conversations.sandbox import (
+    BEGIN,
+    END,
+    END_OF_INDEX,
+    FROM_ROW,
+    GENERATION,
+    GENERATION_BEGIN,
+    MESSAGE_END,
+)
+from dtt.data.conversations.template import ChatTemplate, Events
+
+VERSION = 1
+"""Version of the masks. Token files of another version are created again."""
+
+Span = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+
+_MARK = re.compile(f"{BEGIN}([0-9]+){END_OF_INDEX}|[{END}{GENERATION}{FROM_ROW}]")
+
+
+class MaskMethod(StrEnum):
+    """The method that found the span of an answer."""
+
+    TRACED = "traced"
+    GENERATION = "generation"
+    PREFIX = "prefix"
+    OMITTED = "omitted"
+    """The template renders nothing of the answer, so it is not a target. For example, it ignores
+    tool calls, or contents that are strings."""
+
+
+TRACED = MaskMethod.TRACED
+
+
+@dataclass(frozen=True)
+class AnswerSpan:
+    """The text of one answer in a rendered conversation."""
+
+    message: int
+    """Index of the message."""
+    start: int
+    """First character after the header, which the generation prompt supplies at inference."""
+    end: int
+    """End of the text that the template renders for the message."""
+    method: MaskMethod
+
+
+@dataclass
+class Marked:
+    """A render without its marks, and the positions of the marks."""
+
+    text: str
+    messages: dict[int, list[Span]]
+    """Spans by the index of the message, without those that are empty or white space."""
+    nested: list[tuple[int, int, Span]]
+    """Messages rendered inside of another: the outer, the inner, the span of the inner."""
+    generation: list[Span]
+    from_row: list[int]
+    """Positions of the marks FROM_ROW."""
+
+
+def parse_marks(marked: str) -> Marked | None:
+    """Return the parts of a marked render, or None if the marks are not balanced."""
+    events: Events = []
+    from_row: list[int] = []
+    pieces: list[str] = []
+    size = last = 0
+    for match in _MARK.finditer(marked):
+        piece = marked[last : match.start()]
+        pieces.append(piece)
+        size += len(piece)
+        last = match.end()
+        mark = match.group()
+        if mark == FROM_ROW:
+            from_row.append(size)
+        elif mark == GENERATION:
+            events.append((GENERATION_BEGIN, size))
+        elif mark == END:
+            events.append((MESSAGE_END, size))
+        else:
+            events.append((int(match.group(1)), size))
+    pieces.append(marked[last:])
+    return parse_events("".join(pieces), events, from_row)
+
+
+def parse_events(text: str, events: Events, from_row: list[int]) -> Marked | None:
+    """Return the parts of a text by the events of its render, or None if they are not balanced."""
+    found = Marked(text, {}, [], [], from_row)
+    opened: list[tuple[int, int]] = []
+    for event, place in events:
+        if event != MESSAGE_END:
+            opened.append((event, place))
+            continue
+        if not opened:
+            return None
+        index, start = opened.pop()
+        if index == GENERATION_BEGIN:
+            found.generation.append((start, place))
+            continue
+        span = text[start:place]
+        if not span or span.isspace():
+            continue
+        outer = next((i for i, _ in reversed(opened) if i != GENERATION_BEGIN), None)
+        if outer is None or outer == index:
+            found.messages.setdefault(index, []).append((start, place))
+        else:
+            found.nested.append((outer, index, (start, place)))
+    return None if opened else found
+
+
+class LossMask:
+    """The derivation of loss masks for one chat template."""
+
+    def __init__(self, template: ChatTemplate, special_tokens: Iterable[str]) -> None:
+        """Create it for a template and the strings of the tokenizer's special tokens."""
+        self._template = template
+        self._special = tuple(special_tokens)
+        self._generation_prompts: dict[Any, str | None] = {}
+
+    def answers(
+        self, conversation: Conversation, text: str, marked: Marked | None, indices: Iterable[int]
+    ) -> list[AnswerSpan]:
+        """Return the spans of the answers with the given indices in the text of a conversation.
+
+        `text` is the plain render and `marked` the parsed marked render of the same conversation,
+        or None if there is none. Raises RefusedRow if an answer cannot be located with certainty.
+        """
+        if marked is not None and marked.text != text:
+            marked = None
+        prompts: dict[str, str | None] = {}
+        found = []
+        for index in indices:
+            span = None if marked is None else _own_span(marked, index)
+            answer = None
+            if marked is not None and span is not None:
+                answer = self._traced(conversation, text, span, index, prompts)
+                answer = answer or _by_generation(marked, index, span)
+                hidden = _hidden_turns(conversation, marked, index)
+                if (
+                    answer is not None
+                    and hidden
+                    and self._shows(conversation, hidden, answer, text)
+                ):
+                    answer = self._cut(conversation, text, answer)
+            answer = answer or self._by_prefix(conversation, text, index)
+            if self._is_omitted(conversation.messages[index], text[answer.start : answer.end]):
+                answer = AnswerSpan(index, answer.start, answer.start, MaskMethod.OMITTED)
+            found.append(answer)
+        return found
+
+    def _is_omitted(self, message: Message, rendered: str) -> bool:
+        """Return True if the rendered text of a message contains only special tokens.
+
+        As a target, it would teach the model to end its answer at once.
+        """
+        has_text = any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+        rendered = rendered.strip()
+        if not has_text or (rendered and not rendered.startswith(self._special)):
+            return False
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() and content.strip() in rendered:
+            return False  # an answer that consists of the strings of special tokens
+        for token in self._special:
+            rendered = rendered.replace(token, "")
+        return not rendered.strip()
+
+    def _traced(
+        self,
+        conversation: Conversation,
+        text: str,
+        span: Span,
+        index: int,
+        prompts: dict[str, str | None],
+    ) -> AnswerSpan | None:
+        """Return the answer in the span of a message, without its header."""
+        start, end = span
+        usual = self._generation_prompt(conversation, "user")
+        if (
+            usual
+            and self._template.ends_with_prompt
+            and text.startswith(usual, start)
+            and text.find(usual, start + 1, end) == -1
+        ):
+            # The prompt of this answer ends with `usual`. If a longer suffix of it were the start
+            # of the span, the span would contain `usual` twice. So no render is needed.
+            return AnswerSpan(index, start + len(usual), end, TRACED)
+        before = conversation.messages[index - 1]["role"] if index else ""
+        if before not in prompts:
+            # Turns after the same role have equivalent prompts for this purpose.
+            prompts[before] = self._prompt(conversation, index)
+        expected = self._generation_prompt(conversation, before)
+        if expected is None:
+            expected = usual
+        if usual is None or expected is None:
+            return None
+        header = header_length(prompts[before], expected, usual, text[start:end])
+        joins = usual.startswith(self._special) and not text.startswith(self._special, start)
+        if header is None and before == "assistant" and joins:
+            # Templates that join answers write no header, which would begin with a special token.
+            header = 0
+        return None if header is None else AnswerSpan(index, start + header, end, TRACED)
+
+    def _shows(
+        self, conversation: Conversation, hidden: list[int], answer: AnswerSpan, text: str
+    ) -> bool:
+        """Return True if the text of an answer changes with the content of other turns."""
+        messages = list(conversation.messages)
+        for i in hidden:
+            messages[i] = {**messages[i], "content": "a different text"}
+        other = self.marked(replace(conversation, messages=tuple(messages)))
+        span = None if other is None else _own_span(other, answer.message)
+        if other is None or span is None:
+            return True
+        return not other.text[span[0] : span[1]].endswith(text[answer.start : answer.end])
+
+    def marked(self, conversation: Conversation, prompt: bool = False) -> Marked | None:
+        """Return the marked render of a conversation; None if it fails."""
+        try:
+            return parse_marks(self._template.render_marked(conversation, prompt))
+        except RefusedRow:
+            return None
+
+    def traced(self, conversation: Conversation) -> tuple[str, Marked | None]:
+        """Return the plain and the marked render of a conversation, from one render if possible.
+
+        Raises RefusedRow if the template refuses the conversation.
+        """
+        text, events = self._template.render_traced(conversation)
+        if events is None:
+            return text, self.marked(conversation)
+        return text, parse_events(text, events, [])
+
+    def _cut(self, conversation: Conversation, text: str, answer: AnswerSpan) -> AnswerSpan:
+        """Return an answer without the tool results that the template renders after it.
+
+        The answer ends where the render of the turns up to it ends.
+        """
+        until = self._render(conversation.until(answer.message + 1), False)
+        if until is None or not text.startswith(until) or len(until) <= answer.start:
+            raise self._refused(answer.message)
+        return replace(answer, end=min(answer.end, len(until)))
+
+    def _by_prefix(self, conversation: Conversation, text: str, index: int) -> AnswerSpan:
+        """Return the answer between the render of the prompt and that of the turns up to it."""
+        prompt = self._render(conversation.until(index), True) if index else None
+        whole = self._render(conversation.until(index + 1), False)
+        if (
+            prompt is None
+            or whole is None
+            or len(whole) <= len(prompt)
+            or not whole.startswith(prompt)
+            or not text.startswith(whole)
+        ):
+            raise self._refused(index)
+        return AnswerSpan(index, len(prompt), len(whole), MaskMethod.PREFIX)
+
+    def _refused(self, index: int) -> RefusedRow:
+        return RefusedRow(
+            f"messages[{index}]: the tokens of this answer cannot be derived from the chat template"
+        )
+
+    def _prompt(self, conversation: Conversation, index: int) -> str | None:
+        """Return the prompt from which the model generates an answer."""
+        return self._render(conversation.until(index), True) if index else None
+
+    def _generation_prompt(self, conversation: Conversation, before: str) -> str | None:
+        """Return the text that the generation prompt adds after a message of the role `before`.
+
+        It comes from a separate conversation with the same variables.
+        """
+        key = (before, repr(conversation.template_kwargs), conversation.tools is None)
+        if key not in self._generation_prompts:
+            messages = PROBES.get(before, PROBES["user"])
+            self._generation_prompts[key] = None
+            for form in (messages, with_parts(messages)):  # some templates read only one form
+                probe = Conversation(form, conversation.tools, conversation.template_kwargs)
+                with_prompt, without = self._render(probe, True), self._render(probe, False)
+                if with_prompt is not None and without is not None:
+                    self._generation_prompts[key] = self._added(probe, with_prompt, without)
+                    break
+        return self._generation_prompts[key]
+
+    def _added(self, probe: Conversation, with_prompt: str, without: str) -> str | None:
+        """Return the text that the generation prompt adds to a conversation; None if unclear."""
+        if with_prompt.startswith(without):
+            return with_prompt[len(without) :]
+        # Without it, the template ends conversations differently: take the text after the last
+        # message.
+        marked = self.marked(probe, True)
+        span = None if marked is None else _own_span(marked, len(probe.messages) - 1)
+        return None if span is None else with_prompt[span[1] :]
+
+    def _render(self, conversation: Conversation, prompt: bool) -> str | None:
+        try:
+            return self._template.render(conversation, prompt)
+        except RefusedRow:
+            return None
+
+
+def _own_span(marked: Marked, index: int) -> Span | None:
+    """Return the span of a message if there is just one, without another message inside."""
+    spans = marked.messages.get(index, ())
+    if len(spans) != 1 or any(index in (outer, inner) for outer, inner, _ in marked.nested):
+        return None
+    return spans[0]
+
+
+def _by_generation(marked: Marked, index: int, span: Span) -> AnswerSpan | None:
+    """Return the answer that the only generation block in a span shows, if there is one."""
+    inside = [block for block in marked.generation if span[0] <= block[0] and block[1] <= span[1]]
+    if len(inside) != 1:
+        return None
+    return AnswerSpan(index, inside[0][0], span[1], MaskMethod.GENERATION)
+
+
+def _hidden_turns(conversation: Conversation, marked: Marked, index: int) -> list[int]:
+    """Return the turns up to the next answer that have no span, and so may be in this answer's."""
+    hidden = []
+    for i in range(index + 1, len(conversation.messages)):
+        role = conversation.messages[i]["role"]
+        if role == "assistant":
+            break
+        if role in ("user", "tool") and i not in marked.messages:
+            hidden.append(i)
+    return hidden
+
+
+_USER = {"role": "user", "content": "How warm is it?"}
+_CALL = {"type": "function", "function": {"name": "thermometer", "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+PROBES: dict[str, tuple[dict[str, Any], ...]] = {
+    "user": (_USER,),
+    "tool": (_USER, _CALLING, {"role": "tool", "name": "thermometer", "content": "20 degrees"}),
+    "assistant": (_USER, {"role": "assistant", "content": "One moment."}),
+}
+"""Conversations whose last message has a role, by that role."""
+
+
+def with_parts(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages whose contents are lists with one part."""
+    return tuple(
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    )
+
+
+def header_length(prompt: str | None, expected: str, usual: str, span: str) -> int | None:
+    """Return the length of the header of an answer, which is not trained, or None if unknown.
+
+    `prompt` is the render of the turns before the answer with the generation prompt. `expected` is
+    the text that the generation prompt adds after a turn of the same role, `usual` the text that it
+    adds after a turn of the user. `span` is the text of the answer with its header.
+
+    The header is the longest suffix of the prompt with which the span begins. Where the generation
+    prompt also begins the answer, for example with `<think>`, and the template renders this answer
+    without it, the header is their common prefix, up to the last line feed or `>`.
+    """
+    overlap = suffix_overlap(prompt, span) if prompt is not None else 0
+    if span.startswith(usual):
+        # Some templates write a header that their generation prompt lacks after tool results.
+        return max(overlap, len(usual)) or (None if prompt is None else 0)
+    if overlap and overlap >= len(expected):
+        return overlap
+    if not expected and prompt is not None:
+        return 0
+    common = common_length(expected, span)
+    cut = max(expected.rfind(sign, 0, common) for sign in ("\n", ">"))
+    return cut + 1 or None
+
+
+def suffix_overlap(prompt: str, span: str) -> int:
+    """Return the length of the longest suffix of `prompt` with which `span` begins."""
+    tail = prompt[-len(span) :] if span else ""
+    begin = span[:8]
+    at = tail.find(begin)
+    while at != -1:
+        if span.startswith(tail[at:]):
+            return len(tail) - at
+        at = tail.find(begin, at + 1)
+    return next((n for n in range(min(7, len(span)), 0, -1) if tail.endswith(span[:n])), 0)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the longest common prefix of two strings."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))

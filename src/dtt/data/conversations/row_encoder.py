@@ -1,0 +1,195 @@
+"""Conversations as a kind of documents that `dtt tokenize` reads and encodes by units of work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtt.artifacts import CHAT_TEMPLATE, ChatFacts
+from dtt.config.chat import ChatConfig
+from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
+from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
+from dtt.data.conversations.rows import Conversation, RefusedRow, parse_pair, parse_row
+from dtt.data.conversations.template import resolve_template, special_tokens_beside
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.json_rows import JsonRow, read_rows
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.tokenize.document_sampling import some_rows
+from dtt.data.tokenize.encoder import refuse_or_log
+from dtt.data.tokenize.tokenizer import find_tokenizer, token_bytes
+from dtt.data.tokenize.unit_encoder import EncodedPart
+from dtt.errors import ConfigError
+from dtt.runtime.comm import Comm
+
+ROWS_VERSION = 1
+"""Version of the parsing of rows; part of the key of token files."""
+AT_ONCE = 256
+"""Conversations per call of the encoder; its results take many times the memory of the ids."""
+
+
+class Conversations:
+    """Rows with conversations. Implements dtt.data.tokenize.unit_encoder.DocumentKind."""
+
+    def __init__(self, cfg: ChatConfig, *, pairs: bool = False, engine: Engine = "auto") -> None:
+        """Render and encode conversations according to `cfg`; with `pairs`, preference pairs."""
+        self._cfg, self._pairs, self._engine = cfg, pairs, engine
+        self._template = ""
+
+    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
+        """See DocumentKind. Raises ConfigError unless the tokenizer exists already."""
+        if not isinstance(tokenizer, GivenTokenizerConfig):
+            raise ConfigError(
+                "conversations need an existing tokenizer",
+                where="tokenizer.type",
+                why="fine-tuning uses the tokenizer of the pretrained model",
+                next="tokenizer.type=file tokenizer.path=data/tokens/…/tokenizer.json; to reserve"
+                " the special tokens of conversations, pretrain with tokenizer.chat_tokens=true",
+            )
+        path = find_tokenizer(tokenizer, with_template=True)
+        self._template = resolve_template(self._cfg.template, path)
+        kind = {"rows": "preference pairs"} if self._pairs else {}
+        options = self._cfg.model_dump(mode="json", exclude={"template", "too_long"})
+        return {
+            "chat": {
+                "template_sha256": sha256(self._template.encode()).hexdigest(),
+                "special_tokens": special_tokens_beside(path),
+                **kind,
+                "rows_version": ROWS_VERSION,
+                "mask_version": MASK_VERSION,
+                **options,
+            }
+        }
+
+    def files(self) -> Mapping[str, str]:
+        """Return the chat template."""
+        return {CHAT_TEMPLATE: self._template}
+
+    def open(
+        self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]
+    ) -> ConversationEncoder:
+        """See DocumentKind."""
+        assert isinstance(tokenizer, GivenTokenizerConfig)
+        template = path.with_name(CHAT_TEMPLATE).read_bytes().decode()
+        special: dict[str, str] = key_parts["chat"]["special_tokens"]
+        return ConversationEncoder(
+            self._cfg, tokenizer, path, template, special, pairs=self._pairs, engine=self._engine
+        )
+
+
+class ConversationEncoder:
+    """A reader and encoder of the conversations of units. Implements UnitEncoder."""
+
+    has_mask = True
+
+    def __init__(
+        self,
+        cfg: ChatConfig,
+        tokenizer: GivenTokenizerConfig,
+        path: Path,
+        template: str,
+        special_tokens: Mapping[str, str],
+        *,
+        pairs: bool = False,
+        engine: Engine = "auto",
+    ) -> None:
+        """Open the tokenizer at `path`, a copy of the one that `tokenizer` names.
+
+        With `pairs`, a row is a preference pair, which becomes two sequences: the chosen
+        conversation, then the rejected one.
+
+        Raises ConfigError if the template does not fit the tokenizer.
+        """
+        self.pairs = pairs
+        content = path.read_bytes()
+        self._asked = engine
+        self._chat = ChatEncoder(
+            content, cfg, tokenizer.path, template, special_tokens, fast=engine != "hf"
+        )
+        facts = self._chat.facts.model_copy(update={"special_tokens": dict(special_tokens)})
+        self.chat: ChatFacts | None = facts
+        self.vocab_size = self._chat.vocab_size
+        # The same as for text, so that both can be mixed.
+        end = self._chat.end_of_document(tokenizer.end_of_document)
+        self.end_of_document = self._chat.stop_tokens[0] if end is None else end
+        self._bytes = token_bytes(path, self.vocab_size, self.end_of_document)
+
+    @property
+    def engine(self) -> Engine:
+        """The tokenizer implementation in use."""
+        return self._chat.engine
+
+    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+        """Use the fast engine if it yields the same ids on some rows of all ranks.
+
+        Raises EnvironmentUnfit if it does not, and the configuration requires it.
+        """
+        if self._asked == "hf":
+            return
+        sample: list[Conversation] = []
+        for row in some_rows(corpus, units, comm.rank, comm.size):
+            with suppress(RefusedRow):
+                sample += self._parse(row)
+        doubts = comm.gather(self._chat.doubt(sample))
+        doubt = next(filter(None, doubts), None)
+        if doubt is not None:
+            refuse_or_log(doubt, self._asked)
+            self._chat.use_exact()
+
+    def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
+        """See UnitEncoder."""
+        return read_rows(corpus, unit, bad)
+
+    def content(self, document: JsonRow) -> bytes:
+        """Return the JSON text of a row."""
+        return document.content
+
+    def encode(self, documents: list[JsonRow], refused: BadDocuments) -> EncodedPart:
+        """See UnitEncoder. One row may become several sequences."""
+        found: list[EncodedConversation] = []
+        for first in range(0, len(documents), AT_ONCE):
+            found += self._encode(documents[first : first + AT_ONCE], refused)
+        ids = np.concatenate([np.empty(0, np.uint32), *(one.ids for one in found)])
+        mask = np.concatenate([np.empty(0, np.bool_), *(one.mask for one in found)])
+        lengths = np.fromiter((len(one.ids) for one in found), np.int32, len(found))
+        # Special tokens do not count as text. If the bytes per token are unknown, the size of the
+        # rows is an estimate.
+        text_bytes = sum(len(row.content) for row in documents)
+        if self._bytes is not None:
+            text_bytes = int(self._bytes[ids].sum())
+        return EncodedPart(ids, lengths, mask, text_bytes)
+
+    def _encode(self, rows: list[JsonRow], refused: BadDocuments) -> Iterator[EncodedConversation]:
+        parsed: list[tuple[JsonRow, list[Conversation]]] = []
+        for row in rows:
+            try:
+                parsed.append((row, self._parse(row)))
+            except RefusedRow as error:
+                refused.add(row.where, error.why)
+        every = chain.from_iterable(conversations for _, conversations in parsed)
+        results = iter(self._chat.encode_batch(every))
+        for row, conversations in parsed:
+            mine = [next(results) for _ in conversations]
+            # A pair is refused if either of its conversations is.
+            why = next((result.why for result in mine if isinstance(result, RefusedRow)), None)
+            if why is not None:
+                refused.add(row.where, why)
+                continue
+            for result in mine:
+                assert not isinstance(result, RefusedRow)
+                yield from result
+
+    def _parse(self, row: JsonRow) -> list[Conversation]:
+        """Return the conversation of a row, or both of a pair; raise RefusedRow."""
+        if not self.pairs:
+            return [parse_row(row.value)]
+        pair = parse_pair(row.value)
+        if pair.chosen.messages == pair.rejected.messages:
+            raise RefusedRow("chosen and rejected are the same")
+        return [pair.chosen, pair.rejected]

@@ -1,0 +1,268 @@
+"""Chat templates: resolution, compilation in a sandbox, and rendering of conversations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from jinja2.environment import Template
+
+from dtt.data.conversations.rows import Conversation, Message, RefusedRow
+from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
+from dtt.data.conversations.template_trees import ends_with_prompt
+from dtt.errors import ConfigError, InputError
+
+CHATML = """\
+{%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
+{%- macro text(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content or [] %}
+            {{- part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if first %}
+        {{- text(first.content) + '\\n\\n' }}
+    {%- endif %}
+    {{- 'You can call these functions:\\n<tools>\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '</tools>\\nTo call one, write:\\n' }}
+    {{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and first and loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {%- if message.content is string %}
+            {{- message.content }}
+        {%- else %}
+            {{- text(message.content) }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set function = call.function or call %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' }}
+            {%- if function.arguments is string %}
+                {{- function.arguments }}
+            {%- else %}
+                {{- (function.arguments or {}) | tojson }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""The built-in template `chatml`: each message between `<|im_start|>` and `<|im_end|>`.
+
+It renders every turn in the same way, regardless of the turns after it, so that text at training
+equals text at inference.
+"""
+
+Events = list[tuple[int, int]]
+"""Events of a traced render: the index of a message, or one of those of the sandbox, and the number
+of characters before it."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning. Templates of different models read different ones."""
+
+
+class ChatTemplate:
+    """A compiled chat template."""
+
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, str] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        where: object = None,
+    ) -> None:
+        """Compile a template.
+
+        `special_tokens` are the variables `bos_token`, `eos_token` and others; `kwargs` those of
+        the configuration. Raises ConfigError, with `where` as its location, if the template has a
+        syntax error.
+        """
+        self.text = text
+        self.name = str(where or "chat.template")
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self._variables = {**(special_tokens or {}), **(kwargs or {})}
+        self._sandbox = Sandbox()
+        try:
+            self._plain = self._sandbox.compile_template(text, marked=False)
+            self._marked = self._sandbox.compile_template(text, marked=True)
+            self.ends_with_prompt = ends_with_prompt(self._sandbox.parse(text))
+            """True if each render with the generation prompt ends with the same text."""
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                "the chat template is not a valid Jinja template",
+                where=f"{self.name}:{error.lineno}",
+                why=str(error.message),
+                next="chat.template=chatml",
+            ) from None
+        except (RecursionError, SyntaxError, ValueError) as error:
+            raise ConfigError(
+                "the chat template cannot be compiled",
+                where=self.name,
+                why=str(error) or type(error).__name__,
+                next="chat.template=chatml",
+            ) from None
+
+    def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation.
+
+        It equals that of `apply_chat_template(tokenize=False)`. Raises RefusedRow if the template
+        raises an error, or takes or builds more than the limits of the sandbox.
+        """
+        return self._run(self._plain, conversation, add_generation_prompt)
+
+    def render_marked(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation with marks around messages and generation blocks."""
+        return self._run(self._marked, conversation, add_generation_prompt)
+
+    def render_traced(self, conversation: Conversation) -> tuple[str, Events | None]:
+        """Return the text of a conversation, and the spans of its messages and generation blocks.
+
+        The text is that of `render`, as tracing adds nothing to it. The events are None if the
+        template keeps text of messages before it outputs it.
+        """
+        state = RenderState(events=[])
+        text = self._run(self._marked, conversation, False, state)
+        return text, None if state.captured else state.events
+
+    def _run(
+        self,
+        template: Template,
+        conversation: Conversation,
+        prompt: bool,
+        state: RenderState | None = None,
+    ) -> str:
+        messages = [_with_reasoning(message) for message in conversation.messages]
+        state = RenderState() if state is None else state
+        if template is self._marked:
+            state.messages = {id(message): i for i, message in enumerate(messages)}
+        variables = {
+            **self._variables,
+            **conversation.template_kwargs,
+            "messages": messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            STATE: state,
+        }
+        try:
+            context = template.new_context(variables)
+            parts = template.root_render_func(context)
+            if state.events is not None:
+                return self._sandbox.trace(parts, state)
+            return self._sandbox.concat(parts)
+        except RecursionError:
+            raise RefusedRow("the chat template recurses too deeply") from None
+        except MemoryError:
+            raise RefusedRow("the chat template needs too much memory") from None
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a copy of a message that has its reasoning under every name that templates read."""
+    for key in REASONING:
+        if key in message:
+            return {"thinking": message[key], **message, "reasoning_content": message[key]}
+    return {**message}
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def resolve_template(name: str, tokenizer: Path | None) -> str:
+    """Return the text of the template that `chat.template` names.
+
+    `name` is `chatml`, `tokenizer`, or the path of a Jinja file; `tokenizer` is the path of the
+    tokenizer.json, next to which the tokenizer's own template is. Raises InputError if there is
+    none.
+    """
+    if name == "chatml":
+        return CHATML
+    if name == "tokenizer":
+        text = _own_template(tokenizer.parent) if tokenizer is not None else None
+        if text is None:
+            raise InputError(
+                "the tokenizer has no chat template",
+                where=tokenizer.parent if tokenizer is not None else None,
+                why="there is neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json",
+                next="chat.template=chatml, or the path of a Jinja file",
+            )
+        return text
+    path = Path(name).expanduser()
+    try:
+        return path.read_bytes().decode()  # read_text would change line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "the chat template cannot be read",
+            where=path.absolute(),
+            why=error.strerror if isinstance(error, OSError) else "it is not UTF-8",
+            next="chat.template=chatml, tokenizer, or the path of a Jinja file",
+        ) from None
+
+
+def _own_template(folder: Path) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_bytes().decode()
+    value = _read_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(value, list):  # several templates by name
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Variables for the special tokens of a tokenizer."""
+
+
+def special_tokens_beside(tokenizer: Path) -> dict[str, str]:
+    """Return the special tokens that the files next to a tokenizer.json name, by variable.
+
+    tokenizer_config.json takes precedence over special_tokens_map.json.
+    """
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        facts = _read_object(tokenizer.parent / name)
+        for key in SPECIAL_TOKENS:
+            value = facts.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[key] = value
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,2 @@
+"""Corpora: downloading documents, reading them, and dividing them into units of work.
+May import: config, runtime."""

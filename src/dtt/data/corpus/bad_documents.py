@@ -1,0 +1,68 @@
+"""A record of unusable documents: their number, the reasons and some locations."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from dtt.errors import DamagedError
+
+MAX_REASONS = 50
+"""Maximum number of different reasons that are counted; further ones count as OTHER."""
+OTHER = "other reasons"
+NUMBER = re.compile(r"\d+")
+
+
+class BadDocuments:
+    """A counter of unusable documents that also keeps the locations of the first few."""
+
+    def __init__(
+        self, *, stop: bool = False, shown: int = 5, what: str = "a document cannot be read"
+    ) -> None:
+        """Keep the locations of the first `shown` documents.
+
+        With `stop`, the first unusable document raises DamagedError, with `what` as its message.
+        """
+        self.count = self.lost_bytes = 0
+        self.examples: list[str] = []
+        self.reasons: Counter[str] = Counter()
+        """Number of documents by reason, in which `N` replaces every number."""
+        self._stop, self._shown, self._what = stop, shown, what
+
+    def add(
+        self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1
+    ) -> None:
+        """Record an unusable document; raise DamagedError if `stop` was set.
+
+        `where` returns the location. It may be slow, so it is called only for documents that are
+        shown. If the rest of a damaged file is lost too, `lost_bytes` is its approximate size, and
+        `count` the number of lost documents, if known.
+        """
+        self.count += count
+        self.lost_bytes += lost_bytes
+        why = " ".join("".join(c if c.isprintable() else " " for c in why).split())
+        reason = NUMBER.sub("N", why)  # so that the same error in two messages counts as one
+        known = reason in self.reasons or len(self.reasons) < MAX_REASONS
+        self.reasons[reason if known else OTHER] += count
+        if lost_bytes:
+            why += f"; lost: about {lost_bytes:,} bytes"
+        if self._stop:
+            raise DamagedError(
+                self._what,
+                where=where(),
+                why=why,
+                next="fix it, or skip such documents: tokenize.on_bad_document=skip",
+            )
+        if len(self.examples) < self._shown:
+            self.examples.append(f"{where()}: {why}")
+
+
+def raise_if_refused(error: Exception) -> None:
+    """Re-raise `error` if it is an I/O error of the operating system.
+
+    A failing disk or network may recover, so it must not count as a bad document. Only damaged
+    content does; its errors have no errno.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error

@@ -1,0 +1,261 @@
+"""Download of raw documents into a corpus folder: from the Hub, local files or Python's library.
+
+Files are stored unmodified. Files that the manifest already lists, and that have not changed, are
+neither fetched nor read again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from dtt.artifacts import CorpusFile, CorpusManifest, CorpusSource
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus import stdlib, stdlib_chat
+from dtt.data.corpus.formats import (
+    check_rows,
+    find_text_column,
+    holds_conversations,
+    one_format,
+)
+from dtt.data.corpus.local_files import local_files, real_path
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.runtime.log import log, progress
+
+
+def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusManifest:
+    """Create or update the corpus folder `out` from the dataset that `cfg` names.
+
+    Local files are not copied: the manifest refers to them where they are. With `rows`, documents
+    are complete rows, such as conversations, instead of the text in one column.
+
+    Raises InputError if there is nothing to read, ConfigError if a subset, split or column does not
+    exist, if `rows` is set for text files, or if `out` contains a different corpus,
+    EnvironmentUnfit if the Hub cannot be reached, and StorageError if the disk has too little free
+    space.
+    """
+    if cfg.dataset is None:
+        raise ConfigError(
+            "no dataset is named",
+            where="download.dataset",
+            next="dtt download -d DATASET: a FILE, FOLDER, ORG/NAME or python-stdlib",
+        )
+    with exclusive(out, "dtt download"):
+        previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
+        kind = _kind(cfg.dataset)
+        _check_options(cfg, kind)
+        dataset = cfg.dataset
+        _check_rows(cfg, rows=rows)
+        if kind == "local":
+            dataset = str(real_path(Path(dataset).expanduser()))
+        if previous and (previous.source.kind, previous.source.id) != (kind, dataset):
+            raise ConfigError(
+                "the folder holds another corpus",
+                where=out,
+                why=f"it contains {previous.source.id}, not {dataset}",
+                next="specify another folder: download.out=FOLDER, or delete this one",
+            )
+        match kind:
+            case "stdlib":
+                manifest = _from_stdlib(dataset, out, previous)
+            case "local":
+                manifest = _from_local(cfg, Path(dataset), out, previous, rows=rows)
+            case _:
+                manifest = _from_hub(cfg, dataset, out, previous, rows=rows)
+        if manifest == previous:
+            log.info("already done: %s is complete and unchanged", out)
+        else:
+            write_atomically(out / CorpusManifest.filename, manifest.dump())
+        return manifest
+
+
+def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
+    if dataset in (stdlib.NAME, stdlib_chat.NAME):
+        return "stdlib"
+    path = Path(dataset).expanduser()
+    if path.exists():
+        return "local"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", dataset) and not path.suffix[1:].isalpha():
+        return "hub"
+    raise InputError(
+        f"no dataset {dataset!r}",
+        why="it is not a shipped dataset, a local file or folder, or a Hub id (org/name)",
+        next="dtt download -d FILE, FOLDER, ORG/NAME or python-stdlib",
+    )
+
+
+def _check_options(cfg: DownloadConfig, kind: str) -> None:
+    """Raise ConfigError if an option is set that does not apply to this kind of dataset."""
+    foreign = {"hub": (), "local": ("name", "revision"), "stdlib": ("name", "revision", "split")}
+    for option in foreign[kind]:
+        value = getattr(cfg, option)
+        if value is not None:
+            raise ConfigError(
+                f"download.{option} ({value}) applies only to datasets on the Hub",
+                why=f"{cfg.dataset} is not a dataset on the Hub",
+                next=f"omit --{option}, or set download.{option}=null",
+            )
+
+
+def _check_rows(cfg: DownloadConfig, *, rows: bool) -> None:
+    """Raise ConfigError for conversations (`rows`) if the dataset or an option is for text."""
+    if rows and cfg.dataset == stdlib.NAME:
+        raise ConfigError(
+            f"{stdlib.NAME} contains text, not conversations",
+            next=f"dtt download -d {stdlib_chat.NAME}, or files of JSON lines with messages",
+        )
+    if rows and cfg.text_column is not None:
+        raise ConfigError(
+            f"download.text_column ({cfg.text_column}) is for text",
+            why="data.type=chat reads complete rows",
+            next="omit download.text_column",
+        )
+
+
+def _from_stdlib(dataset: str, out: Path, previous: CorpusManifest | None) -> CorpusManifest:
+    revision = stdlib.revision()
+    if previous and previous.source.revision == revision and _unchanged(out, previous):
+        return previous
+    chat = dataset == stdlib_chat.NAME
+    path = stdlib_chat.write_stdlib_chat(out) if chat else stdlib.write_stdlib(out)
+    return CorpusManifest(
+        dataset=out.resolve().name,
+        source=CorpusSource(kind="stdlib", id=dataset, revision=revision),
+        file_format="jsonl" if chat else "parquet",
+        text_column=None if chat else "text",
+        txt_documents=None,
+        files=(_record(path, path.name),),
+    )
+
+
+def local_manifest(path: Path) -> CorpusManifest:
+    """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
+    files = tuple(_record(file, str(file), sha256="not hashed") for file in local_files(path, None))
+    source = CorpusSource(kind="local", id=str(path))
+    rows = holds_conversations([path / record.path for record in files if record.bytes])
+    return _manifest(DownloadConfig(), source, path, files, rows=rows)
+
+
+def _from_local(
+    cfg: DownloadConfig,
+    dataset: Path,
+    out: Path,
+    previous: CorpusManifest | None,
+    *,
+    rows: bool,
+) -> CorpusManifest:
+    found = local_files(dataset, cfg.split)
+    source = CorpusSource(kind="local", id=str(dataset), split=cfg.split, max_files=cfg.max_files)
+    one_format(found, str(dataset))
+    found = found[: cfg.max_files]
+    known = {record.path: record for record in previous.files} if previous else {}
+    files = []
+    with progress("hashing", sum(path.stat().st_size for path in found)) as advance:
+        for path in found:
+            record = known.get(str(path))
+            if record is None or not _is_unchanged(path, record):
+                record = _record(path, str(path))
+            files.append(record)
+            advance(record.bytes)
+    return _manifest(cfg, source, out, tuple(files), rows=rows)
+
+
+def _from_hub(
+    cfg: DownloadConfig,
+    dataset: str,
+    out: Path,
+    previous: CorpusManifest | None,
+    *,
+    rows: bool,
+) -> CorpusManifest:
+    """Fetch a dataset from the Hub.
+
+    Keeps the commit that `previous` is pinned to, unless `cfg.revision` names another one.
+    """
+    from dtt.data.corpus import hub  # slow to import, and not needed for other sources
+
+    pinned = previous.source.revision if previous else None
+    commit = pinned if pinned and cfg.revision in (None, pinned) else hub.pin(dataset, cfg.revision)
+    source = CorpusSource(
+        kind="hub",
+        id=dataset,
+        name=cfg.name,
+        split=cfg.split or "train",
+        revision=commit,
+        max_files=cfg.max_files,
+    )
+    if previous and previous.source == source and _unchanged(out, previous):
+        return _manifest(cfg, source, out, previous.files, rows=rows)
+    remote = hub.files_of_split(dataset, cfg.name, cfg.split or "train", commit)[: cfg.max_files]
+    one_format([Path(file.path) for file in remote], dataset)
+    log.info("%s at %s: %d files", dataset, commit[:12], len(remote))
+    missing = sum(file.bytes for file in remote if not (out / file.path).is_file())
+    check_space(out, missing, dataset)
+    hashes = hub.fetch(dataset, commit, remote, out)
+    files = tuple(
+        _record(out / file.path, file.path, sha256)
+        for file, sha256 in zip(remote, hashes, strict=True)
+    )
+    return _manifest(cfg, source, out, files, rows=rows)
+
+
+def _manifest(
+    cfg: DownloadConfig,
+    source: CorpusSource,
+    out: Path,
+    files: tuple[CorpusFile, ...],
+    *,
+    rows: bool = False,
+) -> CorpusManifest:
+    paths = [out / record.path for record in files if record.bytes]
+    if not paths:
+        raise InputError(
+            f"{source.id} is empty",
+            why="no file has any content",
+            next="specify another file or folder with -d",
+        )
+    file_format = one_format(paths, source.id)
+    is_txt = file_format == "txt"
+    if is_txt and rows:
+        raise ConfigError(
+            "text files contain no conversations",
+            where=paths[0],
+            why="data.type=chat reads rows with messages",
+            next="specify a file or folder of JSON lines, Parquet or CSV",
+        )
+    if rows:
+        check_rows(paths)
+    documents = cfg.txt_documents
+    if documents == "auto":
+        documents = "section" if len(files) == 1 else "file"
+    return CorpusManifest(
+        dataset=out.resolve().name,
+        source=source,
+        file_format=file_format,
+        text_column=None if is_txt or rows else find_text_column(paths, cfg.text_column),
+        txt_documents=documents if is_txt else None,
+        files=files,
+    )
+
+
+def _record(path: Path, name: str, sha256: str | None = None) -> CorpusFile:
+    stat = path.stat()
+    return CorpusFile(
+        path=name,
+        bytes=stat.st_size,
+        sha256=sha256 or sha256_file(path),
+        mtime_ns=stat.st_mtime_ns,
+    )
+
+
+def _is_unchanged(path: Path, record: CorpusFile) -> bool:
+    if not path.is_file():
+        return False
+    stat = path.stat()
+    return (stat.st_size, stat.st_mtime_ns) == (record.bytes, record.mtime_ns)
+
+
+def _unchanged(out: Path, manifest: CorpusManifest) -> bool:
+    return all(_is_unchanged(out / record.path, record) for record in manifest.files)

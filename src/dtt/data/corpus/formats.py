@@ -1,0 +1,308 @@
+"""File formats of raw text: detection by file name, opening as streams, and listing of columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.log import log
+
+FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
+
+SUFFIXES: dict[str, FileFormat] = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".txt": "txt",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+KNOWN = "parquet, jsonl, json (one object per line), csv and txt, the last four also as .gz or .zst"
+
+TEXT_COLUMNS = ("text", "content", "document", "body")
+MESSAGE_COLUMNS = ("messages", "conversations")
+FIRST_LINES = 100
+"""Number of lines of a .jsonl file in which its columns are searched."""
+JSON_KINDS = {
+    str: "text", type(None): "null", dict: "an object", list: "a list",
+    bool: "true or false", int: "a number", float: "a number",
+}  # fmt: skip
+SHOWN = 3
+"""Maximum number of unreadable files that are logged."""
+UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
+"""Exceptions that the readers of the formats raise for a damaged file."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+MAX_DOCUMENT_BYTES = 64 * 2**20
+"""Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
+
+
+def file_format(path: Path) -> FileFormat | None:
+    """Return the format of a file by its name, or None if dtt does not support it."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+        if suffixes[-1:] == [".parquet"]:
+            return None
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def is_compressed(path: Path) -> bool:
+    """Return True if the file is compressed by its name, so that it must be read from its start."""
+    return path.suffix.lower() in COMPRESSIONS
+
+
+def open_stream(path: Path) -> io.BufferedReader:
+    """Open `path` as a stream of decompressed bytes; reading raises OSError at damaged content."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
+
+
+def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
+    """Open a CSV file; return the stream and its rows.
+
+    Bytes that are not UTF-8 are decoded as lone surrogates.
+    """
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)
+    stream = io.TextIOWrapper(
+        open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
+    return stream, csv.DictReader(stream, strict=True)
+
+
+def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
+    """Return the column of `paths` to read: `asked`, or the column that contains the text.
+
+    Every file is checked against that column, regardless of the order of the files. A file that
+    cannot be read is logged here; the reader of documents later keeps what it can of it.
+
+    Raises ConfigError, which lists the columns, if a file lacks the column, if the column does not
+    contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
+    read.
+    """
+    column = asked
+    undecided: list[tuple[Path, Kinds]] = []
+    unreadable: dict[Path, DamagedError | InputError] = {}
+    for path in paths:
+        try:
+            kinds = _kinds(path, column)
+        except (DamagedError, InputError) as error:
+            unreadable[path] = error
+            continue
+        column = column or _choose_column(path, kinds)
+        undecided.append((path, kinds))
+        if column is not None:
+            for found in undecided:
+                _check_column(*found, column)
+            undecided.clear()
+    if undecided:
+        raise _no_column(*undecided[0], "cannot tell which column contains the text")
+    _report_unreadable(paths, unreadable)
+    assert column is not None
+    return column
+
+
+def holds_conversations(paths: Sequence[Path]) -> bool:
+    """Return True if the first readable file has a column of messages."""
+    for path in paths:
+        with suppress(DamagedError, InputError, ConfigError):
+            kinds = _kinds(path, None) if file_format(path) not in (None, "txt") else {}
+            return any(name in kinds and kinds[name] != TEXT for name in MESSAGE_COLUMNS)
+    return False
+
+
+def check_rows(paths: Sequence[Path]) -> None:
+    """Check that files hold rows of columns; log those that cannot be read.
+
+    Raises ConfigError for a JSON array, and DamagedError or InputError if no file can be read.
+    """
+    unreadable: dict[Path, DamagedError | InputError] = {}
+    for path in paths:
+        try:
+            _kinds(path, None)
+        except (DamagedError, InputError) as error:
+            unreadable[path] = error
+    _report_unreadable(paths, unreadable)
+
+
+def _report_unreadable(
+    paths: Sequence[Path], unreadable: dict[Path, DamagedError | InputError]
+) -> None:
+    """Log files that cannot be read; raise the error of the first one if there are no others."""
+    if len(unreadable) == len(paths):
+        raise unreadable[paths[0]]
+    for problem in islice(unreadable.values(), SHOWN):
+        log.warning("%s", problem)
+    if unreadable:
+        log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
+
+
+Kinds = dict[str, str]
+"""The columns of a file, by name, and the kind of their values."""
+TEXT, NOTHING = "text", "null"
+"""Kinds of columns: text, and only nulls in the part that was read."""
+
+
+def _choose_column(path: Path, kinds: Kinds) -> str | None:
+    """Return the text column; None if the column, or the file, holds only nulls so far."""
+    likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
+    if likely is None:
+        texts = [name for name, kind in kinds.items() if kind == TEXT]
+        if len(texts) == 1:
+            return texts[0]
+        if set(kinds.values()) <= {NOTHING}:
+            return None
+        raise _no_column(path, kinds, "cannot tell which column contains the text")
+    # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
+    return None if kinds[likely] == NOTHING else likely
+
+
+def _check_column(path: Path, kinds: Kinds, column: str) -> None:
+    if kinds and column not in kinds:
+        raise _no_column(path, kinds, f"there is no column {column!r}")
+    if kinds.get(column, NOTHING) not in (TEXT, NOTHING):
+        raise _no_column(
+            path, kinds, f"column {column!r} does not contain text, but {kinds[column]}"
+        )
+
+
+def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
+    texts = [name for name, kind in kinds.items() if kind == TEXT]
+    return ConfigError(
+        what,
+        where=path,
+        why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
+        next=f"download.text_column={texts[0] if texts else 'NAME'}",
+    )
+
+
+def _kinds(path: Path, wanted: str | None) -> Kinds:
+    """Return the columns of a file and the kinds of their values.
+
+    A JSON file is read for at most FIRST_LINES lines, or until `wanted` is known to contain text.
+    The result is empty for a CSV file without a header. Raises DamagedError for a damaged file, and
+    InputError if there is no JSON object.
+    """
+    try:
+        match file_format(path):
+            case "parquet":
+                return {field.name: _kind(field.type) for field in pq.read_schema(path)}
+            case "csv":
+                stream, rows = open_csv(path)
+                with stream:
+                    return {name: TEXT for name in rows.fieldnames or () if name}
+            case _:
+                return _json_kinds(path, wanted)
+    except UNREADABLE as damage:
+        if isinstance(damage, OSError) and damage.errno is not None:
+            raise  # an I/O error of the system: the file itself may be intact
+        raise DamagedError(
+            "cannot read a file of the dataset",
+            where=path,
+            why=str(damage).splitlines()[0],
+            next="fetch or write the file again",
+        ) from None
+
+
+def _json_kinds(path: Path, wanted: str | None) -> Kinds:
+    kinds: Kinds = {}
+    try:
+        for value in _json_objects(path):
+            for key, inner in value.items():
+                if kinds.get(key, NOTHING) == NOTHING or isinstance(inner, str):
+                    kinds[key] = JSON_KINDS[type(inner)]
+            if wanted is not None and kinds.get(wanted) == TEXT:
+                break
+    except OSError as error:
+        if error.errno is not None or not kinds:
+            raise
+    if not kinds:
+        raise InputError(
+            "no JSON object at the start of the file",
+            where=path,
+            why=f"searched the first {FIRST_LINES} lines",
+            next='check that each line is an object such as {"text": "…"}',
+        )
+    return kinds
+
+
+def _kind(column: pa.DataType) -> str:
+    if is_text(column):
+        return TEXT
+    return NOTHING if pa.types.is_null(column) else str(column)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True if a Parquet column of this type contains text."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the first FIRST_LINES lines.
+
+    Other lines are skipped here; the reader of documents reports them. Raises ConfigError if the
+    file starts with a JSON array.
+    """
+    any_yet = False
+    with open_stream(path) as stream:
+        for line in islice(stream, FIRST_LINES):
+            content = line.removeprefix(BYTE_ORDER_MARK).strip()
+            if not any_yet and content.startswith(b"["):
+                raise ConfigError(
+                    "a JSON array is not JSON lines",
+                    where=path,
+                    why="one object per line can be read in parallel and in bounded memory",
+                    next=f"jq -c '.[]' {path.name} > {path.with_suffix('.jsonl').name}",
+                )
+            try:
+                value = json.loads(content)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                any_yet = True
+                yield value
+
+
+def one_format(paths: list[Path], dataset: str) -> FileFormat:
+    """Return the format that all `paths` share; files of unsupported formats are ignored.
+
+    Raises InputError if dtt supports none of the formats, ConfigError if there are several.
+    """
+    examples: dict[FileFormat, Path] = {}
+    for path in paths:
+        found = file_format(path)
+        if found is not None:
+            examples.setdefault(found, path)
+    if not examples:
+        raise InputError(
+            f"no file of {dataset} has a format that dtt reads",
+            why=f"found {', '.join(path.name for path in paths[:3])}"
+            if paths
+            else "no file at all",
+            next=f"use {KNOWN}",
+        )
+    if len(examples) > 1:
+        raise ConfigError(
+            f"{dataset} mixes formats",
+            why=", ".join(f"{path.name} is {name}" for name, path in examples.items()),
+            next="specify a file, or a folder with one format",
+        )
+    return next(iter(examples))

@@ -1,0 +1,146 @@
+"""Readers of complete rows of a corpus as JSON objects, for conversations.
+
+Rows come from the same units of work as documents: byte ranges of JSON lines, row groups of Parquet
+files, and complete CSV files. Rows that cannot be read are recorded in a BadDocuments, with file
+and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import BATCH_BYTES, csv_rows, json_objects
+from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES
+from dtt.data.corpus.parquet import read_span
+from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.errors import InputError
+
+PARQUET_BATCH_BYTES = 2**18
+"""Size of a batch of Parquet rows. As Python objects they take about ten times the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRow:
+    """One row of a corpus."""
+
+    where: Callable[[], str]
+    """Function that returns its location, `file:line`. It may be slow."""
+    content: bytes
+    """The JSON text, UTF-8; a hash of it decides whether the row is held out."""
+    value: dict[str, Any]
+
+
+def read_rows(
+    corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
+) -> Iterator[list[JsonRow]]:
+    """Iterate over the readable rows of `unit` in file order, in lists of about `size` bytes.
+
+    Raises InputError if the corpus was downloaded as text.
+    """
+    if not corpus.manifest.has_rows:
+        raise InputError(
+            "the corpus contains text, not conversations",
+            where=corpus.folder,
+            why="it was downloaded without data.type=chat",
+            next="run dtt download again with data.type=chat",
+        )
+    for span in unit.spans:
+        path = corpus.path(span.file)
+        if corpus.manifest.file_format == "parquet":
+            most = min(size, PARQUET_BATCH_BYTES)
+            yield from read_span(path, span, None, _rows_of, bad, most)
+        else:
+            yield from _batches(_line_rows(corpus, span, bad), size)
+
+
+def _line_rows(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[JsonRow]:
+    """Yield the rows of a span; supports every format except Parquet."""
+    path = corpus.path(span.file)
+    if span.stop == 0:
+        bad.add(lambda: f"{path}:1", "the file is empty")
+    elif corpus.manifest.file_format == "csv":
+        for where, row in csv_rows(path, bad):
+            yield from _row(row, where, bad)
+    else:
+        for where, line, value in json_objects(path, span, bad):
+            # Only an escape sequence can yield a lone surrogate, as `line` is valid UTF-8.
+            if b"\\ud" in line or b"\\uD" in line:
+                yield from _row(value, where, bad)
+            else:
+                yield JsonRow(where, line.strip(), value)
+
+
+def _row(value: dict[str, Any], where: Callable[[], str], bad: BadDocuments) -> Iterator[JsonRow]:
+    """Yield a row without its own JSON text; record it in `bad` if it is not Unicode text."""
+    try:
+        content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).encode()
+    except UnicodeEncodeError as error:
+        bad.add(where, f"not Unicode text: {error.reason}")
+    except (TypeError, ValueError, RecursionError) as error:
+        bad.add(where, f"not JSON: {error}")
+    else:
+        if len(content) > MAX_DOCUMENT_BYTES:
+            bad.add(where, f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
+        else:
+            yield JsonRow(where, content, value)
+
+
+def _rows_of(
+    rows: pa.RecordBatch, where: Callable[[int], str], first: int, bad: BadDocuments
+) -> list[JsonRow]:
+    """Return the readable rows of a batch of Parquet rows; `first` is the number of `rows[0]`."""
+    try:
+        values = rows.to_pylist()
+    except UnicodeDecodeError:  # one row at a time, to keep the others
+        return [
+            row
+            for number in range(len(rows))
+            for row in _parquet_row(rows.slice(number, 1), partial(where, first + number), bad)
+        ]
+    return [
+        row
+        for number, value in enumerate(values, first)
+        for row in _row(without_nulls(value), partial(where, number), bad)
+    ]
+
+
+def _parquet_row(
+    row: pa.RecordBatch, where: Callable[[], str], bad: BadDocuments
+) -> Iterator[JsonRow]:
+    try:
+        (value,) = row.to_pylist()
+    except UnicodeDecodeError as error:
+        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
+    else:
+        yield from _row(without_nulls(value), where, bad)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a Parquet file without the keys of objects whose value is null.
+
+    All structs of a column have the same keys there, so that the arguments of one tool would also
+    have those of all others, as nulls. Nulls in lists are kept.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _batches(rows: Iterable[JsonRow], size: int) -> Iterator[list[JsonRow]]:
+    batch: list[JsonRow] = []
+    room = size
+    for row in rows:
+        batch.append(row)
+        room -= len(row.content) + 1
+        if room <= 0:
+            yield batch
+            batch, room = [], size
+    if batch:
+        yield batch

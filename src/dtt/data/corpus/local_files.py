@@ -1,0 +1,150 @@
+"""Discovery of local files and folders as a corpus; files are not copied."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dtt.data.corpus.formats import file_format, is_compressed
+from dtt.errors import InputError
+from dtt.runtime.log import log
+
+SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
+"""Synonyms of split names."""
+SHOWN = 3
+"""Maximum number of files that are logged for each reason to leave files out."""
+
+
+class LeftOut:
+    """Files that were found but left out, by reason."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, reason: str, name: str) -> None:
+        """Record a file, or a folder with all files below it; a folder's name ends with a slash."""
+        self._names.setdefault(reason, []).append(name)
+
+    def report(self) -> None:
+        """Log a line for each reason: the number of files and the first names."""
+        for reason, names in self._names.items():
+            shown = ", ".join(sorted(names)[:SHOWN])
+            log.info(
+                "left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > SHOWN)
+            )
+
+
+def local_files(dataset: Path, split: str | None) -> list[Path]:
+    """Return the files with documents in `dataset`, a file or a folder, sorted by path.
+
+    A folder is searched recursively. Links to files and folders are followed, and each file is
+    returned once. These are left out: hidden files, files whose name starts with `_`, files of
+    unknown formats, and, if `split` is given, files whose path does not contain it as a word:
+    `train` selects `train-00000-of-7.parquet` and `train/a.txt`. The number of files left out is
+    logged with the reasons.
+
+    Raises InputError if no file belongs to `split`, or if a name is not UTF-8.
+    """
+    left_out = LeftOut()
+    folder = dataset if dataset.is_dir() else dataset.parent
+    if dataset.is_dir():
+        found = list(_files_below(dataset, left_out))
+    else:
+        found = [dataset] if dataset.is_file() else []
+    known = [path for path in found if file_format(path)]
+    if known:
+        for path in found:
+            if not file_format(path):
+                left_out.add("files of other formats", path.name)
+    chosen = [path for path in known if split is None or _has_word(path, folder, split)]
+    if known and not chosen:
+        left_out.report()
+        raise InputError(
+            f"no file of {dataset} belongs to split {split!r}",
+            why=f"files are chosen by a word in their path; found {known[0].name}, …",
+            next="omit --split to use every file",
+        )
+    files = sorted(_once(chosen or found, folder, left_out))
+    left_out.report()
+    for path in files:
+        _check_is_utf8(path)
+    return files
+
+
+def real_path(path: Path) -> Path:
+    """Return `path` with its links resolved, unless the target's name implies a different format.
+
+    For example, the Hub's cache links `train.jsonl.gz` to a file without any suffix.
+    """
+    real = path.resolve()
+    if (file_format(real), is_compressed(real)) == (file_format(path), is_compressed(path)):
+        return real
+    return path.parent.resolve() / path.name
+
+
+def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield every file below `folder`; hidden files are left out.
+
+    Each folder is visited once, so cycles of links terminate. Linked folders are visited last, so
+    that a folder that is also reachable without a link gets its real path.
+    """
+    pending, linked = deque([folder]), deque[Path]()
+    seen: set[str] = set()
+    while pending or linked:
+        here = pending.popleft() if pending else linked.popleft()
+        real = os.path.realpath(here)
+        if real in seen:
+            left_out.add("links to folders that are already read", _name(here, folder) + "/")
+            continue
+        seen.add(real)
+        with os.scandir(here) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                path = here / entry.name
+                is_link = entry.is_symlink()
+                is_folder = path.is_dir() if is_link else entry.is_dir()
+                name = _name(path, folder) + "/" * is_folder
+                if entry.name.startswith((".", "_")):
+                    left_out.add("hidden, or named _…; name one with -d to read it", name)
+                elif is_folder:
+                    (linked if is_link else pending).append(path)
+                elif path.is_file() if is_link else entry.is_file():
+                    yield path
+                else:
+                    left_out.add("not regular files (broken links, pipes, …)", name)
+
+
+def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield each file once, even if several links point to it."""
+    seen: set[str] = set()
+    for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
+        real = os.path.realpath(path)
+        if real in seen:
+            left_out.add("links to files that are already read", _name(path, folder))
+        else:
+            seen.add(real)
+            yield real_path(path)
+
+
+def _check_is_utf8(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            "the name of a file is not UTF-8",
+            where=ascii(str(path)),
+            why="manifests are UTF-8, and could not name it",
+            next="rename the file",
+        ) from None
+
+
+def _name(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _has_word(path: Path, folder: Path, split: str) -> bool:
+    words = re.split(r"[^a-z]+", _name(path, folder).lower())
+    wanted = SPLIT_NAMES.get(split.lower(), split.lower())
+    return any(SPLIT_NAMES.get(word, word) == wanted for word in words)

@@ -1,0 +1,168 @@
+"""Division of a corpus into units of work, independent of the number of ranks.
+
+The units are a pure function of the corpus and `unit_bytes`. Each unit is a list of file spans: row
+groups of Parquet files, byte ranges of uncompressed line-based files, and entire files where
+reading must start at the beginning (compressed files, CSV, one document per file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.artifacts import CorpusManifest
+from dtt.data.corpus.formats import is_compressed
+from dtt.errors import DamagedError, InputError
+from dtt.runtime.comm import Comm, Serial
+from dtt.safe_names import checked_file
+
+COMPRESSION_RATIO = 4
+"""Assumed bytes of text per byte of a compressed file, to estimate sizes."""
+DEFAULT_UNITS = 64
+"""Number of units that the default unit size aims at."""
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 10**6, 256 * 10**6
+"""Bounds of the default unit size, in bytes of text."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Part of a file: row groups `[start, stop)` of Parquet, bytes `[start, stop)` otherwise.
+
+    A byte range contains the lines that start in it; its last line may extend beyond `stop`.
+    """
+
+    file: int
+    """Index into the manifest's files."""
+    start: int
+    stop: int
+    text_bytes: int
+    """Estimated bytes of text in the span."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of work: one rank processes it, and it becomes one shard per split."""
+
+    index: int
+    spans: tuple[Span, ...]
+
+    @property
+    def text_bytes(self) -> int:
+        """Estimated bytes of text in the unit."""
+        return sum(span.text_bytes for span in self.spans)
+
+
+class Corpus:
+    """The corpus that `dtt download` wrote to a folder."""
+
+    def __init__(
+        self, folder: Path, manifest: CorpusManifest | None = None, comm: Comm | None = None
+    ) -> None:
+        """Open a corpus and check its files against the manifest.
+
+        `manifest` defaults to the one in `folder`. Checking a file takes several accesses to the
+        disk or file server, so the ranks of `comm` divide the files among themselves; without
+        `comm` this process checks all of them.
+
+        Raises InputError for a missing file, and DamagedError for a file whose size has changed or
+        that is a link to a place outside the folder.
+        """
+        self.folder = folder
+        self.manifest = manifest or CorpusManifest.read(folder)
+        self._below = frozenset(self.manifest.names())
+        comm = comm or Serial()
+        files = range(len(self.manifest.files))
+        shares = comm.gather([self._look(file) for file in files[comm.rank :: comm.size]])
+        self._row_groups = [shares[file % comm.size][file // comm.size] for file in files]
+
+    def _look(self, file: int) -> list[int]:
+        """Check a file; return the bytes of text per row group (empty unless it is Parquet)."""
+        path = self.path(file)
+        if self.manifest.files[file].path in self._below:
+            checked_file(self.manifest.files[file].path, self.folder / CorpusManifest.filename)
+        again = f"dtt download -d {self.manifest.source.id}"
+        if not path.is_file():
+            raise InputError("a file of the corpus is missing", where=path, next=again)
+        expected, found = self.manifest.files[file].bytes, path.stat().st_size
+        if found != expected:
+            raise DamagedError(
+                "a file of the corpus has changed",
+                where=path,
+                why=f"it had {expected} bytes, now {found}",
+                next=again,
+            )
+        return self._text_bytes(path) if self.manifest.file_format == "parquet" else []
+
+    def _text_bytes(self, path: Path) -> list[int]:
+        try:
+            groups = text_chunks(path, self.manifest.text_column)
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # an I/O error: a later attempt may succeed and would produce different units
+            return [0]  # the file is damaged; documents.py reports the details
+        return [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
+
+    def path(self, file: int) -> Path:
+        """Return the path of the file with this index in the manifest."""
+        return self.folder / self.manifest.files[file].path
+
+    def unit_bytes(self) -> int:
+        """Return the default unit size in bytes of text: 1/64 of the corpus, within bounds."""
+        total = sum(span.text_bytes for span in self._pieces(MAX_UNIT_BYTES))
+        return min(max(total // DEFAULT_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Divide the corpus into units of at most `unit_bytes` bytes of text.
+
+        A row group or file that cannot be divided and is larger forms a separate unit.
+        """
+        units: list[Unit] = []
+        spans: list[Span] = []
+        room = unit_bytes
+        for piece in self._pieces(unit_bytes):
+            if spans and piece.text_bytes > room:
+                units.append(Unit(len(units), tuple(spans)))
+                spans, room = [], unit_bytes
+            room -= piece.text_bytes
+            if spans and (spans[-1].file, spans[-1].stop) == (piece.file, piece.start):
+                last = spans.pop()
+                piece = Span(piece.file, last.start, piece.stop, last.text_bytes + piece.text_bytes)
+            spans.append(piece)
+        return [*units, Unit(len(units), tuple(spans))] if spans else units
+
+    def _pieces(self, unit_bytes: int) -> Iterator[Span]:
+        for file, record in enumerate(self.manifest.files):
+            if self.manifest.file_format == "parquet":
+                for group, text_bytes in enumerate(self._row_groups[file]):
+                    yield Span(file, group, group + 1, text_bytes)
+            elif is_compressed(self.path(file)):
+                yield Span(file, 0, record.bytes, COMPRESSION_RATIO * record.bytes)
+            elif self.manifest.file_format == "csv" or self.manifest.txt_documents == "file":
+                yield Span(file, 0, record.bytes, record.bytes)
+            else:
+                for start in range(0, max(record.bytes, 1), unit_bytes):
+                    stop = min(start + unit_bytes, record.bytes)
+                    yield Span(file, start, stop, stop - start)
+
+
+def text_chunks(
+    path: Path, column: str | None, groups: slice = slice(None)
+) -> list[list[pq.ColumnChunkMetaData]]:
+    """Return the chunks of `column` in each of the row groups `groups` of a Parquet file.
+
+    If `column` is None, returns those of all columns, of which conversations consist. Reads only
+    the footer. Raises OSError or ArrowException if the footer cannot be read.
+    """
+    footer = pq.read_metadata(path)
+    return [
+        [
+            chunk
+            for chunk in map(group.column, range(group.num_columns))
+            if column is None or chunk.path_in_schema == column
+        ]
+        for group in map(footer.row_group, range(footer.num_row_groups)[groups])
+    ]

@@ -1,0 +1,184 @@
+"""Inspection of token files of conversations: trained tokens, common mistakes, and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import CHAT_TEMPLATE, ChatFacts, TokensManifest
+from dtt.data.inspect.report import DocumentSample
+from dtt.data.memory_map import map_file
+from dtt.data.samples.packed_conversations import read_mask
+from dtt.data.samples.token_shards import Shard, TokenFiles
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BEGIN, END = "⟦", "⟧"
+"""Marks around trained text."""
+MAX_TOKENS = 2**27
+"""Maximum number of tokens that are read; of larger data, evenly spread shards."""
+SEQ_LENS = tuple(2**k for k in range(8, 18))
+PERCENTILES = (50, 90, 99)
+REWRITES = (
+    "the chat template renders earlier turns differently once others follow, for example without "
+    "their reasoning, so samples differ from inference: chat.turns=expand"
+)
+
+PROBE = (
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Two.", "reasoning_content": "Three."},
+    {"role": "user", "content": "Four?"},
+    {"role": "assistant", "content": "Five."},
+)
+
+
+@dataclass
+class MaskStatistics:
+    """Counts over the conversations that were read."""
+
+    conversations: int = 0
+    without_targets: int = 0
+    doubled_start: int = 0
+    """Conversations that start with the same special token twice."""
+    answers: int = 0
+    """Runs of trained tokens."""
+    unstopped: int = 0
+    """Of them, those that do not end with a stop token."""
+
+
+class ConversationReport:
+    """The findings on token files of conversations."""
+
+    def __init__(self, files: TokenFiles, broken: set[Path], tokenizer: Tokenizer | None) -> None:
+        """Read ids and masks, except for shards whose `.bin` is in `broken`."""
+        assert files.manifest is not None
+        assert files.manifest.chat is not None
+        self._manifest: TokensManifest = files.manifest
+        self._chat: ChatFacts = files.manifest.chat
+        self._folder, self._tokenizer = files.path, tokenizer
+        shards = [shard for shard in files.shards if shard.path not in broken]
+        step = -(-sum(shard.tokens for shard in shards) // MAX_TOKENS) or 1
+        self._shards = shards[::step]
+        special = () if tokenizer is None else tokenizer.get_added_tokens_decoder().items()
+        self._special = np.array([i for i, token in special if token.special], dtype=np.int64)
+        self.statistics = MaskStatistics()
+        lengths = [self._read(shard) for shard in self._shards]
+        self._lengths = np.sort(np.concatenate([np.empty(0, np.int64), *lengths]))
+
+    def _read(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """Count the conversations of a shard; return their lengths."""
+        bounds = shard.documents().bounds()
+        ids = map_file(shard.path).view(shard.dtype)
+        mask = read_mask(shard)
+        start, length = bounds[:-1], np.diff(bounds)
+        found = self.statistics
+        found.conversations += len(start)
+        if not len(ids):
+            return length
+        found.without_targets += int((np.add.reduceat(mask, start, dtype=np.int64) == 0).sum())
+        two = start[length > 1]
+        same = two[ids[two] == ids[two + 1]]
+        found.doubled_start += int(np.isin(ids[same], self._special).sum())
+        is_last = np.zeros(len(ids), dtype=np.bool_)
+        is_last[bounds[1:] - 1] = True
+        ends = np.flatnonzero((mask != 0) & (is_last | (np.append(mask[1:], 0) == 0)))
+        found.answers += len(ends)
+        found.unstopped += int((~np.isin(ids[ends], self._chat.stop_tokens)).sum())
+        return length
+
+    def facts(self) -> dict[str, object]:
+        """Return the lines of the report: trained tokens, stop tokens, and lengths."""
+        counts = [shard.counts for shard in self._manifest.shards]
+        tokens, trained = sum(c.tokens for c in counts), sum(c.trained or 0 for c in counts)
+        some = self._lengths
+        percentiles = {
+            f"{p} %": int(np.percentile(some, p, method="higher")) for p in PERCENTILES if len(some)
+        }
+        fits = {
+            f"{seq_len:,}": f"{np.searchsorted(some, seq_len + 1, side='right') / len(some):.1%}"
+            for seq_len in SEQ_LENS
+            if len(some) and some[0] <= seq_len + 1 and seq_len <= 2 * some[-1]
+        }
+        return {
+            "trained_tokens": f"{trained:,} ({trained / max(tokens, 1):.1%})",
+            "stop_tokens": ", ".join(map(self._token, self._chat.stop_tokens)),
+            "template": self._chat.template_sha256[:16],
+            "lengths up to": percentiles,
+            "fit in seq_len": fits,
+            "refused": sum(self._manifest.refused.values()) or None,
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each mistake that fine-tuned models commonly suffer from."""
+        found = self.statistics
+        options = self._manifest.key_parts.get("chat", {})
+        if found.without_targets:
+            yield f"conversations without trained tokens, left out: {found.without_targets:,}"
+        if found.doubled_start:
+            yield (
+                f"conversations that start with the same special token twice: "
+                f"{found.doubled_start:,}; the chat template and the tokenizer both add it"
+            )
+        if found.unstopped and options.get("train_on") != "all":
+            yield (
+                f"answers that do not end with a stop token: {found.unstopped:,} of "
+                f"{found.answers:,}; the model would not learn to end them"
+            )
+        if options.get("turns", "all") == "all" and self._rewrites_history():
+            yield REWRITES
+        for why, count in self._manifest.refused.items():
+            yield f"refused rows: {count:,}: {why}"
+
+    def samples(self, count: int) -> list[DocumentSample]:
+        """Return the text of the first conversations of up to `count` shards.
+
+        Trained text is between BEGIN and END.
+        """
+        chosen = [shard for shard in self._shards if shard.tokens]
+        places = np.linspace(0, len(chosen) - 1, min(count, len(chosen))).round().astype(int)
+        return [self._sample(chosen[i]) for i in places.tolist()]
+
+    def _sample(self, shard: Shard) -> DocumentSample:
+        stop = int(shard.documents().starts(1, 2)[0])
+        ids = map_file(shard.path).view(shard.dtype)[:stop]
+        mask = read_mask(shard)[:stop] != 0
+        changes = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), stop]
+        parts = []
+        for first, last in pairwise(changes):
+            text = self._text(ids[first:last].tolist())
+            parts.append(f"{BEGIN}{text}{END}" if mask[first] else text)
+        where = f"{shard.path.name}, conversation 0: {stop} tokens, {mask.sum()} trained"
+        return DocumentSample(where, "".join(parts))
+
+    def _text(self, ids: list[Any]) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _token(self, token: int) -> str:
+        name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
+        return str(token) if name is None else f"{name} ({token})"
+
+    def _rewrites_history(self) -> bool:
+        """Return True if the template renders a first answer differently once others follow."""
+        from dtt.data.conversations.rows import Conversation, RefusedRow  # slow to import: jinja2
+        from dtt.data.conversations.template import ChatTemplate
+
+        path = self._folder / CHAT_TEMPLATE
+        if not path.is_file():
+            return False
+        template = ChatTemplate(
+            path.read_bytes().decode(), self._chat.special_tokens, self._chat.kwargs
+        )
+        try:
+            first, both = (template.render(Conversation(PROBE[:n])) for n in (2, 4))
+        except RefusedRow:
+            return False
+        return not both.startswith(first.rstrip())

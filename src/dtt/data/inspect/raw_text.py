@@ -1,0 +1,169 @@
+"""Inspection of raw documents: a corpus made by `dtt download`, or any text files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dtt.artifacts import CorpusManifest
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.download import local_manifest
+from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.inspect.lengths import Lengths
+from dtt.data.inspect.report import (
+    SHOWN,
+    DocumentSample,
+    Expected,
+    InspectOptions,
+    Read,
+    Report,
+    damage_lines,
+    damages,
+)
+from dtt.errors import InputError
+from dtt.runtime.log import progress
+
+SAMPLE_BYTES = 2**26
+PLACES = 32
+"""Number of evenly spread positions at which a large corpus is read."""
+BATCH = 4096
+SHOWN_CHARACTERS = 300
+
+
+def describe(path: Path) -> CorpusManifest:
+    """Return the manifest of a file or folder of documents, without hashing the files.
+
+    Raises InputError if there are no documents.
+    """
+    if not path.exists():
+        raise InputError(
+            f"there is no {path}", next="specify a corpus, documents, or token files of any kind"
+        )
+    return local_manifest(path)
+
+
+def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOptions) -> Report:
+    """Report on the documents of `manifest`, listing unreadable ones among the oddities."""
+    files = [Expected(path / file.path, file.sha256, file.bytes) for file in manifest.files]
+    damaged = damages(files, hashes=options.hashes)
+    whole_files = tuple(file for file in manifest.files if path / file.path not in damaged)
+    corpus = Corpus(path, manifest.model_copy(update={"files": whole_files}))
+    units = corpus.units(corpus.unit_bytes())
+    total = sum(unit.text_bytes for unit in units)
+    whole = options.everything or total <= SAMPLE_BYTES
+    statistics = _TextStatistics()
+    chosen = units if whole else units[:: -(-len(units) // PLACES)]
+    with progress("reading", sum(place.text_bytes for place in chosen)) as advance:
+        for place in chosen:
+            statistics.read(corpus, place, None if whole else SAMPLE_BYTES // len(chosen))
+            advance(place.text_bytes)
+    documents, exact = _documents(corpus, statistics, total, whole)
+    made_here = CorpusManifest.exists(path)
+    return Report(
+        path=str(path),
+        kind="corpus of dtt" if made_here else "documents",
+        files=len(files),
+        file_bytes=sum(file.bytes for file in files),
+        documents=documents,
+        documents_estimated=not exact,
+        text_bytes=statistics.bytes if whole else total,
+        facts=manifest.model_dump(
+            include={"file_format", "text_column", "txt_documents", *["source"] * made_here},
+            exclude_none=True,
+        ),
+        read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
+        lengths=statistics.lengths.summary("bytes"),
+        samples=statistics.samples(options.samples),
+        oddities=list(statistics.oddities()),
+        damaged=damage_lines(damaged),
+        verified=options.hashes,
+    )
+
+
+def _contents(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[bytes]:
+    """Yield the text of each document; for conversations, the JSON text of each row."""
+    if not corpus.manifest.has_rows:
+        yield from read_unit(corpus, unit, bad)
+        return
+    for rows in read_rows(corpus, unit, bad):
+        yield from (row.content for row in rows)
+
+
+def _documents(
+    corpus: Corpus, statistics: _TextStatistics, total: int, whole: bool
+) -> tuple[int, bool]:
+    """Return the number of documents, and True if it is exact rather than an estimate.
+
+    It is exact if the whole corpus was read, or from the footers of Parquet files.
+    """
+    if whole:
+        return statistics.documents, True
+    if corpus.manifest.file_format == "parquet":
+        try:
+            paths = map(corpus.path, range(len(corpus.manifest.files)))
+            return sum(pq.read_metadata(path).num_rows for path in paths), True
+        except (OSError, pa.ArrowException):  # reported as an anomaly if this part was read
+            pass
+    return round(statistics.documents * total / max(statistics.bytes, 1)), False
+
+
+class _TextStatistics:
+    """Running statistics of the documents read so far."""
+
+    def __init__(self) -> None:
+        self.lengths = Lengths()
+        self.bytes = self.documents = self._blank = 0
+        self._bad = BadDocuments(shown=SHOWN)
+        self._firsts: list[DocumentSample] = []
+        self._waiting: list[int] = []
+
+    def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
+        """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
+        room = limit
+        where = corpus.path(unit.spans[0].file).name
+        for number, text in enumerate(_contents(corpus, unit, self._bad)):
+            size = len(text)
+            self._add(size)
+            self._blank += text.isspace()
+            if number == 0:
+                start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
+                self._firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
+            if room is not None:
+                room -= size
+                if room <= 0:
+                    break
+        self._count()
+
+    def _add(self, size: int) -> None:
+        self.bytes += size
+        self.documents += 1
+        self._waiting.append(size)
+        if len(self._waiting) == BATCH:
+            self._count()
+
+    def _count(self) -> None:
+        self.lengths.add(np.array(self._waiting, dtype=np.int64))
+        self._waiting.clear()
+
+    def samples(self, count: int) -> list[DocumentSample]:
+        """Return the first documents at up to `count` positions, spread evenly."""
+        chosen = np.linspace(0, len(self._firsts) - 1, min(count, len(self._firsts)))
+        return [self._firsts[round(i)] for i in chosen.tolist()]
+
+    def oddities(self) -> Iterator[str]:
+        """Yield a line for each anomaly in the documents."""
+        if self.lengths.empty:
+            yield f"empty documents, which tokenize skips: {self.lengths.empty:,}"
+        if self._blank:
+            yield f"documents that contain only white space: {self._blank:,}"
+        if self._bad.count:
+            lost = self._bad.lost_bytes
+            loss = f"; about {lost:,} bytes are lost" if lost else ""
+            yield f"documents that cannot be read: {self._bad.count:,}{loss}"
+            yield from self._bad.examples

@@ -1,0 +1,156 @@
+"""Inspection of token ids in any format that training reads.
+
+Of large data, a few evenly spread parts are read. A document is counted in the part that contains
+its end, so that long documents are sampled with the same probability as short ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dtt.data.inspect.lengths import Lengths
+from dtt.data.inspect.report import SHOWN, DocumentSample
+from dtt.data.samples.token_shards import Documents, Ends, Shard
+from dtt.data.token_file import TokenFile, Tokens
+from dtt.errors import DamagedError
+
+PLACE_TOKENS = 2**20
+PLACES = 32
+SHOWN_TOKENS = 64
+
+
+def count(documents: Documents) -> int:
+    """Return the number of documents."""
+    match documents:
+        case TokenFile():
+            return len(documents.documents) - 1
+        case Ends():
+            return len(documents.ends)
+        case _:
+            raise TypeError(type(documents))
+
+
+def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, start, stop) of the tokens to read, given the number of tokens in each file."""
+    starts = np.cumsum([0, *sizes], dtype=np.int64)
+    total = int(starts[-1])
+    if everything or total <= PLACES * PLACE_TOKENS:
+        for file, size in enumerate(sizes):
+            for start in range(0, max(size, 1), PLACE_TOKENS):
+                yield file, start, min(start + PLACE_TOKENS, size)
+        return
+    for first in np.linspace(0, total - PLACE_TOKENS, PLACES).astype(np.int64).tolist():
+        file = int(np.searchsorted(starts, first, side="right")) - 1
+        start = first - int(starts[file])
+        yield file, start, min(start + PLACE_TOKENS, sizes[file])
+
+
+@dataclass
+class IdStatistics:
+    """Running statistics of the ids read so far."""
+
+    vocab_size: int | None
+    end: int | None
+    """Id that ends documents; None if unknown."""
+    tokens: int = 0
+    largest: int | None = None
+    outside: int = 0
+    """Number of ids that are negative or not below `vocab_size`."""
+    examples: list[str] = field(default_factory=list)
+    """Locations of the first ids outside the vocabulary."""
+    lengths: Lengths = field(default_factory=Lengths)
+    last: Counter[int] = field(default_factory=Counter)
+    """Number of documents by their last id."""
+    beginnings: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Location and first ids of one document per part."""
+
+    def read(self, shard: Shard, documents: Documents | None, start: int, stop: int) -> None:
+        """Read tokens start … stop - 1 of a shard, and count the documents that end there.
+
+        `documents` is None if the document boundaries are unknown; then no documents are counted.
+        Raises DamagedError if the shard is too short, or its documents are not contiguous.
+        """
+        ids = _ids(shard, start, stop)
+        self.tokens += len(ids)
+        if len(ids):
+            self.largest = max(self.largest or 0, int(ids.max()))
+        if self.vocab_size is not None:
+            self._check(shard, start, ids)
+        if documents is None:
+            where = f"{shard.path.name}, token {start}"
+            self.beginnings.append((where, ids[:SHOWN_TOKENS].tolist()))
+            return
+        # A document ends where the next one starts.
+        first = documents.starting_after(start) - 1 if start else 0
+        last = count(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
+        if last > first:
+            self._documents(shard, first, documents.starts(first, last + 1), start, ids)
+
+    def _check(self, shard: Shard, start: int, ids: Tokens) -> None:
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        self.outside += len(wrong)
+        for at in wrong[: SHOWN - len(self.examples)].tolist():
+            self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
+
+    def _documents(self, shard: Shard, first: int, starts: Tokens, at: int, ids: Tokens) -> None:
+        """Count the documents from `first` on.
+
+        `starts` holds their first tokens, then the end of the last one. `ids` are the shard's ids
+        from token `at` on and contain the last id of each document.
+        """
+        lengths = np.diff(starts)
+        if lengths.min() < 0 or not at <= starts[1] <= starts[-1] <= at + len(ids):
+            raise DamagedError(
+                "the index does not match its ids",
+                where=shard.path,
+                why=f"documents {first} … {first + len(lengths) - 1} do not follow one another",
+            )
+        self.lengths.add(lengths)
+        filled = np.flatnonzero(lengths)
+        values, counts = np.unique(ids[starts[filled + 1] - 1 - at], return_counts=True)
+        self.last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        if filled.size:
+            shown = int(filled[-1])
+            begin, end = int(starts[shown]), int(starts[shown + 1])
+            where = f"{shard.path.name}, document {first + shown}"
+            beginning = _ids(shard, begin, min(end, begin + SHOWN_TOKENS))
+            self.beginnings.append((where, beginning.tolist()))
+
+    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[DocumentSample]:
+        """Return the decoded starts of up to `number` documents, spread evenly."""
+        chosen = np.linspace(0, len(self.beginnings) - 1, min(number, len(self.beginnings)))
+        found = [self.beginnings[round(i)] for i in chosen.tolist()]
+        return [DocumentSample(where, decode(ids)) for where, ids in found]
+
+    def end_of_documents(self) -> tuple[int, int] | None:
+        """Return the id that ends documents, and the number of documents that end with it.
+
+        If that id is unknown, return the most frequent last id if it ends more than half of the
+        documents, otherwise None.
+        """
+        if not self.last:
+            return None
+        end = self.last.most_common(1)[0][0] if self.end is None else self.end
+        found = self.last[end]
+        return (end, found) if self.end is not None or 2 * found > self.last.total() else None
+
+
+def _ids(shard: Shard, start: int, stop: int) -> Tokens:
+    """Return tokens start … stop - 1 of a shard.
+
+    Reads the file sequentially: the memory map of training is tuned for scattered access.
+    """
+    dtype = np.dtype(shard.dtype)
+    offset = shard.offset + start * dtype.itemsize
+    ids: Tokens = np.fromfile(shard.path, dtype=dtype, count=stop - start, offset=offset)
+    if len(ids) < stop - start:
+        raise DamagedError(
+            "a token file is shorter than it should be",
+            where=shard.path,
+            why=f"{start + len(ids)} tokens, the index says {shard.tokens}",
+        )
+    return ids

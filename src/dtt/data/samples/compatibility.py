@@ -1,0 +1,316 @@
+"""Validation of token files against a run, by arithmetic and file sizes.
+
+Token ids are not read. The module imports neither torch nor numpy, because a login node runs these
+checks before it submits a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from dtt.artifacts import (
+    CHAT_TEMPLATE,
+    ChatFacts,
+    CheckpointManifest,
+    TokenShard,
+    TokensManifest,
+    fingerprint,
+    shard_stem,
+)
+from dtt.config.load import Resolved
+from dtt.config.run import RunConfig
+from dtt.config.train import TrainConfig
+from dtt.data.samples.schedules import resolve
+from dtt.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.runtime.files import sha256_file
+from dtt.runtime.jobdir import JobDir
+from dtt.safe_names import checked_file
+
+BYTES = {"uint16": 2, "int32": 4}
+
+
+def check_batches(train: TrainConfig, processes: int) -> None:
+    """Raise ConfigError if a batch of the run is not divisible by the number of processes."""
+    sequences = train.global_batch_tokens // train.seq_len
+    if sequences % processes:
+        enough = -(-sequences // processes) * processes * train.seq_len
+        raise ConfigError(
+            f"a global batch of {sequences} sequences cannot be divided evenly among "
+            f"{processes} processes",
+            why="train.global_batch_tokens / train.seq_len must be a multiple of the number "
+            "of processes that read different samples",
+            next=f"train.global_batch_tokens={enough}",
+        )
+    if train.steps == 0:  # `train.epochs` is resolved when the data is open
+        return
+    for sizes in resolve(train).ranges:
+        if sizes.sequences % processes:
+            raise ConfigError(
+                f"the batch of step {sizes.step + 1}, {sizes.sequences} sequences, cannot be "
+                f"divided evenly among {processes} processes",
+                why=f"train.batch_schedule begins {sizes.sequences * train.seq_len} tokens there",
+                next=f"batches that are multiples of {processes * train.seq_len} tokens",
+            )
+
+
+def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
+    """Raise ConfigError if a source has no sample of `seq_len` tokens."""
+    if samples == 0:
+        fits = 2 ** max(0, (tokens // 2).bit_length() - 1)  # a divisor of common batch sizes
+        raise ConfigError(
+            f"the training data is shorter than one sequence: {name}",
+            why=f"{tokens} tokens in total, train.seq_len = {seq_len}",
+            next=f"train.seq_len={fits}, or more text",
+        )
+
+
+def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> None:
+    """Raise ConfigError if the data key of a checkpoint of `job` differs from `key`."""
+    if checkpoint.data_key != key:
+        raise ConfigError(
+            f"{job.root} was trained on token files or text that have changed since",
+            why="their corpus, tokenizer or options differ from those of the checkpoint",
+            next="specify the previous ones with data.tokens=FOLDER (or data.sources, "
+            "download.out), "
+            "or start a new job with name=ANOTHER",
+        )
+
+
+def data_key(sources: Iterable[tuple[str, str]]) -> str:
+    """Return the fingerprint of all data of a run, from its sources' names and keys, in order."""
+    return fingerprint([list(source) for source in sources])
+
+
+def check_tokenizer(path: Path, sha256: str) -> None:
+    """Raise InputError if the tokenizer `path` is missing, DamagedError if its sha256 differs."""
+    if not path.is_file():
+        raise InputError(
+            "the tokenizer is missing",
+            where=path,
+            next="create its folder again, or restore it from a copy",
+        )
+    if sha256_file(path) != sha256:
+        raise DamagedError(
+            "the tokenizer is not the one the token files were made with",
+            where=path,
+            next="restore the original, or run dtt tokenize --overwrite",
+        )
+
+
+def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = None) -> list[str]:
+    """Compare `tokenizer.vocab_size`, if it was set, with the vocabulary of the token files.
+
+    Training always uses the vocabulary of the token files. If the two differ, the function raises
+    ConfigError for token files that `dtt tokenize` makes from this configuration, and returns a
+    warning for token files that `data` names, since their tokenizer was not made by this
+    `tokenizer` section. It returns an empty list if they agree, or if the user did not set the key:
+    it is the default, or comes from the configuration that `job` has stored. If `vocab_size` is
+    None, it is read from the manifest of the token files.
+    """
+    cfg, origin = resolved.config, resolved.origin("tokenizer.vocab_size")
+    if not cfg.data.reads_token_files or cfg.tokenizer.type != "bpe":
+        return []
+    asked = cfg.tokenizer.vocab_size
+    if asked == vocab_size or origin == "default" or origin.startswith(f"{job.config}:"):
+        return []
+    for manifest in (TokensManifest.read(p) for p in cfg.token_paths if TokensManifest.is_in(p)):
+        vocab_size = manifest.vocab_size
+        # Training the tokenizer may have stopped before it reached the requested size.
+        if asked in (vocab_size, manifest.key_parts.get("tokenizer", {}).get("vocab_size")):
+            return []
+    if vocab_size is None:
+        return []
+    mismatch = (
+        f"tokenizer.vocab_size={asked} ({origin}), but the token files have {vocab_size} entries"
+    )
+    if cfg.data.tokens is not None or cfg.data.sources:
+        return [f"{mismatch}, which training uses"]
+    raise ConfigError(
+        mismatch,
+        where=cfg.tokenize_dir,
+        next=f"tokenizer.vocab_size={vocab_size}; or create them again: dtt tokenize "
+        f"--overwrite; or "
+        "tokenize.out=ANOTHER for both commands",
+    )
+
+
+def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
+    """Raise ConfigError unless all sources have the same tokenizer.
+
+    Each element of `sources` is (name, path of its tokenizer.json, sha256 of that file).
+    """
+    name, path, sha256 = sources[0]
+    for other, its, its_sha256 in sources[1:]:
+        if its_sha256 != sha256:
+            raise ConfigError(
+                f"{name} and {other} have different tokenizers",
+                where=f"{path}, {its}",
+                why="the same ids would represent different text",
+                next=f"tokenize {other} again with tokenizer.type=file tokenizer.path={path}",
+            )
+
+
+def check_conversations(
+    name: str, where: Path, chat: ChatFacts | None, cfg: RunConfig, *, pairs: bool
+) -> None:
+    """Raise ConfigError if a source has conversations and the run is not for them, or vice versa.
+
+    `pairs` is True if they are preference pairs.
+
+    Attention, positions and packing must respect conversations; `data.type: tokens` can do so, too,
+    for mixtures of conversations and text.
+    """
+    data = cfg.data
+    if pairs != (data.type == "preference"):
+        held = "preference pairs" if pairs else "no preference pairs"
+        raise ConfigError(
+            f"the token files of {name} hold {held}, but data.type={data.type}",
+            where=where,
+            next="data.type=preference objective.type=dpo"
+            if pairs
+            else "create them from rows with chosen and rejected: "
+            "dtt tokenize data.type=preference",
+        )
+    if chat is None:
+        if data.type == "chat":
+            raise ConfigError(
+                f"the token files of {name} hold text, not conversations",
+                where=where,
+                why="they have no loss masks",
+                next="create them with dtt tokenize data.type=chat; or, to mix both: "
+                "data.type=tokens"
+                " data.packing=best-fit data.mask_documents=true",
+            )
+        return
+    if data.packing != "best-fit" or not data.mask_documents:
+        raise ConfigError(
+            f"{name} holds conversations, which data.type=tokens would cut or mix",
+            where=where,
+            why=f"data.packing is {data.packing}, data.mask_documents {data.mask_documents}",
+            next="data.type=chat; or, to mix them with text: data.packing=best-fit"
+            " data.mask_documents=true",
+        )
+    if cfg.train.context_schedule:
+        raise ConfigError(
+            "train.context_schedule would cut conversations",
+            where=where,
+            why="a shorter context divides samples, and packed conversations with them",
+            next="omit train.context_schedule",
+        )
+
+
+def read_template(path: Path, sha256: str) -> str:
+    """Return the text of the chat template at `path`.
+
+    Raises InputError if it is missing, DamagedError if it is not the one with this sha256.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(
+            "the chat template is missing", where=path, next="run dtt tokenize again"
+        ) from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedError(
+            "the chat template is not the one that rendered the conversations",
+            where=path,
+            next="run dtt tokenize again: it restores the file",
+        )
+    return content.decode()
+
+
+def check_templates(sources: Sequence[tuple[str, Path, ChatFacts]]) -> None:
+    """Raise ConfigError unless all sources have the same chat template and stop tokens.
+
+    Each element of `sources` is (name, folder, facts).
+    """
+    for (name, path, chat), (other, its, facts) in pairwise(sources):
+        differing = [
+            key
+            for key in ("template_sha256", "stop_tokens")
+            if getattr(chat, key) != getattr(facts, key)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{name} and {other} have different chat templates or stop tokens",
+                where=f"{path}, {its}",
+                why=f"{', '.join(differing)}: a model uses only one conversation format",
+                next=f"tokenize {other} again with chat.template={path / CHAT_TEMPLATE}",
+            )
+
+
+def check_files(paths: Iterable[Path]) -> None:
+    """Check all token files at the start, rather than when training first reads them.
+
+    Raises InputError for a missing file and DamagedError for a damaged one.
+    """
+    for path in paths:
+        for problem in file_problems(path):
+            raise problem
+
+
+def file_problems(path: Path) -> Iterator[DttError]:
+    """Yield an error for each problem with the token files at `path`.
+
+    File sizes are compared with those that dtt's manifest implies. Token files without a manifest
+    are only checked for existence.
+    """
+    if not TokensManifest.is_in(path):
+        if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
+            yield InputError(
+                f"no token files in {path}",
+                next="create them with `dtt tokenize`, or specify others with data.tokens=FOLDER",
+            )
+        return
+    try:
+        tokens = TokensManifest.read(path)
+    except DttError as error:
+        yield error
+    else:
+        yield from _shard_problems(path, tokens)
+
+
+def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
+    for shard in tokens.shards:
+        try:
+            stem = shard_stem(folder, shard)
+        except InputError as error:
+            yield error
+            continue
+        for path, expected in _expected_sizes(stem, shard, tokens.dtype):
+            try:
+                if path.parent == folder:
+                    checked_file(path.name, folder / TokensManifest.filename)
+                size = path.stat().st_size  # one call only: each is a request to the file server
+            except FileNotFoundError:
+                yield InputError(
+                    "a token file is missing", where=path, next="create it again: dtt tokenize"
+                )
+                continue
+            except DamagedError as error:
+                yield error
+                continue
+            if size != expected:
+                yield DamagedError(
+                    "a token file is not the one that the manifest records",
+                    where=path,
+                    why=f"{size} bytes, expected {expected}",
+                    next="create it again: dtt tokenize --overwrite",
+                )
+
+
+def _expected_sizes(stem: Path, shard: TokenShard, dtype: str) -> Iterator[tuple[Path, int]]:
+    """Yield the files of a shard with their expected sizes in bytes."""
+    yield stem.with_name(f"{stem.name}.bin"), shard.counts.tokens * BYTES[dtype]
+    documents = shard.counts.documents
+    yield stem.with_name(f"{stem.name}.idx"), index_bytes(documents, documents + 1)
+    if shard.mask_sha256 is not None:
+        yield stem.with_name(f"{stem.name}.mask"), shard.counts.tokens
+
+
+def index_bytes(sequences: int, entries: int) -> int:
+    """Return the size of an index file in bytes; dtt.data.token_file documents the format."""
+    return 34 + 12 * sequences + 8 * entries

@@ -1,0 +1,395 @@
+"""The dataset of a run, opened from its configuration: sources, mixture and held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest, fingerprint
+from dtt.config.data import (
+    ChatDataConfig,
+    PreferenceDataConfig,
+    SourceConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.data.samples.mixture import Mixture, Weights
+from dtt.data.samples.protocol import (
+    SOURCE_SHIFT,
+    DocumentSpan,
+    Opened,
+    Rows,
+    Samples,
+    Source,
+    Vocabulary,
+)
+from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
+from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.tokenize.encoder import Encoder
+from dtt.data.tokenize.tokenizer import token_bytes
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.files import sha256_file
+
+NUMBER_MASK = np.uint64((1 << SOURCE_SHIFT) - 1)
+"""Bit mask that extracts the number of a sample within its source."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The samples of a run, by position.
+
+    The bits of a sample number from SOURCE_SHIFT on are the index of its source.
+    """
+
+    sources: tuple[Source, ...]
+    validation: tuple[Source | None, ...]
+    """Held-out text of each source; None for a source without any."""
+    mixture: Mixture
+    step_sizes: StepSizes
+    """Samples and context length of each step, by the batch-size and context-length schedules."""
+    requested_steps: int
+    """`train.steps`, or the number of steps that `train.epochs` resolves to."""
+    tokenizer: Path
+    manifest: DataManifest
+    """Description of the data that is stored in the job directory."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of the conversations; None if there are none.
+
+        Raises DamagedError if it is not the one that rendered them.
+        """
+        if self.manifest.chat is None:
+            return None
+        path = self.tokenizer.with_name(CHAT_TEMPLATE)
+        return compatibility.read_template(path, self.manifest.chat.template_sha256)
+
+    def left_out(self) -> list[str]:
+        """Return a line for each reason why conversations of a source are not (entirely) used."""
+        return [
+            f"{source.name}: {line}"
+            for source in self.sources
+            if isinstance(source, TokenSource) and source.packing_counts is not None
+            for line in source.packing_counts.lines(self.step_sizes.sample_tokens)
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps with a full batch of samples; at most `requested_steps`."""
+        return self.step_sizes.step_of(self.mixture.end)
+
+    def first_sample(self, step: int) -> int:
+        """Return the position of the first sample of a step; steps count from 0."""
+        return self.step_sizes.first_sample(step)
+
+    def samples_at(self, first: int, count: int) -> Samples:
+        """Return the sample numbers at positions first … first + count - 1 of the run."""
+        sources, places = self.mixture.places(first, count)
+        samples = np.empty(count, dtype=np.uint64)
+        for number in np.unique(sources).tolist():
+            where = sources == number
+            # The positions of one source are consecutive, although the mixture interleaves sources.
+            numbers = self.sources[number].samples_at(int(places[where][0]), int(where.sum()))
+            samples[where] = numbers | np.uint64(number << SOURCE_SHIFT)
+        return samples
+
+    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+        """Return the samples, one per row in the given order; see `Source.read`."""
+        parts = [
+            (source.read(numbers, with_doc_ids=with_doc_ids), where)
+            for source, numbers, where in self._by_source(samples)
+        ]
+        return parts[0][0] if len(parts) == 1 else _merged(parts)
+
+    def _by_source(
+        self, samples: Samples
+    ) -> Iterator[tuple[Source, Samples, npt.NDArray[np.bool_]]]:
+        """Yield each source in `samples`, its sample numbers, and a mask of their indices."""
+        sources = samples >> np.uint64(SOURCE_SHIFT)
+        for source in np.unique(sources).tolist():
+            where = sources == source
+            yield self.sources[source], samples[where] & NUMBER_MASK, where
+
+    def targets(self, samples: Samples) -> int:
+        """Return the number of targets in these samples; see `Source.targets`."""
+        return sum(source.targets(numbers) for source, numbers, _ in self._by_source(samples))
+
+    def pairs(self, samples: Samples) -> int:
+        """Return the number of preference pairs in these samples; see `Source.pairs`."""
+        return sum(source.pairs(numbers) for source, numbers, _ in self._by_source(samples))
+
+    def tokens_in(self, samples: Samples) -> int:
+        """Return the number of tokens in these samples; see `Source.tokens_in`."""
+        return sum(source.tokens_in(numbers) for source, numbers, _ in self._by_source(samples))
+
+    def locate(self, sample: int) -> tuple[Source, list[DocumentSpan]]:
+        """Return the source of a sample and the documents in it, in order."""
+        source = self.sources[sample >> SOURCE_SHIFT]
+        return source, source.locate(sample & int(NUMBER_MASK))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Return the number of epochs, as a float, of each source before a position, by name."""
+        counts = self.mixture.counts(position).tolist()
+        return {s.name: n / len(s) for s, n in zip(self.sources, counts, strict=True)}
+
+    def shares(self) -> dict[str, float]:
+        """Return the fraction of the run's samples that come from each source, by name."""
+        counts = self.mixture.counts(self.mixture.end).tolist()
+        return {s.name: n / self.mixture.end for s, n in zip(self.sources, counts, strict=True)}
+
+    def token_bytes(self) -> npt.NDArray[np.int64] | None:
+        """Return the bytes of text of each id, [vocab_size], or None if they are not known."""
+        return token_bytes(self.tokenizer, self.manifest.vocab_size, self.manifest.end_of_document)
+
+    def rounded_weights(self) -> list[str]:
+        """Return a line for each source whose share of the samples rounding changed by over 1 %."""
+        lines = []
+        for one in self.mixture.rounded():
+            name, step = self.sources[one.source].name, self.step_sizes.step_of(one.phase.first) + 1
+            shares = f"{float(one.taken):.4g}, not {float(one.asked):.4g}"
+            lines.append(f"rounded weight: {name} has a share of {shares}, from step {step} on")
+        return lines
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the state from which `restore` resumes at `position`, by source name.
+
+        Sources without state are absent.
+        """
+        counts = self.mixture.counts(position).tolist()
+        states = {s.name: s.state(n) for s, n in zip(self.sources, counts, strict=True)}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Resume at the position for which `state` was called."""
+        for source in self.sources:
+            if source.name in states:
+                source.restore(states[source.name])
+
+    def describe(self) -> str:
+        """Return one line per source: its share, its tokens and its epochs in this run."""
+        shares, epochs = self.shares(), self.epochs(self.mixture.end)
+        width = max(map(len, shares))
+        return "\n".join(
+            f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
+            f"{epochs[s.name]:.2f} epochs"
+            for s in self.sources
+        )
+
+
+def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
+    """Merge the rows of several sources; each comes with a mask of its rows in the result."""
+    first, where = parts[0]
+    ids = np.empty((len(where), first.ids.shape[1]), first.ids.dtype)
+    loss_mask = doc_ids = logprobs = None
+    if any(rows.loss_mask is not None for rows, _ in parts):
+        loss_mask = np.ones(ids[:, 1:].shape, dtype=np.bool_)
+    if first.doc_ids is not None:
+        doc_ids = np.empty(ids.shape, first.doc_ids.dtype)
+    if first.reference_logprobs is not None:
+        logprobs = np.empty(ids[:, 1:].shape, first.reference_logprobs.dtype)
+    for rows, where in parts:
+        ids[where] = rows.ids
+        if loss_mask is not None and rows.loss_mask is not None:
+            loss_mask[where] = rows.loss_mask
+        if doc_ids is not None and rows.doc_ids is not None:
+            doc_ids[where] = rows.doc_ids
+        if logprobs is not None and rows.reference_logprobs is not None:
+            logprobs[where] = rows.reference_logprobs
+    return Rows(ids, loss_mask, doc_ids, logprobs)
+
+
+def open_dataset(cfg: RunConfig) -> Dataset:
+    """Open all data that `cfg` trains on.
+
+    No token ids are read from token files. A text source reads some text to estimate its size.
+
+    Raises ConfigError if the sources, schedules and tokenizers are incompatible, and InputError
+    or DamagedError for missing or damaged files.
+    """
+    train, data = cfg.train, cfg.data
+    opened = _open_sources(cfg)
+    for source in opened:
+        _check_length(source, train.seq_len)
+    if train.epochs is not None:
+        steps = steps_of_epochs(train, sum(len(source.train) for source in opened))
+        train = train.model_copy(update={"steps": steps})
+    step_sizes = resolve(train)
+    mixture = Mixture(
+        [len(source.train) for source in opened],
+        [(step_sizes.first_sample(step - 1), weights) for step, weights in _weights(cfg, opened)],
+        data.on_exhausted,
+        step_sizes.first_sample(train.steps),
+    )
+    vocabularies = [(source.train.name, source.vocabulary) for source in opened]
+    compatibility.check_one_tokenizer(
+        [(name, its.tokenizer, its.sha256) for name, its in vocabularies]
+    )
+    compatibility.check_templates(
+        [
+            (source.label, source.path, its.chat)
+            for source, its in zip(cfg.token_sources, opened, strict=False)
+            if its.chat is not None
+        ]
+    )
+    return Dataset(
+        sources=tuple(source.train for source in opened),
+        validation=tuple(source.validation for source in opened),
+        mixture=mixture,
+        step_sizes=step_sizes,
+        requested_steps=train.steps,
+        tokenizer=opened[0].vocabulary.tokenizer,
+        manifest=_manifest(cfg, opened),
+    )
+
+
+def _check_length(source: Opened, seq_len: int) -> None:
+    """Raise ConfigError if a source has no sample."""
+    train = source.train
+    counts = train.packing_counts if isinstance(train, TokenSource) else None
+    if counts is None:
+        compatibility.check_length(train.name, train.tokens, len(train), seq_len)
+    elif not len(train):
+        raise ConfigError(
+            f"no conversation of {train.name} can be used",
+            why="; ".join(counts.lines(seq_len)) or "its training split is empty",
+            next=f"train.seq_len={counts.longest - 1} fits the longest, {counts.shortest - 1} "
+            "the shortest"
+            if counts.too_long
+            else "check chat.train_on, and `train: false` in the rows",
+        )
+
+
+def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
+    paths = [source.path for source in cfg.token_sources] or [cfg.corpus_dir]
+    sources = tuple(
+        SourceFacts(
+            name=source.train.name,
+            path=str(path),
+            key=source.key,
+            corpus=source.corpus,
+            tokens=source.train.tokens,
+            samples=len(source.train),
+            bytes_per_token=source.train.bytes_per_token,
+        )
+        for path, source in zip(paths, opened, strict=True)
+    )
+    vocabulary = opened[0].vocabulary
+    return DataManifest(
+        key=compatibility.data_key((source.name, source.key) for source in sources),
+        tokenizer_sha256=vocabulary.sha256,
+        vocab_size=vocabulary.size,
+        end_of_document=vocabulary.end_of_document,
+        chat=next((source.chat for source in opened if source.chat is not None), None),
+        sources=sources,
+    )
+
+
+def _open_sources(cfg: RunConfig) -> list[Opened]:
+    match cfg.data:
+        case (
+            TokensDataConfig(tokenizer=path)
+            | ChatDataConfig(tokenizer=path)
+            | PreferenceDataConfig(tokenizer=path)
+        ):
+            given = None if path is None else read_vocabulary(path)
+            return [_open_token_files(cfg, source, given) for source in cfg.token_sources]
+        case TextDataConfig():
+            from dtt.data.samples.text_source import open_text
+
+            return [open_text(cfg)]
+        case _:
+            assert_never(cfg.data)
+
+
+def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:
+    """Open the token files of one source.
+
+    `given` is the vocabulary of `data.tokenizer`. It is needed for token files without a dtt
+    manifest, as they do not name their tokenizer.
+    """
+    options: dict[str, Any] = {
+        "seq_len": cfg.train.seq_len,
+        "seed": cfg.seed,
+        "packing": cfg.data.packing,
+        "too_long": cfg.chat.too_long,
+        "vocab_size": given and given.size,
+        "end_of_document": given and given.end_of_document,
+    }
+    found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None
+    chat, pairs = (None, False) if found is None else (found.chat, found.pairs)
+    train = open_tokens(source, "train", **options)
+    # After opening: missing files are another mistake.
+    compatibility.check_conversations(source.label, source.path, chat, cfg, pairs=pairs)
+    validation = open_tokens(source, "validation", **options)
+    manifest, key = train.files.manifest, train.files.key
+    if manifest is not None:
+        vocabulary = Vocabulary(
+            source.path / "tokenizer.json",
+            manifest.tokenizer_sha256,
+            manifest.vocab_size,
+            manifest.end_of_document,
+        )
+        if given is not None:
+            named = [("data.tokenizer", given), (train.name, vocabulary)]
+            compatibility.check_one_tokenizer(
+                [(name, its.tokenizer, its.sha256) for name, its in named]
+            )
+    elif given is not None:
+        vocabulary, key = given, fingerprint([key, given.sha256])
+    else:
+        raise ConfigError(
+            f"it is unknown which tokenizer created the token files of {train.name}",
+            where=source.path,
+            why="token files that dtt did not create do not record it",
+            next="data.tokenizer=PATH/tokenizer.json",
+        )
+    return Opened(
+        train,
+        validation if len(validation) else None,
+        key,
+        vocabulary,
+        None if manifest is None else manifest.corpus,
+        chat,
+    )
+
+
+def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weights]]:
+    """Return the mixture weights with the step, counted from 1, from which they hold.
+
+    Weights are converted to fractions through their decimal form, so that 0.1 means exactly 1/10.
+    A source without a weight is weighted by its number of samples.
+    """
+    data = cfg.data
+    if not data.sources:
+        return [(1, (Fraction(1),))]
+    given = [source.weight for source in data.sources]
+    sizes = [float(len(source.train)) for source in opened]
+    first = {s.train.name: g or n for s, g, n in zip(opened, given, sizes, strict=True)}
+    changes = [(1, first), *((change.step, change.weights) for change in data.weights)]
+    return [
+        (step, tuple(Fraction(str(weights[source.train.name])) for source in opened))
+        for step, weights in changes
+    ]
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json.
+
+    Raises InputError if the file does not exist, and ConfigError if it has no end-of-document
+    token.
+    """
+    try:
+        encoder = Encoder(path.read_bytes(), None, path)
+    except FileNotFoundError:
+        raise InputError(
+            "there is no tokenizer", where=path.absolute(), next="data.tokenizer=FILE"
+        ) from None
+    return Vocabulary(path, sha256_file(path), encoder.vocab_size, encoder.end_of_document)

@@ -1,0 +1,138 @@
+"""Encoded documents of a corpus, concatenated in memory and cut into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import batches, read_unit
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.samples.protocol import DocumentSpan, Samples
+from dtt.data.tokenize.encoder import Encoder
+from dtt.errors import InputError
+from dtt.targets import IGNORE_INDEX
+
+UNIT_BYTES = 16 * 10**6
+BATCH_BYTES = 2**20
+"""Text encoded per call; an encoder's return value takes many times the memory of the ids."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a corpus and its location."""
+
+    file: Path
+    span_start: int
+    """Start of the span of `file` that contains it: a byte, or a row group of Parquet."""
+    number: int
+    """Number of documents before it in that span."""
+    text: bytes
+    """UTF-8."""
+
+
+class Documents:
+    """The documents of a corpus, divided into units."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        """Divide `corpus` into units of UNIT_BYTES without reading text.
+
+        Only footers of Parquet files are read. Raises InputError if all files are empty.
+        """
+        self.corpus = corpus
+        self.units = corpus.units(UNIT_BYTES)
+        if not self.units:
+            raise InputError("the corpus contains no documents", where=corpus.folder)
+        self._before = lru_cache(maxsize=1024)(self._count_before)
+
+    def of(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
+        """Yield the readable documents of a unit in file order, including empty ones."""
+        for span in unit.spans:
+            texts = read_unit(self.corpus, Unit(unit.index, (span,)), bad)
+            for number, text in enumerate(texts):
+                yield Document(self.corpus.path(span.file), span.start, number, text)
+
+    def locate(self, row: EncodedDocuments, sample: int) -> list[DocumentSpan]:
+        """Return the documents in a sample of `row`.
+
+        They are numbered among the readable documents of their file. If the file is divided into
+        spans, this reads all earlier spans to count their documents.
+        """
+        return [
+            replace(part, document=part.document + self._before(part.file, span_start))
+            for part, span_start in row.documents(sample)
+        ]
+
+    def _count_before(self, file: Path, span_start: int) -> int:
+        spans = tuple(
+            span
+            for unit in self.units
+            for span in unit.spans
+            if self.corpus.path(span.file) == file and span.start < span_start
+        )
+        return sum(1 for _ in self.of(Unit(0, spans), BadDocuments()))
+
+
+class EncodedDocuments:
+    """Concatenated documents, each followed by the end-of-document token.
+
+    Sample i is the T + 1 tokens i*T … i*T + T of the row, T = seq_len. Adjacent samples share one
+    token, so every token but the first is a target exactly once. The last sample may be short.
+    """
+
+    def __init__(self, documents: Sequence[Document], encoder: Encoder, seq_len: int) -> None:
+        """Encode `documents`, without keeping their text."""
+        texts = (document.text for document in documents)
+        encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
+        none = np.empty(0, dtype=np.int32)
+        self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
+        self._ends = np.cumsum(np.concatenate([none, *(n for _, n in encoded)]), dtype=np.int64)
+        self._origins = [(d.file, d.span_start, d.number) for d in documents]
+        self._seq_len = seq_len
+        self.text_bytes = sum(len(document.text) for document in documents)
+        """UTF-8 bytes of all documents."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return max(0, -(-(len(self.ids) - 1) // self._seq_len))
+
+    def read(self, samples: Samples) -> npt.NDArray[np.int64]:
+        """Return the ids, [len(samples), seq_len + 1], with IGNORE_INDEX after its end."""
+        starts = samples.astype(np.int64) * self._seq_len
+        index = starts[:, None] + np.arange(self._seq_len + 1)
+        ids = self.ids[np.minimum(index, len(self.ids) - 1)].astype(np.int64)
+        return np.where(index < len(self.ids), ids, IGNORE_INDEX)
+
+    def targets(self, samples: Samples) -> int:
+        """Return the number of targets in these samples."""
+        rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
+        return int(np.minimum(rest, self._seq_len).sum())
+
+    def documents(self, sample: int) -> Iterator[tuple[DocumentSpan, int]]:
+        """Yield each document in a sample, numbered within its span, and the start of the span."""
+        start = sample * self._seq_len
+        stop = min(start + self._seq_len + 1, len(self.ids))
+        document = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            first = int(self._ends[document - 1]) if document else 0
+            end = min(int(self._ends[document]), stop)
+            file, span_start, number = self._origins[document]
+            place = start - sample * self._seq_len
+            part = DocumentSpan(file, number, start - first, place, place + end - start)
+            yield part, span_start
+            start, document = end, document + 1
+
+
+def doc_ids_of(ids: npt.NDArray[np.int64], end_of_document: int) -> npt.NDArray[np.int32]:
+    """Return the index, from 0, of the document that each of `ids` [samples, tokens] belongs to.
+
+    Documents are counted within each sample. No text is encoded as the end-of-document token, so
+    every occurrence of it ends a document.
+    """
+    ends = ids == end_of_document
+    return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)

@@ -1,0 +1,101 @@
+"""Held-out text of a corpus without token files, encoded at the start and kept in memory."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.samples.encoded_documents import Document, Documents, EncodedDocuments, doc_ids_of
+from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.tokenize.document_sampling import held_out
+from dtt.data.tokenize.encoder import Encoder
+from dtt.runtime.log import log
+
+SEARCHED_BYTES = 2**29
+"""Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""
+
+
+class HeldOutText:
+    """The first held-out documents of a corpus. Implements dtt.data.samples.protocol.Source."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: Encoder,
+        *,
+        name: str,
+        seq_len: int,
+        validation_fraction: float,
+        text_bytes: int,
+    ) -> None:
+        """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less."""
+        self.name, self._documents, self._encoder = name, documents, encoder
+        self._row = EncodedDocuments(
+            _search(documents, validation_fraction, text_bytes), encoder, seq_len
+        )
+        self.tokens = len(self._row.ids)
+        self.bytes_per_token: float | None = self._row.text_bytes / max(self.tokens, 1)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._row)
+
+    def samples_at(self, first: int, count: int) -> Samples:
+        """Return the samples in their stored order, starting over after the last one."""
+        return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
+
+    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+        """See Source."""
+        ids = self._row.read(samples)
+        end = self._encoder.end_of_document
+        return Rows(ids, doc_ids=doc_ids_of(ids, end) if with_doc_ids else None)
+
+    def targets(self, samples: Samples) -> int:
+        """Return the number of targets in these samples."""
+        return self._row.targets(samples)
+
+    def pairs(self, samples: Samples) -> int:
+        """Return 0: text has no preference pairs."""
+        return 0
+
+    def tokens_in(self, samples: Samples) -> int:
+        """Return the number of tokens in these samples."""
+        return self.targets(samples) + len(samples)  # all tokens of a sample but its first
+
+    def locate(self, sample: int) -> list[DocumentSpan]:
+        """Return the documents of a sample, numbered among the readable ones of their file."""
+        return self._documents.locate(self._row, sample)
+
+    def state(self, consumed: int) -> Any:
+        """Return None: no state is needed."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Do nothing: there is no state."""
+
+
+def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Document]:
+    found: list[Document] = []
+    if fraction == 0:
+        return found
+    missing, room = text_bytes, SEARCHED_BYTES
+    bad = BadDocuments()
+    for document in chain.from_iterable(documents.of(unit, bad) for unit in documents.units):
+        if document.text and held_out(document.text, fraction):
+            found.append(document)
+            missing -= len(document.text)
+        room -= len(document.text) + 1
+        if missing <= 0 or room <= 0:
+            break
+    if missing > 0 and room <= 0:
+        log.info(
+            "validation: %.1f MB of held-out text in the first %.0f MB of the corpus, of %.1f "
+            "that train.eval_tokens requests; a larger tokenize.validation_fraction holds out more",
+            (text_bytes - missing) / 1e6,
+            SEARCHED_BYTES / 1e6,
+            text_bytes / 1e6,
+        )
+    return found

@@ -1,0 +1,230 @@
+"""The data loader: reads the samples of each step and prefetches batches onto the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dtt.config.run import RunConfig
+from dtt.data.samples.dataset import Dataset
+from dtt.data.samples.protocol import Rows, Samples
+from dtt.errors import DttError
+from dtt.runtime.log import log
+from dtt.targets import IGNORE_INDEX
+
+
+class Readable(Protocol):
+    """A source, or a mixture of several."""
+
+    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+        """Return the samples, one per row; see `Source.read`."""
+
+    def targets(self, samples: Samples) -> int:
+        """Return the number of targets; see `Source.targets`."""
+
+    def pairs(self, samples: Samples) -> int:
+        """Return the number of preference pairs; see `Source.pairs`."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Input of one forward pass; all tensors are [rows, seq_len].
+
+    At the longest context length a row is a sample. At a shorter one, each sample is divided into
+    several consecutive rows.
+    """
+
+    tokens: Tensor
+    """int64 input ids; padding is replaced by id 0."""
+    targets: Tensor
+    """int64 next tokens; IGNORE_INDEX where there is none or where it is excluded from the loss."""
+    doc_ids: Tensor | None
+    """int32 document index of each token; None if attention crosses document boundaries."""
+    reference_logprobs: Tensor | None = None
+    """float32 log-probability of each target by the reference model of DPO, or None."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of one optimizer step on one rank."""
+
+    samples: Samples
+    """Sample numbers of the global batch, over all ranks; input of the sample hash chain."""
+    targets: int
+    """Number of targets (tokens to predict) in the global batch."""
+    terms: int
+    """Number of terms that the loss of the global batch is the mean of: its targets, or with
+    preference data its pairs."""
+    micro_batches: list[MicroBatch]
+    """The micro-batches of this rank."""
+    tokens: int | None = None
+    """Number of tokens in the global batch, without padding; None without conversations."""
+
+
+Batches = Generator[Batch, None, None]
+
+
+def targets_of(rows: Rows, *, eod_mask_loss: bool = False) -> npt.NDArray[np.int64]:
+    """Return the target of each position, [N, S]; IGNORE_INDEX where the loss has none.
+
+    A target is the next token, unless that is padding or `rows.loss_mask` excludes it. With
+    `eod_mask_loss`, the first token of a document is excluded too; this needs `rows.doc_ids`.
+    """
+    targets = rows.ids[:, 1:]  # padding is IGNORE_INDEX already
+    if rows.loss_mask is not None:
+        targets = np.where(rows.loss_mask, targets, IGNORE_INDEX)
+    if eod_mask_loss:
+        assert rows.doc_ids is not None
+        same_document = rows.doc_ids[:, 1:] == rows.doc_ids[:, :-1]
+        targets = np.where(same_document, targets, IGNORE_INDEX)
+    return targets
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Reader of one rank's samples of every global batch, in micro-batches."""
+
+    rank: int
+    size: int
+    """Number of ranks that read different samples."""
+    micro_batch: int
+    """Samples per forward pass."""
+    device: torch.device
+    mask_documents: bool = False
+    """If True, micro-batches carry the document index of each token, for the attention mask."""
+    eod_mask_loss: bool = False
+    """If True, the first token of each document is excluded from the targets."""
+    in_pairs: bool = False
+    """If True, the loss is the mean over preference pairs, not over targets."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
+        """Return the reader of a rank in the run that `cfg` describes."""
+        data = cfg.data
+        masks = data.mask_documents, data.eod_mask_loss
+        in_pairs = cfg.objective.type == "dpo"
+        return cls(rank, size, cfg.train.micro_batch, device, *masks, in_pairs)
+
+    def read(
+        self, source: Readable, samples: Samples, seq_len: int | None = None
+    ) -> list[MicroBatch]:
+        """Read this rank's part of `samples` (every size-th) and divide it into micro-batches.
+
+        Rows have `seq_len` tokens, which must divide the length of a sample; None is the full
+        length.
+        """
+        local_samples = samples[self.rank :: self.size]
+        if not len(local_samples):
+            return []
+        rows = source.read(local_samples, with_doc_ids=self.mask_documents or self.eod_mask_loss)
+        width = rows.ids.shape[1] - 1
+        seq_len = seq_len or width
+        count = self.micro_batch * (width // seq_len)  # rows per micro-batch
+        # IGNORE_INDEX is not a valid embedding index. Any id may replace it: padding is at the end
+        # of a sample, so no token of a document attends to it, and its targets are ignored.
+        ids = self._to_device(rows.ids)
+        tokens = torch.split(ids[:, :-1].reshape(-1, seq_len).clamp(min=0), count)
+        all_targets = targets_of(rows, eod_mask_loss=self.eod_mask_loss)
+        targets = torch.split(self._to_device(all_targets.reshape(-1, seq_len)), count)
+        if not self.mask_documents:
+            return [MicroBatch(x, y, None) for x, y in zip(tokens, targets, strict=True)]
+        assert rows.doc_ids is not None
+        columns = [tokens, targets]
+        columns.append(
+            torch.split(self._to_device(rows.doc_ids[:, :-1].reshape(-1, seq_len)), count)
+        )
+        if rows.reference_logprobs is not None:
+            logprobs = self._to_device(rows.reference_logprobs.reshape(-1, seq_len))
+            columns.append(torch.split(logprobs, count))
+        return [MicroBatch(*parts) for parts in zip(*columns, strict=True)]
+
+    def read_on_all(self, source: Readable, samples: Samples) -> list[MicroBatch]:
+        """Read as `read` does, but return at least one micro-batch on every rank.
+
+        A rank that has no sample gets one without targets: it must run the forward pass, too, since
+        sharded ranks gather weights together.
+        """
+        micro_batches = self.read(source, samples)
+        if micro_batches or self.size == 1:
+            return micro_batches
+        (other,) = replace(self, rank=0, size=1).read(source, samples[:1])
+        return [replace(other, targets=torch.full_like(other.targets, IGNORE_INDEX))]
+
+    def count_targets(self, source: Readable, samples: Samples) -> int:
+        """Return the number of targets in `samples`, over all ranks.
+
+        With `eod_mask_loss` the samples are read, because the number depends on where documents
+        start.
+        """
+        if not self.eod_mask_loss:
+            return source.targets(samples)
+        count = 0
+        for first in range(0, len(samples), self.micro_batch):  # little memory at a time
+            rows = source.read(samples[first : first + self.micro_batch], with_doc_ids=True)
+            count += int((targets_of(rows, eod_mask_loss=True) != IGNORE_INDEX).sum())
+        return count
+
+    def count_terms(self, source: Readable, samples: Samples) -> tuple[int, int]:
+        """Return the number of targets in `samples`, and the number of terms of their loss.
+
+        Both are over all ranks.
+        """
+        targets = self.count_targets(source, samples)
+        return targets, source.pairs(samples) if self.in_pairs else targets
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+
+def training_batches(dataset: Dataset, reader: BatchReader, first_step: int) -> Batches:
+    """Return a generator of batches, from `first_step` (counted from 0) to the end of the run.
+
+    Step s consumes the samples at positions first_sample(s) … first_sample(s + 1) - 1, for any
+    number of ranks.
+    """
+
+    def read_batch(step: int) -> Batch:
+        first = dataset.first_sample(step)
+        try:
+            samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
+            micro_batches = reader.read(dataset, samples, dataset.step_sizes.at(step).seq_len)
+            targets, terms = reader.count_terms(dataset, samples)
+            tokens = None if dataset.manifest.chat is None else dataset.tokens_in(samples)
+            return Batch(samples, targets, terms, micro_batches, tokens)
+        except DttError:
+            log.error("rank %d cannot read the data of step %d", reader.rank, step + 1)
+            raise
+
+    def set_up_thread() -> None:
+        if reader.device.type == "cuda":
+            torch.cuda.set_device(reader.device)  # the current device is a per-thread setting
+
+    return _prefetched(read_batch, range(first_step, dataset.steps), set_up_thread)
+
+
+def _prefetched(
+    read_batch: Callable[[int], Batch],
+    steps: Iterable[int],
+    set_up_thread: Callable[[], None],
+    depth: int = 2,
+) -> Batches:
+    """Yield `read_batch(step)` for all steps; a thread reads up to `depth` steps in advance."""
+    with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=set_up_thread) as pool:
+        pending: deque[Future[Batch]] = deque()
+        for step in steps:
+            pending.append(pool.submit(read_batch, step))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

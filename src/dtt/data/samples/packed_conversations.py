@@ -1,0 +1,251 @@
+"""Packing of whole conversations over all shards together, computed once and cached.
+
+The cache folder has the files of dtt.data.samples.packed and
+
+    targets     int32[bins]: number of targets in each bin
+    facts.json  PackingCounts: what was packed, and what was left out and why
+
+No conversation is divided between bins, and the two conversations of a preference pair are in the
+same bin, one after the other. Every bin has at least one target, because conversations
+without targets are left out. So every batch has targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import Record, fingerprint
+from dtt.data.memory_map import Bytes, map_file
+from dtt.data.samples.packed import Bins, cached, document_bounds, write_columns
+from dtt.data.samples.packing import Packed, best_fit, grouped, least_slack
+from dtt.data.samples.protocol import Samples
+from dtt.data.samples.sample_layout import Ints
+from dtt.data.samples.token_shards import Shard, TokenFiles
+from dtt.errors import ConfigError, DamagedError
+from dtt.reading import read_small
+
+TARGETS, FACTS = "targets", "facts.json"
+LEAST_SLACK_CAPACITY = 4097
+"""Largest sample, in tokens, that is filled by minimum bin slack. In larger ones, best fit leaves
+less than 0.5 % empty, and minimum bin slack would take minutes for a million conversations."""
+VERSION = 1
+"""Version of this packing; part of the key of its cache."""
+
+TooLong = Literal["drop", "stop", "whole_turns"]
+
+
+class PackingCounts(Record):
+    """The numbers of conversations in token files, packed into samples, and left out.
+
+    With preference data, pairs are counted instead of conversations.
+    """
+
+    pairs: bool = False
+    """True if the conversations are preference pairs."""
+    conversations: int = 0
+    """Number of conversations in the token files."""
+    packed: int = 0
+    """Number of conversations in samples, including those that were cut."""
+    too_long: int = 0
+    """Number that were left out because they are longer than a sample."""
+    cut: int = 0
+    """Number that were cut after the last answer that fits."""
+    without_targets: int = 0
+    """Number that were left out because none of their tokens is a target."""
+    shortest: int = 0
+    """Tokens of the shortest conversation."""
+    longest: int = 0
+    """Tokens of the longest conversation."""
+    tokens: int = 0
+    """Number of tokens in all samples."""
+    targets: int = 0
+    """Number of targets in all samples."""
+
+    @property
+    def noun(self) -> str:
+        """The plural noun for the counted items."""
+        return "preference pairs" if self.pairs else "conversations"
+
+    def lines(self, seq_len: int) -> Iterator[str]:
+        """Yield a line for each reason why conversations are not used, or only in part."""
+        of = f"of {self.conversations:,} {self.noun}"
+        longer = f"{of} are longer than train.seq_len = {seq_len}"
+        if self.too_long:
+            yield f"{self.too_long:,} {longer}: left out"
+        if self.cut:
+            yield f"{self.cut:,} {longer}: cut after an answer"
+        if self.without_targets:
+            yield f"{self.without_targets:,} {of} have no trained tokens: left out"
+
+
+def conversation_bins(
+    files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong
+) -> ConversationBins:
+    """Return the conversations of all shards packed into bins of `capacity` tokens.
+
+    `ends` [shards] is the end of each shard in the token stream. The first process to call this
+    packs the conversations while the others wait on a file lock.
+
+    Raises ConfigError if `too_long` is `stop` and a conversation is longer than a bin.
+    """
+    shards = [(shard.tokens, shard.version) for shard in files.shards]
+    kind = "pairs" if files.are_pairs else "conversations"
+    key = fingerprint([kind, VERSION, capacity, too_long, shards])[:16]
+    place = cached(files.path, key, lambda aside: _pack(files, capacity, too_long, aside))
+    return ConversationBins(place, ends, capacity)
+
+
+class ConversationBins(Bins):
+    """Packed conversations read from disk. Implements SampleLayout."""
+
+    def __init__(self, folder: Path, ends: Ints, capacity: int) -> None:
+        """Map the bins in `folder`; `ends` [shards] is the end of each shard in the stream."""
+        super().__init__(folder, ends, capacity)
+        self._targets = map_file(folder / TARGETS).view("<i4")
+        self.counts = PackingCounts.model_validate_json(read_small(folder / FACTS, 2**16))
+
+    def targets(self, samples: Samples) -> int:
+        """See SampleLayout."""
+        return int(self._targets[samples].sum(dtype=np.int64))
+
+    def conversations(self, samples: Samples) -> int:
+        """Return the number of conversations in `samples`."""
+        return int((self._first[samples + np.uint64(1)] - self._first[samples]).sum())
+
+
+class _Whole(NamedTuple):
+    """Conversations (or the starts of some) or pairs that fit into a bin and have targets."""
+
+    start: Ints
+    """[conversations]: first token in the stream of all shards."""
+    length: Ints
+    targets: Ints
+    chosen: Ints
+    """[conversations]: number of tokens of the first conversation: of the chosen one of a pair."""
+
+
+def _pack(files: TokenFiles, capacity: int, too_long: TooLong, folder: Path) -> None:
+    """Write the packing of all shards into `folder`."""
+    found: list[_Whole] = []
+    counts = PackingCounts(pairs=files.are_pairs)
+    base = 0
+    for shard in files.shards:
+        whole, counts = _fitting(shard, capacity, too_long, counts)
+        found.append(whole._replace(start=whole.start + base))
+        base += shard.tokens
+    none = np.empty(0, dtype=np.int64)
+    all_ = _Whole(*map(np.concatenate, zip((none,) * 4, *found, strict=True)))
+    pack = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
+    bins = pack(all_.length, capacity)
+    packed, order = grouped(all_.start, all_.length, bins)
+    write_columns(folder, _divided(packed, all_.chosen[order]) if files.are_pairs else packed)
+    targets = np.add.reduceat(all_.targets[order], packed.first[:-1]) if len(order) else none
+    targets.astype("<i4").tofile(folder / TARGETS)
+    counts = counts.model_copy(
+        update={
+            "packed": len(order),
+            "tokens": int(all_.length.sum()),
+            "targets": int(all_.targets.sum()),
+        }
+    )
+    (folder / FACTS).write_text(counts.model_dump_json(indent=1) + "\n")
+
+
+def _divided(pairs: Packed, chosen: Ints) -> Packed:
+    """Divide each packed pair into two pieces; `chosen` [pairs] is the length of the first."""
+    start = np.stack([pairs.start, pairs.start + chosen], axis=1)
+    length = np.stack([chosen, pairs.length - chosen], axis=1)
+    return Packed(2 * pairs.first, start.reshape(-1), length.reshape(-1))
+
+
+def _fitting(
+    shard: Shard, capacity: int, too_long: TooLong, before: PackingCounts
+) -> tuple[_Whole, PackingCounts]:
+    """Return the conversations of a shard to pack, and `before` plus the counts of those left out.
+
+    With `before.pairs`, a pair counts as one conversation.
+
+    Raises ConfigError if `too_long` is `stop` and one does not fit.
+    """
+    bounds = document_bounds(shard)
+    mask = read_mask(shard)
+    start, length = bounds[:-1], np.diff(bounds)
+    start, length = start[length > 0], length[length > 0]
+    # See `loss_mask` for the first tokens.
+    targets: Ints = start if not len(start) else np.add.reduceat(mask, start, dtype=np.int64)
+    targets = targets - mask[start]
+    has_targets = targets > 0
+    chosen = length
+    if before.pairs:
+        start, chosen, has_targets = start[::2], length[::2], has_targets[::2] & has_targets[1::2]
+        length, targets = (column.reshape(-1, 2).sum(axis=1) for column in (length, targets))
+    longest = int(length.max(initial=0))
+    shortest = int(length.min(initial=longest))
+    long = np.flatnonzero(length > capacity)
+    if len(long) and too_long == "stop":
+        raise ConfigError(
+            f"{len(long)} {before.noun} are longer than train.seq_len = {capacity - 1}",
+            where=f"{shard.path}, {before.noun.removesuffix('s')} {long[0]}",
+            why=f"the longest of the file has {length.max()} tokens",
+            next=f"train.seq_len={length.max() - 1}, or chat.too_long=drop"
+            + ("" if before.pairs else ", or whole_turns"),
+        )
+    length, targets = length.copy(), targets.copy()
+    for i in long.tolist() if too_long == "whole_turns" else ():
+        kept = _answers_that_fit(mask[start[i] : start[i] + capacity + 1], capacity)
+        if kept:
+            length[i] = kept
+            targets[i] = int(mask[start[i] + 1 : start[i] + kept].sum())
+    fits = length <= capacity
+    used = fits & has_targets
+    counts = PackingCounts(
+        pairs=before.pairs,
+        conversations=before.conversations + len(length),
+        too_long=before.too_long + int((~fits).sum()),
+        cut=before.cut + int((fits & used)[long].sum()),
+        without_targets=before.without_targets + int((fits & ~used).sum()),
+        shortest=min(before.shortest or shortest, shortest),
+        longest=max(before.longest, longest),
+    )
+    return _Whole(start[used], length[used], targets[used], chosen[used]), counts
+
+
+def _answers_that_fit(mask: Bytes, capacity: int) -> int:
+    """Return the number of tokens up to the end of the last answer within `capacity` tokens.
+
+    `mask` has one token more. The result is 0 if no answer ends within the capacity.
+    """
+    ends = np.flatnonzero((mask[1:capacity] != 0) & (mask[2 : capacity + 1] == 0))
+    return int(ends[-1]) + 2 if len(ends) else 0
+
+
+def read_mask(shard: Shard) -> Bytes:
+    """Return the loss mask of a shard, memory-mapped, uint8 [tokens].
+
+    Raises DamagedError if it does not have one byte per token, each 0 or 1.
+    """
+    assert shard.mask is not None
+    mask = map_file(shard.mask)
+    if len(mask) != shard.tokens or (len(mask) and mask.max() > 1):
+        raise DamagedError(
+            "a loss mask does not match its token file",
+            where=shard.mask,
+            why=f"{len(mask)} bytes for {shard.tokens} tokens; every byte must be 0 or 1",
+            next="create it again: dtt tokenize",
+        )
+    return mask
+
+
+def loss_mask(mask: npt.NDArray[np.uint8], first: Ints) -> npt.NDArray[np.bool_]:
+    """Return the loss mask of targets, bool [N, S], from that of tokens, uint8 [N, S + 1].
+
+    `first` are the positions in the flattened `mask` where conversations start. Their first token
+    is never a target, as it would be predicted from another conversation.
+    """
+    mask.reshape(-1)[first] = 0
+    return mask[:, 1:].astype(np.bool_)

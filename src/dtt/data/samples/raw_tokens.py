@@ -1,0 +1,295 @@
+"""Files of token ids without an index: headerless, or with the header of llm.c or numpy.
+
+    raw      token ids and nothing else (nanoGPT's train.bin)
+    llm.c    256 int32: magic number, version, number of tokens, zeros; then the token ids
+             (modded-nanogpt reads and writes the same)
+    numpy    a file written by `numpy.save`: a text header, then the token ids
+
+Known formats that do not hold token ids are recognised and rejected by name. Read as ids, they
+would be noise that a model with a large vocabulary trains on without an error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.errors import ConfigError, DamagedError, InputError
+
+RawFormat = Literal["raw", "llm.c", "numpy"]
+Ids = npt.NDArray[Any]
+
+HEAD_BYTES = 4096
+"""Bytes read from each file when it is opened: one page, the least that a disk reads anyway."""
+MIN_TEXT = 64
+"""Minimum number of bytes to inspect before a file may be classified as text."""
+MIN_IDS = 32
+"""Minimum number of ids that must fit a different dtype before dtt doubts the configured one."""
+
+LLM_C_HEADER = 256 * 4
+LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""Version and dtype by magic number (karpathy/llm.c, dev/data/data_common.py)."""
+LLM_C_OTHERS = {
+    20240326: "weights of llm.c",
+    20240327: "an optimizer state of llm.c",
+    20240328: "a tokenizer of llm.c",
+    20240522: "an evaluation file of llm.c",
+    20240803: "weights of llm.c",
+}
+NUMPY_MAGIC = b"\x93NUMPY"
+OTHERS = {
+    b"MMIDIDX\0\0": "the index of a Megatron pair",
+    b"TNTIDX\0\0": "an index of fairseq",
+    b"LITPKDS": "a packed data set of lit-gpt",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file",
+    b"PK\x03\x04": "a zip archive (as written by numpy.savez and torch.save)",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\x1f\x8b\x08\0": "compressed with gzip",
+    b"\x1f\x8b\x08\x08": "compressed with gzip",
+    b"\xfd7zXZ\0": "compressed with xz",
+}
+"""Formats that do not hold token ids, by magic number.
+
+Each magic number has at least four bytes, because ids may start with any shorter sequence."""
+CONVERT = (
+    "dtt tokenize its text; or write its token ids, document after document, with "
+    "numpy.save('train.npy', ids) and use that file"
+)
+
+
+class Header(NamedTuple):
+    """Header of a file of token ids, derived from its first bytes and its size."""
+
+    format: RawFormat
+    offset: int
+    """Bytes before the first id."""
+    dtype: str
+    """numpy dtype string, little-endian."""
+    tokens: int
+
+
+def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
+    """Return the header of a file of ids, and its first ids.
+
+    `raw_dtype` is the dtype of ids without a header. Raises InputError for a file in a known format
+    that does not hold token ids, DamagedError if the file size contradicts the header.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, HEAD_BYTES, 0)
+        other = _name_of_other(head, size, fd)
+    finally:
+        os.close(fd)
+    if other is not None:
+        raise refusal(path, other)
+    if head.startswith(NUMPY_MAGIC):
+        header = _numpy(path, head)
+    elif len(head) >= 12 and int.from_bytes(head[:4], "little") in LLM_C:
+        header = _llm_c(path, head)
+    else:
+        raw = np.dtype(raw_dtype).newbyteorder("<")
+        if size % raw.itemsize:
+            raise DamagedError(
+                "the size of a file of raw ids is not a multiple of the size of an id",
+                where=path,
+                why=f"{size} bytes, ids of {raw.itemsize}",
+                next="dtype: uint16, uint32, int32 or int64 next to the path of the source",
+            )
+        header = Header("raw", 0, raw.str, size // raw.itemsize)
+    dtype = np.dtype(header.dtype)
+    expected = header.offset + header.tokens * dtype.itemsize
+    if size != expected:
+        raise DamagedError(
+            "a file of token ids is shorter or longer than its header states",
+            where=path,
+            why=f"{size:,} bytes; {header.tokens:,} ids of {dtype.name} behind a header of "
+            f"{header.offset:,} bytes are {expected:,}",
+            next="recreate it, or restore it from a copy",
+        )
+    return header, _whole(head[header.offset :], dtype)
+
+
+def refusal(path: Path, other: str) -> InputError:
+    """Return the error for a file or folder in the format `other`, which dtt does not read."""
+    return InputError(
+        "not token ids in a format that dtt reads",
+        where=path,
+        why=f"it is {other}" if path.is_file() else f"it holds {other}",
+        next=CONVERT,
+    )
+
+
+def _numpy(path: Path, head: bytes) -> Header:
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(file)
+    except ValueError as error:
+        raise DamagedError(
+            "the header of a numpy file cannot be read",
+            where=path,
+            why=str(error).splitlines()[0],
+            next="write it again with numpy.save",
+        ) from None
+    offset, wanted = file.tell(), "numpy.save(PATH, ids.reshape(-1).astype('<u4'))"
+    why = None
+    if len(shape) != 1:
+        why = f"an array of shape {shape}, not one-dimensional"
+    elif dtype.kind not in "iu":
+        why = f"an array of {dtype}, not of integers"
+    elif dtype.itemsize > 1 and dtype.str[0] == ">":
+        why = f"an array of {dtype.name} in big-endian byte order"
+    elif offset % dtype.itemsize:
+        why = f"an array that starts at byte {offset}, which is not a multiple of {dtype.itemsize}"
+    if why is not None:
+        raise InputError(
+            "not a one-dimensional array of token ids", where=path, why=f"it is {why}", next=wanted
+        )
+    return Header("numpy", offset, dtype.str, int(shape[0]))
+
+
+def _llm_c(path: Path, head: bytes) -> Header:
+    magic, version, tokens = struct.unpack_from("<3i", head)
+    known, dtype = LLM_C[magic]
+    if version != known:
+        raise InputError(
+            "an unknown version of llm.c's token files",
+            where=path,
+            why=f"version {version} after the magic number {magic}; only {known} is known",
+            next=CONVERT,
+        )
+    return Header("llm.c", LLM_C_HEADER, dtype, tokens)
+
+
+def _name_of_other(head: bytes, size: int, fd: int) -> str | None:
+    """Return the name of the non-id format that a file starts like; None if it may be token ids."""
+    found = next((name for magic, name in OTHERS.items() if head.startswith(magic)), None)
+    if found is not None or len(head) < 12:
+        return found
+    if (magic := int.from_bytes(head[:4], "little")) in LLM_C_OTHERS:
+        return LLM_C_OTHERS[magic]
+    if head[:3] in (b"\x80\x04\x95", b"\x80\x05\x95") and head[7:11] == bytes(4):
+        return "a pickle"
+    if head[4:10] == b'\0\0\0\0{"' and int.from_bytes(head[:8], "little") + 8 <= size:
+        return "a safetensors file"
+    if len(head) >= MIN_TEXT and _is_text(head):
+        return "text"
+    return _chunk(head, size, fd)
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # a character cut off at the end is fine
+            return False
+        text = head[: error.start].decode()
+    return all(c.isprintable() or c.isspace() for c in text)
+
+
+def _chunk(head: bytes, size: int, fd: int) -> str | None:
+    """Recognise a chunk of litdata or a shard of MosaicML Streaming.
+
+    Both start with the number n of samples and n + 1 sample offsets, all uint32; the last offset is
+    the size of the file. A Streaming shard has a JSON description after the offsets.
+    """
+    samples, first = struct.unpack_from("<2I", head)
+    table = 4 * (samples + 2)
+    if not (samples and table <= first <= size):
+        return None
+    if int.from_bytes(os.pread(fd, 4, table - 4), "little") != size:
+        return None
+    if first == table:
+        return "a chunk of litdata"
+    return "a shard of MosaicML's streaming" if os.pread(fd, 1, table) == b"{" else None
+
+
+def _whole(content: bytes, dtype: np.dtype[Any]) -> Ids:
+    """Return the complete ids in `content`, whose last id may be cut off."""
+    return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
+
+
+def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
+    """Raise ConfigError if the first `ids` of a raw file look like ids of a wider dtype.
+
+    The high-order parts of wide ids are zero, or at most a few in a vocabulary above 65,536. No
+    text has such small ids at every second position. `vocab_size` is None if unknown.
+    """
+    bits, largest = 8 * ids.itemsize, (vocab_size or 2**18) - 1
+    limit = largest >> bits
+    # Fast path that rules out nearly all files in a tenth of the time. The factor 257 also covers
+    # big-endian ids, whose bytes are swapped here.
+    if len(ids) < MIN_IDS or min(ids[::2].max(), ids[1::2].max()) > 257 * limit:
+        return
+    for wide in map(np.dtype, ("<i8", ">i8", "<u4", ">u4")):
+        found = _whole(ids.tobytes(), wide)
+        ratio = wide.itemsize // ids.itemsize
+        # The check of the low-order parts excludes files whose ids are all tiny, such as zeros.
+        if (
+            ratio > 1
+            and _fits(ids, wide, largest + 1)
+            and (found & ((1 << bits) - 1)).max() > limit
+        ):
+            many = {2: "every second", 4: "three of every four"}[ratio]
+            raise ConfigError(
+                f"token ids are read as {ids.dtype.name}, but look like {_spoken(wide)}",
+                where=path,
+                why=f"{many} of the first {len(ids):,} ids is "
+                + ("0" if limit == 0 else "almost always 0, as the upper half of a wider id is"),
+                next=_remedy(path, wide),
+            )
+
+
+def check_vocabulary(path: Path, ids: Ids, vocab_size: int, *, raw: bool) -> None:
+    """Raise DamagedError if one of the first token ids of a file is outside the vocabulary.
+
+    `ids` are these ids. `raw` is True if the dtype comes from the configuration alone; the error
+    then suggests others.
+    """
+    if not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size:
+        return
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    others = map(np.dtype, ("<i8", "<u4", "<u2", ">i8", ">u4", ">u2") if raw else ())
+    fitting = [other for other in others if _fits(ids, other, vocab_size)]
+    raise DamagedError(
+        f"a token id lies outside the vocabulary of {vocab_size}",
+        where=f"{path}, token {wrong[0]}",
+        why=f"it is {ids[wrong[0]]}; {len(wrong):,} of the first {len(ids):,} ids are outside"
+        + (f", and none if they are {_spoken(fitting[0])}" if fitting else ""),
+        next=_remedy(path, fitting[0])
+        if fitting
+        else "check that data.tokenizer made these files, and that their dtype is right",
+    )
+
+
+def _fits(ids: Ids, dtype: np.dtype[Any], vocab_size: int) -> bool:
+    found = _whole(ids.tobytes(), dtype)
+    return len(found) >= MIN_IDS and 0 <= found.min() <= found.max() < vocab_size
+
+
+def _spoken(dtype: np.dtype[Any]) -> str:
+    return f"{'big-endian ' if dtype.str[0] == '>' else ''}{dtype.name}"
+
+
+def _remedy(path: Path, dtype: np.dtype[Any]) -> str:
+    if dtype.str[0] == ">":
+        name = dtype.newbyteorder("<").str
+        return (
+            f"numpy.save('{path.stem}.npy', numpy.fromfile('{path.name}', '{dtype.str}')"
+            f".astype('{name}')), and use that file"
+        )
+    return f"dtype: {dtype.name} next to the path of the source (dtt data inspect: --dtype)"

@@ -1,0 +1,364 @@
+"""Token files of any supported format, opened as a sequence of shards.
+
+The format is detected from the files present:
+
+    dtt          manifest.json, and the Megatron pairs that it names
+    Megatron     NAME.bin and NAME.idx (datatrove's Megatron writer produces the same)
+    datatrove    NAME.ds with the ids; NAME.ds.index with the end of each document in tokens, uint64
+    raw, llm.c, numpy
+                 any other file: ids, possibly after a header; see dtt.data.samples.raw_tokens
+
+In folders that dtt did not write, a file whose name contains the word `val`, `valid` or
+`validation` is held out, as is customary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import TokenShard, TokensManifest, fingerprint, shard_stem
+from dtt.data.memory_map import map_file
+from dtt.data.samples.raw_tokens import (
+    HEAD_BYTES,
+    Header,
+    RawFormat,
+    check_vocabulary,
+    check_width,
+    read_header,
+    refusal,
+)
+from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, mask_path
+from dtt.errors import ConfigError, DamagedError, DttError, InputError
+
+HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
+SCAN_TOKENS = 2**24
+RAW = (".bin", ".npy")
+
+Split = Literal["train", "validation"]
+Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
+
+
+class Documents(Protocol):
+    """Document boundaries of one token file. TokenFile implements this protocol."""
+
+    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the first tokens of documents first … stop - 1.
+
+        The document number one past the last represents the end of the file.
+        """
+
+    def starting_after(self, token: int) -> int:
+        """Return the number of the first document whose first token comes after `token`."""
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """Return the first token of every document, then the number of tokens."""
+
+
+def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Tokens]:
+    """Return the document that contains token `start`, and where the documents up to `stop` start.
+
+    The second value holds the first token of that document and of each later one that starts below
+    `stop`. An empty document has the same first token as the document after it.
+    """
+    first = documents.starting_after(start) - 1
+    return first, documents.starts(first, documents.starting_after(stop - 1))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Document boundaries given by the end of each document (exclusive), in ascending order."""
+
+    ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+
+    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """See Documents."""
+        before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
+        return np.insert(before, 0, 0) if first == 0 else before
+
+    def starting_after(self, token: int) -> int:
+        """See Documents."""
+        return int(self.ends.searchsorted(self.ends.dtype.type(token), side="right")) + 1
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """See Documents."""
+        return self.starts(0, len(self.ends) + 1)
+
+    @classmethod
+    def of(cls, ids: Path, header: Header, end_of_document: int | None) -> Self:
+        """Scan a file of ids for `end_of_document`; if it is None, the file is one document."""
+        tokens, dtype = header.tokens, np.dtype(header.dtype)
+        found = [np.array([tokens], dtype=np.int64)]  # the last document may lack its end token
+        for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
+            offset = header.offset + start * dtype.itemsize
+            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
+            found.append(start + 1 + np.flatnonzero(part == end_of_document))
+        return cls(np.unique(np.concatenate(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of token ids. The file need not be open."""
+
+    path: Path
+    tokens: int
+    dtype: str
+    """numpy dtype string, for example `<u2`."""
+    version: str
+    """Version string that changes whenever the document boundaries may have changed."""
+    documents: Callable[[], Documents]
+    """Function that opens the document boundaries."""
+    offset: int = 0
+    """Bytes before the first id, a multiple of the id width."""
+    format: Format = "dtt"
+    mask: Path | None = None
+    """File with the loss mask, one byte per token; None if every token is a target."""
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """A sequence of shards and the facts that hold for all of them."""
+
+    path: Path
+    format: Format
+    shards: tuple[Shard, ...]
+    key: str
+    """Identity of the content, independent of its path.
+
+    For files that dtt did not write, it covers only file names, token counts and dtypes."""
+    manifest: TokensManifest | None
+    bytes_per_token: float | None
+    """UTF-8 bytes of text per token; None if unknown."""
+
+    @property
+    def has_index(self) -> bool:
+        """True if an index stores the document boundaries; otherwise only the ids mark them."""
+        return self.format in ("dtt", "megatron", "datatrove")
+
+    @property
+    def are_conversations(self) -> bool:
+        """True if the files contain conversations with loss masks."""
+        return self.manifest is not None and self.manifest.chat is not None
+
+    @property
+    def are_pairs(self) -> bool:
+        """True if the files contain preference pairs of conversations."""
+        return self.manifest is not None and self.manifest.pairs
+
+
+def open_files(
+    path: Path,
+    split: Split | None,
+    *,
+    raw_dtype: str,
+    end_of_document: int | None,
+    vocab_size: int | None = None,
+    broken: dict[Path, DttError] | None = None,
+) -> TokenFiles:
+    """Open the shards of a split, or of both splits (None), sorted by name.
+
+    `raw_dtype` and `end_of_document` (None: unknown) describe raw ids, whose files store neither.
+    A single file that dtt did not write belongs to the training split. For files that dtt did not
+    write, the first ids are read and must be below `vocab_size` if it is given; dtt checks its own
+    ids when it writes them.
+
+    Raises InputError if no known format is found or a file is missing, DamagedError if a file is
+    inconsistent, and ConfigError if `raw_dtype` is wrong. If `broken` is given, such errors in
+    shards that dtt did not write are stored there by path instead of being raised.
+    """
+    if TokensManifest.is_in(path):
+        return _made_by_dtt(path, split)
+    format_, found = _find(path)
+    if path.is_dir():
+        found = [x for x in found if split in (None, _split(x))]
+    elif split == "validation":
+        found = []
+    openers: dict[str, Callable[[Path], Shard]] = {
+        "megatron": partial(_megatron, vocab_size=vocab_size),
+        "datatrove": partial(_datatrove, vocab_size=vocab_size),
+        "raw": partial(
+            _raw, dtype=raw_dtype, end_of_document=end_of_document, vocab_size=vocab_size
+        ),
+    }
+    shards = []
+    for one in found:
+        try:
+            shards.append(openers[format_](one))
+        except (ConfigError, DamagedError, InputError) as error:
+            if broken is None:
+                raise
+            broken[bin_path(one) if format_ == "megatron" else one] = error
+    content = [(s.path.name, s.tokens, s.dtype) for s in shards]
+    return TokenFiles(
+        path, _one_format(shards, format_), tuple(shards), fingerprint(content), None, None
+    )
+
+
+def _one_format(shards: list[Shard], otherwise: Format) -> Format:
+    """Return the common format of all shards, or `otherwise` if there are no shards.
+
+    Raises InputError if the shards have several formats.
+    """
+    examples = {shard.format: shard.path.name for shard in shards}
+    if len(examples) > 1:
+        raise InputError(
+            "a folder holds token files of several formats",
+            where=shards[0].path.parent,
+            why=", ".join(f"{name} is {format_}" for format_, name in examples.items()),
+            next="move those of one format to a separate folder, and specify that",
+        )
+    return next(iter(examples), otherwise)
+
+
+def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
+    """Detect the format of files that dtt did not write; return it with pair stems or id files."""
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        if any(name.endswith(".idx") for name in names):
+            pairs = {n.removesuffix(".idx").removesuffix(".bin") for n in names if _half(n)}
+            return "megatron", [path / name for name in sorted(pairs)]
+        if any(name.endswith(".ds") for name in names):
+            return "datatrove", [path / name for name in names if name.endswith(".ds")]
+        if any(name.endswith(".mds") for name in names):
+            raise refusal(path, "shards of MosaicML's streaming")
+        if any(name.endswith(RAW) for name in names):
+            return "raw", [path / name for name in names if name.endswith(RAW)]
+    else:
+        stem = path.with_suffix("") if _half(path.name) else path
+        if idx_path(stem).is_file():
+            return "megatron", [stem]
+        if path.is_file():
+            return ("datatrove" if path.suffix == ".ds" else "raw"), [path]
+    raise InputError(
+        "no token files there",
+        where=path,
+        why="it is a folder without a manifest of token files, and without .idx, .ds, .bin or .npy"
+        if path.is_dir()
+        else "there is no such file or folder, nor a pair of that name with .bin and .idx",
+        next="specify a folder that `dtt tokenize` created, a Megatron pair or a folder of pairs,"
+        " datatrove's .ds files, or files of ids: raw, of llm.c, or of numpy.save",
+    )
+
+
+def _half(name: str) -> bool:
+    return name.endswith((".bin", ".idx"))
+
+
+def _split(path: Path) -> Split:
+    return "validation" if HELD_OUT.search(path.name) else "train"
+
+
+def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
+    manifest = TokensManifest.read(folder)
+    records = [record for record in manifest.shards if split in (None, record.split)]
+    counts = [record.counts for record in records]
+    tokens, text = sum(c.tokens for c in counts), sum(c.bytes for c in counts)
+    dtype = np.dtype(manifest.dtype).newbyteorder("<").str
+    return TokenFiles(
+        folder,
+        "dtt",
+        tuple(_named(folder, dtype, record) for record in records),
+        manifest.key,
+        manifest,
+        text / tokens if tokens else None,
+    )
+
+
+def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
+    """Return the shard that a manifest record describes, without accessing its files."""
+    if record.path is None:
+        path = folder / f"{record.stem}.bin"
+    else:
+        path = bin_path(shard_stem(folder, record))
+    masked = record.mask_sha256
+    return Shard(
+        path,
+        record.counts.tokens,
+        dtype,
+        record.idx_sha256 + (f" {masked}" if masked else ""),
+        lambda: TokenFile(path.with_suffix("")),
+        mask=mask_path(path.with_suffix("")) if masked else None,
+    )
+
+
+def _megatron(stem: Path, vocab_size: int | None) -> Shard:
+    file = TokenFile(stem)
+    version = _version(idx_path(stem))
+    shard = Shard(
+        bin_path(stem),
+        file.total,
+        file.dtype.str,
+        version,
+        lambda: TokenFile(stem),
+        format="megatron",
+    )
+    return _checked(shard, vocab_size)
+
+
+def _datatrove(path: Path, vocab_size: int | None) -> Shard:
+    index = path.with_name(path.name + ".index")
+    try:
+        ends = map_file(index).view("<u8")
+    except FileNotFoundError:
+        raise InputError(
+            "the index of a token file is missing",
+            where=index,
+            next="keep it next to the .ds file (datatrove: save_index=True)",
+        ) from None
+    size, tokens = path.stat().st_size, int(ends[-1]) if len(ends) else 0
+    dtypes = [d for d in ("<u2", "<u4") if tokens * np.dtype(d).itemsize == size]
+    if not dtypes:
+        raise DamagedError(
+            "a token file and its index do not match",
+            where=path,
+            why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
+            next="recreate both, or restore them from a copy",
+        )
+    shard = Shard(
+        path,
+        tokens,
+        dtypes[0],
+        _version(index),
+        lambda: Ends(map_file(index).view("<u8")),
+        format="datatrove",
+    )
+    return _checked(shard, vocab_size)
+
+
+def _checked(shard: Shard, vocab_size: int | None) -> Shard:
+    """Return `shard`; raise DamagedError if one of its first ids is outside the vocabulary."""
+    if vocab_size is not None:
+        dtype = np.dtype(shard.dtype)
+        ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)
+        check_vocabulary(shard.path, ids, vocab_size, raw=False)
+    return shard
+
+
+def _raw(path: Path, dtype: str, end_of_document: int | None, vocab_size: int | None) -> Shard:
+    header, ids = read_header(path, dtype)
+    raw = header.format == "raw"
+    if raw:
+        check_width(path, ids, vocab_size)
+    if vocab_size is not None:
+        check_vocabulary(path, ids, vocab_size, raw=raw)
+    return Shard(
+        path,
+        header.tokens,
+        header.dtype,
+        f"{_version(path)} {end_of_document}",
+        lambda: Ends.of(path, header, end_of_document),
+        header.offset,
+        header.format,
+    )
+
+
+def _version(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"

@@ -1,0 +1,256 @@
+"""Samples from token files of any supported format, concatenated or packed."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.config.data import SourceConfig
+from dtt.data.samples.packed import bins
+from dtt.data.samples.packed_conversations import (
+    ConversationBins,
+    PackingCounts,
+    TooLong,
+    conversation_bins,
+    loss_mask,
+)
+from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
+from dtt.data.samples.shuffle import Order
+from dtt.data.samples.token_buffer import MAPPED_SHARDS, ShardIds
+from dtt.data.samples.token_shards import (
+    Documents,
+    Shard,
+    Split,
+    TokenFiles,
+    documents_in,
+    open_files,
+)
+from dtt.errors import DamagedError
+from dtt.targets import IGNORE_INDEX
+
+
+def open_tokens(
+    cfg: SourceConfig,
+    split: Split,
+    *,
+    seq_len: int,
+    seed: int,
+    packing: Literal["concat", "best-fit"] = "concat",
+    too_long: TooLong = "drop",
+    vocab_size: int | None = None,
+    end_of_document: int | None = None,
+) -> TokenSource:
+    """Open one split of a source; the result has no samples if the source has no such split.
+
+    `vocab_size` and `end_of_document` come from the tokenizer, because files that dtt did not write
+    store neither. Raises InputError if no known format is found, DamagedError if files are
+    inconsistent or one of their first ids is outside the vocabulary, and ConfigError if `cfg.dtype`
+    is not the dtype of the ids.
+
+    Conversations are packed whole, whatever `packing` is; `too_long` is what happens to those
+    longer than a sample.
+    """
+    if split == "validation" and cfg.validation is not None:
+        path, part = cfg.validation, None  # both splits: all of it is held out
+    else:
+        path, part = cfg.path, split
+    files = open_files(
+        path,
+        part,
+        raw_dtype=cfg.dtype,
+        end_of_document=end_of_document,
+        vocab_size=vocab_size,
+    )
+    return TokenSource(
+        cfg.label,
+        files,
+        seq_len=seq_len,
+        key=f"{seed}/{cfg.label}",
+        packing=packing,
+        too_long=too_long,
+        vocab_size=vocab_size if files.manifest is None else files.manifest.vocab_size,
+        end_of_document=end_of_document,
+    )
+
+
+class TokenSource:
+    """Source of samples from token files. Implements dtt.data.samples.protocol.Source.
+
+    A shard is opened when one of its samples is first read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: TokenFiles,
+        *,
+        seq_len: int,
+        key: str,
+        packing: Literal["concat", "best-fit"] = "concat",
+        too_long: TooLong = "drop",
+        vocab_size: int | None = None,
+        end_of_document: int | None = None,
+    ) -> None:
+        """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
+
+        If `vocab_size` is given, `read` checks all ids against it.
+        """
+        self.name, self.files = name, files
+        self.bytes_per_token = files.bytes_per_token
+        ends = np.cumsum([shard.tokens for shard in files.shards], dtype=np.int64)
+        self.tokens = int(ends[-1]) if len(ends) else 0
+        self.packing_counts: PackingCounts | None = None
+        """Counts of conversations, packed and left out; None for text."""
+        self._masks: ShardIds | None = None
+        self._pairs: ConversationBins | None = None
+        self._layout: SampleLayout
+        if files.are_conversations:
+            self._layout = whole = conversation_bins(files, ends, seq_len + 1, too_long)
+            self.packing_counts, self.tokens = whole.counts, whole.counts.tokens
+            self._masks = ShardIds([_mask_of(shard) for shard in files.shards])
+            self._pairs = whole if files.are_pairs else None
+        elif packing == "concat":
+            self._layout = Windows(ends, seq_len)
+        else:
+            self._layout = bins(files, ends, seq_len + 1)
+        self._order = Order(key, len(self._layout))
+        self._width = seq_len + 1
+        self._vocab_size = vocab_size
+        self._end = _end_in_the_ids(files, end_of_document)
+        self._ids = ShardIds(files.shards)
+        self._documents: dict[int, Documents] = {}
+        self.reference_logprobs: npt.NDArray[np.float32] | None = None
+
+    def with_reference(self, logprobs: npt.NDArray[np.float32]) -> TokenSource:
+        """Return this source with the log-probabilities of a reference model, [samples, S]."""
+        source = copy(self)
+        source.reference_logprobs = logprobs
+        return source
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+        return len(self._layout)
+
+    def samples_at(self, first: int, count: int) -> Samples:
+        """See Source."""
+        return self._order.samples_at(first, count)
+
+    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+        """See Source. Raises DamagedError for an id outside the vocabulary."""
+        pieces = self._layout.pieces(samples)
+        ids = np.empty((len(samples), self._width), dtype=np.int64)
+        if pieces.length.sum() < ids.size:
+            ids.fill(IGNORE_INDEX)
+        self._ids.read(pieces, ids)
+        if self._vocab_size is not None and ids.size:
+            self._check(ids.reshape(-1), pieces, self._vocab_size)
+        logprobs = self.reference_logprobs
+        return Rows(
+            ids,
+            None if self._masks is None else self._loss_mask(self._masks, pieces, ids.shape),
+            self._doc_ids(ids, pieces) if with_doc_ids else None,
+            None if logprobs is None else logprobs[samples],
+        )
+
+    def _loss_mask(
+        self, masks: ShardIds, pieces: ShardPieces, shape: tuple[int, ...]
+    ) -> npt.NDArray[np.bool_]:
+        mask = np.zeros(shape, dtype=np.uint8)
+        masks.read(pieces, mask)
+        return loss_mask(mask, pieces.place)
+
+    def _doc_ids(self, ids: npt.NDArray[np.int64], pieces: ShardPieces) -> npt.NDArray[np.int32]:
+        """Return the document ids of samples that consist of `pieces`.
+
+        The token that ends a document belongs to it.
+        """
+        begins = np.zeros(ids.shape, dtype=np.int32)
+        if self._end is not None and not self._layout.whole_documents:
+            np.equal(ids[:, :-1], self._end, out=begins[:, 1:], casting="unsafe")
+        else:
+            flat = begins.reshape(-1)
+            flat[pieces.place] = 1
+            begins[:, 0] = 0
+            if not self._layout.whole_documents:
+                for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
+                    _, starts = documents_in(self._documents_of(shard), start, start + length)
+                    flat[starts[1:] + (place - start)] = 1
+        return np.cumsum(begins, axis=1, dtype=np.int32)
+
+    def targets(self, samples: Samples) -> int:
+        """See Source."""
+        return self._layout.targets(samples)
+
+    def pairs(self, samples: Samples) -> int:
+        """See Source."""
+        return 0 if self._pairs is None else self._pairs.conversations(samples) // 2
+
+    def tokens_in(self, samples: Samples) -> int:
+        """See Source."""
+        return int(self._layout.pieces(samples).length.sum())
+
+    def locate(self, sample: int) -> list[DocumentSpan]:
+        """See Source."""
+        pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
+        found = []
+        for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
+            first, starts = documents_in(self._documents_of(shard), start, start + length)
+            file, bounds = self.files.shards[shard].path, [*starts.tolist(), start + length]
+            for document, (begin, end) in enumerate(pairwise(bounds), first):
+                at = max(begin, start)
+                if at < end:
+                    to = place - start
+                    found.append(DocumentSpan(file, document, at - begin, to + at, to + end))
+        return found
+
+    def state(self, consumed: int) -> Any:
+        """Return None, because the order depends on the position alone."""
+
+    def restore(self, state: Any) -> None:
+        """Do nothing: there is no state."""
+
+    def _documents_of(self, shard: int) -> Documents:
+        found = self._documents.get(shard)
+        if found is None:
+            if len(self._documents) >= MAPPED_SHARDS:
+                del self._documents[next(iter(self._documents))]
+            found = self._documents[shard] = self.files.shards[shard].documents()
+        return found
+
+    def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
+        if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large
+            return
+        wrong = np.flatnonzero((ids >= vocab_size) | ((ids < 0) & (ids != IGNORE_INDEX)))
+        if not len(wrong):
+            return
+        place = int(wrong[0])
+        piece = int(np.argmax((pieces.place <= place) & (place < pieces.place + pieces.length)))
+        raise DamagedError(
+            f"a token id lies outside the vocabulary of {vocab_size}",
+            where=f"{self.files.shards[int(pieces.shard[piece])].path}, "
+            f"token {int(pieces.start[piece]) + place - int(pieces.place[piece])}",
+            why=f"it is {ids[place]}",
+            next="check that data.tokenizer made these files, and that their dtype is right",
+        )
+
+
+def _mask_of(shard: Shard) -> Shard:
+    """Return the loss mask of a shard as a shard of bytes."""
+    assert shard.mask is not None
+    return replace(shard, path=shard.mask, dtype="|u1")
+
+
+def _end_in_the_ids(files: TokenFiles, end_of_document: int | None) -> int | None:
+    """Return the id that ends each document; None if it is unknown.
+
+    None is also returned for files of other programs with an index, which stores the boundaries.
+    """
+    if files.manifest is not None:
+        return files.manifest.end_of_document
+    return None if files.has_index else end_of_document

@@ -1,0 +1,2 @@
+"""Tokenization: tokenizers, encoding engines, and the token files that ranks write together.
+May import: config, runtime, data.corpus."""

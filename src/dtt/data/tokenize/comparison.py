@@ -1,0 +1,60 @@
+"""Comparison of two tokenizers by their number of tokens for the held-out documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts import TokensManifest, shard_stem
+from dtt.data.token_file import TokenFile
+from dtt.data.tokenize.tokenizer import open_tokenizer
+from dtt.errors import InputError
+
+ENOUGH_BYTES = 2 * 10**6
+"""Bytes of held-out text after which the comparison stops."""
+
+
+class Comparison(NamedTuple):
+    """UTF-8 bytes of held-out text and its number of tokens, end-of-document tokens included."""
+
+    text_bytes: int
+    tokens: int
+    other_tokens: int
+
+
+def compare(out: Path, other: Path) -> Comparison:
+    """Compare the tokenizer of the token files in `out` with `other`, a tokenizer.json.
+
+    Uses about 2 MB (ENOUGH_BYTES) of text. The text is decoded from the token files, which is exact
+    because byte-level BPE is lossless.
+    """
+    ours, theirs = open_tokenizer(out / "tokenizer.json"), open_tokenizer(other)
+    theirs.encode_special_tokens = True  # encode them as text, as `dtt tokenize` does
+    total = Comparison(0, 0, 0)
+    for ids in _held_out(out):
+        text = ours.decode(ids[:-1].tolist(), skip_special_tokens=False)
+        again = theirs.encode(text, add_special_tokens=False)
+        total = Comparison(
+            total.text_bytes + len(text.encode()),
+            total.tokens + len(ids),
+            total.other_tokens + len(again.ids) + 1,
+        )
+        if total.text_bytes >= ENOUGH_BYTES:
+            break
+    return total
+
+
+def _held_out(out: Path) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the documents of the validation split, except for shards this node cannot reach."""
+    for shard in TokensManifest.read(out).shards:
+        if shard.split == "validation":
+            try:
+                file = TokenFile(shard_stem(out, shard))
+            except InputError:
+                continue
+            for index in range(len(file)):
+                yield file[index]

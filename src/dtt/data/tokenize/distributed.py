@@ -1,0 +1,299 @@
+"""Tokenization of a corpus by any number of ranks; the result does not depend on their number.
+
+The ranks agree on a plan: the tokenizer, the units and which of them are finished. Each rank
+encodes its share of the units, one at a time. Rank 0 then collects the units' markers into the
+manifest. If the process is killed at any moment, the same command resumes with the units that have
+no marker.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtt.artifacts import TokensManifest
+from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.token_file import token_dtype
+from dtt.data.tokenize.markers import WORK, UnitMarker, marker_path, read_marker
+from dtt.data.tokenize.shards import Work, encode_units
+from dtt.data.tokenize.unit_encoder import DocumentKind, PlainText, UnitEncoder
+from dtt.data.tokenize.work_plan import TOKENIZER, WorkPlan, clear, local_folder, make_work_plan
+from dtt.errors import DamagedError, InputError
+from dtt.runtime.comm import Comm
+from dtt.runtime.files import check_space, exclusive, write_atomically
+from dtt.runtime.log import log, progress
+
+BYTES_PER_TOKEN = 2.5
+"""Cautious (low) estimate of bytes of text per token, to check the free disk space in advance."""
+TEXT_PER_TOKEN_BYTE = 2.0
+"""Estimated bytes of text per byte of a shard, for the progress of an unfinished unit."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The result of `tokenize`, available on rank 0."""
+
+    manifest: TokensManifest
+    problems: tuple[str, ...] = ()
+    """`file:line: why` of some documents that were skipped."""
+    units: int = 0
+    """Number of units that this run encoded; 0 if everything was finished before."""
+    ranks: tuple[Work, ...] = ()
+    """The work of each rank in this run."""
+    engine: Engine | None = None
+    """The engine that encoded them; None if nothing was encoded."""
+    seconds: float = 0.0
+    """Wall-clock time from the first unit to the manifest."""
+
+
+def tokenize(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    corpus_folder: Path,
+    out: Path,
+    comm: Comm,
+    *,
+    kind: DocumentKind | None = None,
+    overwrite: bool = False,
+) -> Tokenized | None:
+    """Write the token files of a corpus into `out`; collective, rank 0 gets the result.
+
+    The documents are of `kind`; None means text.
+
+    Raises InputError if the corpus or one of its splits has no documents, ConfigError if `out`
+    contains the token files of a different corpus, tokenizer or options and `overwrite` is not
+    given, and DamagedError for an unreadable document if `tokenize.on_bad_document` is `stop`.
+    """
+    cores = _share_cores(comm)
+    kind = PlainText(cfg.engine) if kind is None else kind
+    first = comm.rank == 0
+    with exclusive(out, "dtt tokenize") if first else nullcontext():
+        corpus, plan = make_work_plan(
+            cfg, tokenizer, corpus_folder, out, comm, kind, overwrite=overwrite
+        )
+        if plan.complete:
+            return _already_done(cfg, out, plan) if first else None
+        encoder = kind.open(tokenizer, out / TOKENIZER, plan.identity.key_parts)
+        encoder.settle(corpus, plan.units, comm)
+        one_core = encoder.engine == "gigatoken" or encoder.chat is not None
+        if comm.size == 1 and cores > 1 and one_core and len(plan.pending) > 1:
+            log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
+        place = local_folder(cfg, out)
+        _check_space(out, place, plan, encoder, comm)
+        start = time.monotonic()
+        with _progress_of_all(out, plan.pending, shown=first):
+            work = encode_units(
+                corpus,
+                plan.units_of(comm.rank, comm.size),
+                encoder,
+                out,
+                place,
+                key=plan.identity.key,
+                validation_fraction=cfg.validation_fraction,
+                stop_at_bad=cfg.on_bad_document == "stop",
+                cores=cores,
+            )
+            ranks = [Work(*work) for work in comm.gather(work)]
+        manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
+        comm.barrier()
+        if manifest is None:
+            return None
+        seconds = time.monotonic() - start
+        return Tokenized(
+            manifest, problems, len(plan.pending), tuple(ranks), encoder.engine, seconds
+        )
+
+
+def _share_cores(comm: Comm) -> int:
+    """Divide the available cores among the ranks that share them; return this rank's number.
+
+    Without this, `tokenizers` would start a thread per core in every rank. Ranks that are bound to
+    different cores do not share them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = os.sched_getaffinity(0)
+    else:
+        cores = set(range(os.cpu_count() or 1))
+    mine = [socket.gethostname(), sorted(cores)]
+    threads = max(1, len(cores) // comm.gather(mine).count(mine))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
+    return threads
+
+
+def _check_space(
+    out: Path, place: Path, plan: WorkPlan, encoder: UnitEncoder[Any], comm: Comm
+) -> None:
+    """Raise an error if the disk of `place` is too small for all ranks that write to it."""
+    mine = "" if place == out else socket.gethostname()
+    disks = comm.gather(mine)
+    beside = [rank for rank, disk in enumerate(disks) if disk == mine]
+    if comm.rank == beside[0]:
+        units = [unit for rank in beside for unit in plan.units_of(rank, comm.size)]
+        token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
+        needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
+        check_space(place, int(needed), "the token files")
+
+
+@contextmanager
+def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[None]:
+    """Show the progress of all ranks, estimated from their markers and unfinished shards."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        sizes = {f"{unit.index:05d}": unit.text_bytes for unit in units}
+        seen = 0
+        with progress("tokenizing", sum(sizes.values())) as advance:
+            while not stop.wait(1.0):
+                now = _done_bytes(out / WORK, sizes)
+                advance(max(now - seen, 0))
+                seen = max(now, seen)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if shown:
+        watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if shown:
+            watcher.join()
+
+
+def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
+    """Return about how many bytes of text are encoded; `sizes` are the bytes of each unit."""
+    done: dict[str, int] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name, _, kind = entry.name.partition(".")
+            if kind == "json":
+                done[name] = sizes.get(name, 0)
+            elif kind == "train.bin" and name in sizes:
+                with suppress(FileNotFoundError):  # a rank has just finished and moved it
+                    estimate = int(entry.stat().st_size * TEXT_PER_TOKEN_BYTE)
+                    done.setdefault(name, min(estimate, sizes[name]))
+    return sum(done.values())
+
+
+def _finish(
+    cfg: TokenizeConfig, corpus: Corpus, out: Path, plan: WorkPlan, encoder: UnitEncoder[Any]
+) -> tuple[TokensManifest, tuple[str, ...]]:
+    """Write the manifest; return it and the locations of some unreadable documents."""
+    markers = _all_markers(out, plan)
+    problems = tuple(problem for marker in markers for problem in marker.problems)
+    refused = sum((Counter(marker.refused) for marker in markers), Counter())
+    manifest = TokensManifest(
+        key=plan.identity.key,
+        key_parts=plan.identity.key_parts,
+        corpus=corpus.manifest.source,
+        tokenizer_sha256=plan.identity.tokenizer_sha256,
+        vocab_size=encoder.vocab_size,
+        dtype=token_dtype(encoder.vocab_size),
+        end_of_document=encoder.end_of_document,
+        shards=tuple(shard for marker in markers for shard in marker.shards),
+        skipped_documents=sum(marker.skipped for marker in markers),
+        empty_documents=sum(marker.empty for marker in markers),
+        blank_documents=sum(marker.blank for marker in markers),
+        lost_bytes=sum(marker.lost_bytes for marker in markers),
+        refused=dict(refused.most_common()),
+        chat=encoder.chat,
+        pairs=encoder.pairs,
+    )
+    _check_left_out(cfg, manifest, problems)
+    _check_splits(cfg, corpus, out, manifest, problems)
+    write_atomically(out / TokensManifest.filename, manifest.dump())
+    return manifest, problems
+
+
+def _already_done(cfg: TokenizeConfig, out: Path, plan: WorkPlan) -> Tokenized:
+    manifest = TokensManifest.read(out)
+    if not manifest.left_out:
+        return Tokenized(manifest)
+    markers = [read_marker(out, unit.index, plan.identity.key) for unit in plan.units]
+    problems = tuple(problem for marker in markers if marker for problem in marker.problems)
+    _check_left_out(cfg, manifest, problems)
+    return Tokenized(manifest, problems)
+
+
+def _check_left_out(
+    cfg: TokenizeConfig, manifest: TokensManifest, problems: tuple[str, ...]
+) -> None:
+    """Raise DamagedError if documents were left out but `tokenize.on_bad_document` is `stop`.
+
+    An earlier run may have left them out under a different setting.
+    """
+    if manifest.left_out and cfg.on_bad_document == "stop":
+        raise DamagedError(
+            f"{manifest.left_out} documents cannot be read",
+            where=problems[0] if problems else None,
+            next="fix them, or skip them: tokenize.on_bad_document=skip",
+        )
+
+
+def _all_markers(out: Path, plan: WorkPlan) -> list[UnitMarker]:
+    markers = []
+    for unit in plan.units:
+        marker = read_marker(out, unit.index, plan.identity.key)
+        if marker is None:
+            raise DamagedError(
+                "a finished unit is missing",
+                where=marker_path(out, unit.index),
+                why="another process wrote to this folder or deleted from it",
+                next="run the same command again",
+            )
+        markers.append(marker)
+    return markers
+
+
+def _check_splits(
+    cfg: TokenizeConfig,
+    corpus: Corpus,
+    out: Path,
+    manifest: TokensManifest,
+    problems: tuple[str, ...],
+) -> None:
+    train, validation = (manifest.counts(split).documents for split in ("train", "validation"))
+    if train + validation == 0:
+        clear(cfg, out)
+        raise InputError(
+            "the corpus contains no documents",
+            where=corpus.folder,
+            why=f"{manifest.left_out} could not be used, such as {problems[0]}"
+            if problems
+            else "all of its files are empty",
+            next="dtt download -d DATASET",
+        )
+    if manifest.blank_documents == train + validation:
+        clear(cfg, out)
+        raise InputError(
+            "the corpus contains only white space",
+            where=corpus.folder,
+            why=f"{train + validation} documents, none of which contains a word to learn from",
+            next="dtt download -d DATASET",
+        )
+    if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
+        clear(cfg, out)  # the files are unusable for any other validation fraction
+        enough = min(0.3, max(10 / (train + validation), 0.01))
+        raise InputError(
+            f"no document fell into the {'validation' if train else 'train'} split",
+            where=corpus.folder,
+            why=f"{train + validation} documents, of which "
+            f"tokenize.validation_fraction={cfg.validation_fraction:g} are held out",
+            next=f"tokenize.validation_fraction={enough:.2g}, or 0 to hold out none"
+            + (
+                "; download.txt_documents=line makes more documents of text files"
+                if corpus.manifest.file_format == "txt"
+                else ""
+            ),
+        )

@@ -1,0 +1,107 @@
+"""Markers of finished units, and records of the state of their files when they were last hashed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from dtt.artifacts import Record, TokenShard, TokensManifest
+from dtt.data.token_file import bin_path, idx_path, mask_path
+from dtt.errors import DamagedError
+from dtt.runtime.files import write_atomically
+from dtt.safe_names import checked_name
+
+WORK = TokensManifest.work
+"""Name of the folder for markers and for shards that are being written."""
+
+Facts = dict[str, list[int]]
+"""Size in bytes and modification time in ns of files, by name."""
+
+
+class UnitMarker(Record):
+    """The marker file of a finished unit: its shards and document counts."""
+
+    key: str
+    """Fingerprint of corpus, tokenizer and options; with any other key the marker is ignored."""
+    shards: tuple[TokenShard, ...]
+    """One per split with at least one document."""
+    skipped: int
+    """Documents that could not be read."""
+    empty: int
+    """Documents without any text, which are left out."""
+    refused: dict[str, int] = Field(default_factory=dict)
+    """Number of rows that are not valid conversations, by reason."""
+    blank: int = 0
+    """Documents that consist of white space only, which are kept."""
+    lost_bytes: int = 0
+    """Approximate bytes of damaged files that were lost with the skipped documents."""
+    problems: tuple[str, ...]
+    """`file:line: why` of the first documents that were skipped."""
+
+
+def marker_path(out: Path, unit: int) -> Path:
+    """Return the path of the marker of a unit."""
+    return out / WORK / f"{unit:05d}.json"
+
+
+def hashed_files(stem: Path, shard: TokenShard) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a shard at `stem`, each with its sha256."""
+    yield bin_path(stem), shard.bin_sha256
+    yield idx_path(stem), shard.idx_sha256
+    if shard.mask_sha256 is not None:
+        yield mask_path(stem), shard.mask_sha256
+
+
+def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
+    """Return the marker of a unit, or None if the unit was not finished for `key`.
+
+    The shards themselves are not checked.
+    """
+    try:
+        marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
+        for shard in marker.shards:
+            checked_name(shard.stem, marker_path(out, unit))
+    except (FileNotFoundError, ValidationError, DamagedError):
+        return None
+    return marker if marker.key == key else None
+
+
+def write_marker(out: Path, unit: int, place: Path, marker: UnitMarker) -> None:
+    """Write the marker of a unit, after its shards have been written to `place` and synced."""
+    stems = [(place / shard.stem, shard) for shard in marker.shards]
+    files = [path for stem, shard in stems for path, _ in hashed_files(stem, shard)]
+    remember_hashed(out, unit, facts(out, files))
+    write_atomically(marker_path(out, unit), marker.model_dump_json(indent=1) + "\n")
+
+
+def facts(out: Path, files: Iterable[Path]) -> Facts:
+    """Return the current size and modification time of files.
+
+    Files in `out` are keyed by their name, others by their full path, so that `out` can be moved.
+    """
+    stats = {path.name if path.parent == out else str(path): path.stat() for path in files}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def remember_hashed(out: Path, unit: int, facts: Facts) -> None:
+    """Record the sizes and times of a unit's files, whose hashes have just been found correct."""
+    path = _seen_path(out, unit)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(facts))  # need not be atomic: a partial file is not valid JSON
+
+
+def last_hashed(out: Path, unit: int) -> Facts:
+    """Return what `remember_hashed` recorded for a unit; empty if the record is missing."""
+    noted: Any = None
+    with suppress(OSError, ValueError):
+        noted = json.loads(_seen_path(out, unit).read_bytes())
+    return noted if isinstance(noted, dict) else {}
+
+
+def _seen_path(out: Path, unit: int) -> Path:
+    return out / WORK / f"{unit:05d}.seen"

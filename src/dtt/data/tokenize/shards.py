@@ -1,0 +1,197 @@
+"""Encoding of units of work: each becomes one shard per split, and a marker once it is on disk."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dtt.artifacts import SplitCounts, TokenShard
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.page_cache import prefetch
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.token_file import TokenFileWriter
+from dtt.data.tokenize.document_sampling import held_out
+from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, write_marker
+from dtt.data.tokenize.threads import Behind, ahead
+from dtt.data.tokenize.unit_encoder import D, EncodedPart, UnitEncoder
+from dtt.runtime.files import fsync_folder
+
+BATCHES_BEHIND = 8
+"""Maximum number of encoded batches that wait for the disk: a few megabytes."""
+
+Split = Literal["train", "validation"]
+
+
+def aside_path(out: Path, unit: int, split: Split) -> Path:
+    """Return the temporary path of a shard that is being written, without its suffix."""
+    return out / WORK / f"{unit:05d}.{split}"
+
+
+class Work(NamedTuple):
+    """The work of one rank in numbers."""
+
+    units: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    """UTF-8 bytes of the text of the documents."""
+    seconds: float = 0.0
+    """Wall-clock time from the rank's first unit to its last."""
+
+
+def encode_units(
+    corpus: Corpus,
+    units: list[Unit],
+    encoder: UnitEncoder[D],
+    out: Path,
+    place: Path,
+    *,
+    key: str,
+    validation_fraction: float,
+    stop_at_bad: bool,
+    cores: int,
+) -> Work:
+    """Write the shards of each unit into `place`, then its marker into `out`.
+
+    `place` is `out`, or a folder on this node's local disk. While a unit is encoded, the next one
+    is prefetched into the page cache. `cores` is the number of cores of this rank alone. With more
+    than one, documents are read and decoded ahead in a second thread; on a single core the threads
+    would only alternate. Shards are written by another thread.
+
+    The content of the shards depends only on the unit, the tokenizer and `validation_fraction`.
+    Memory use is a few batches, regardless of the size of files and units.
+    """
+    splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
+    start = time.monotonic()
+    total = SplitCounts()
+    with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
+
+        def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
+            for unit, coming in zip_longest(units, units[1:]):
+                if coming is not None:
+                    prefetch(corpus, coming)
+                shards = _UnitShards(out, place, unit, key, splits, encoder, stop_at_bad)
+                opened.enter_context(shards.open_files)
+                for batch in encoder.read(corpus, unit, shards.bad):
+                    yield shards, batch
+                yield shards, None
+
+        for shards, batch in ahead(read(), reader) if cores > 1 else read():
+            if batch is None:
+                behind.do(shards.finish)
+                continue
+            contents = [encoder.content(document) for document in batch]
+            divided = _divided(batch, contents, validation_fraction)
+            for split, documents in divided.items():
+                part = encoder.encode(documents, shards.refused)
+                counts = SplitCounts(
+                    documents=len(part.lengths),
+                    tokens=len(part.ids),
+                    bytes=part.text_bytes,
+                    trained=None if part.mask is None else int(part.mask.sum()),
+                )
+                total += counts
+                behind.do(shards.append, split, part, counts)
+            shards.empty += contents.count(b"")
+            shards.blank += sum(map(bytes.isspace, contents))
+    seconds = time.monotonic() - start
+    return Work(len(units), total.documents, total.tokens, total.bytes, seconds)
+
+
+def _divided(
+    batch: list[D], contents: list[bytes], validation_fraction: float
+) -> dict[Split, list[D]]:
+    """Return the documents of each split, by a hash of their contents; empty ones are left out."""
+    documents = [pair for pair in zip(batch, contents, strict=True) if pair[1]]
+    if not validation_fraction:
+        return {"train": [document for document, _ in documents]}
+    divided: dict[Split, list[D]] = {"train": [], "validation": []}
+    for document, content in documents:
+        split: Split = "validation" if held_out(content, validation_fraction) else "train"
+        divided[split].append(document)
+    return divided
+
+
+class _UnitShards:
+    """The shards of one unit, written to temporary files until they are complete."""
+
+    def __init__(
+        self,
+        out: Path,
+        place: Path,
+        unit: Unit,
+        key: str,
+        splits: tuple[Split, ...],
+        encoder: UnitEncoder[D],
+        stop_at_bad: bool,
+    ) -> None:
+        self.bad = BadDocuments(stop=stop_at_bad)
+        """Documents that could not be read."""
+        self.refused = BadDocuments(stop=stop_at_bad, what="a row is refused")
+        """Rows that the encoder refused. Separate, because the reader may be one batch ahead."""
+        self._out, self._place, self._unit, self._key = out, place, unit.index, key
+        self._host = None if place == out else socket.gethostname()
+        (place / WORK).mkdir(parents=True, exist_ok=True)
+        self._asides = {split: aside_path(place, unit.index, split) for split in splits}
+        self.open_files = ExitStack()
+        """Closes the writers that are still open when it is left."""
+        self._writers = {
+            split: self.open_files.enter_context(
+                TokenFileWriter(aside, encoder.vocab_size, has_mask=encoder.has_mask)
+            )
+            for split, aside in self._asides.items()
+        }
+        self._counts = dict.fromkeys(splits, SplitCounts())
+        self.empty = self.blank = 0
+
+    def append(self, split: Split, part: EncodedPart, counts: SplitCounts) -> None:
+        self._writers[split].append(part.ids, part.lengths, part.mask)
+        self._counts[split] += counts
+
+    def finish(self) -> None:
+        """Move the shards to their final paths, then write the marker."""
+        with self.open_files:
+            files = {split: writer.close() for split, writer in self._writers.items()}
+        shards: list[TokenShard] = []
+        for split, written in files.items():
+            stem = f"{split}-{self._unit:05d}"
+            shard = TokenShard(
+                split=split,
+                stem=stem,
+                counts=self._counts[split],
+                bin_sha256=written.bin_sha256,
+                idx_sha256=written.idx_sha256,
+                mask_sha256=written.mask_sha256,
+                host=self._host,
+                path=self._host and str(self._place / stem),
+            )
+            _put(self._asides[split], self._place / stem, shard, keep=written.sequences > 0)
+            if written.sequences:
+                shards.append(shard)
+        fsync_folder(self._place)
+        marker = UnitMarker(
+            key=self._key,
+            shards=tuple(shards),
+            skipped=self.bad.count,
+            refused=dict(self.refused.reasons),
+            empty=self.empty,
+            blank=self.blank,
+            lost_bytes=self.bad.lost_bytes,
+            problems=(*self.bad.examples, *self.refused.examples),
+        )
+        write_marker(self._out, self._unit, self._place, marker)
+
+
+def _put(aside: Path, stem: Path, shard: TokenShard, *, keep: bool) -> None:
+    names = zip(hashed_files(aside, shard), hashed_files(stem, shard), strict=True)
+    for (old, _), (new, _) in names:
+        if keep:
+            old.replace(new)
+        else:
+            old.unlink()

@@ -1,0 +1,321 @@
+"""The plan of a tokenization run: the tokenizer, the units, and which of them are finished."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dtt.artifacts import CHAT_TEMPLATE, Record, TokensManifest, fingerprint
+from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.tokenize.document_sampling import HELD_OUT_BY, tokenizer_sample
+from dtt.data.tokenize.markers import WORK, marker_path
+from dtt.data.tokenize.pretokens import count_pre_tokens, sum_over_ranks
+from dtt.data.tokenize.tokenizer import given_tokenizer, train_tokenizer
+from dtt.data.tokenize.unit_encoder import DocumentKind
+from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
+from dtt.errors import ConfigError, InputError
+from dtt.runtime.comm import Comm
+from dtt.runtime.files import sha256_file, write_atomically
+from dtt.runtime.log import log, progress
+from dtt.runtime.rendezvous import RENDEZVOUS
+
+TOKENIZER = "tokenizer.json"
+SPECIAL_TOKENS_IN_TEXT = "encoded as text"
+SHOWN = 10
+"""Maximum number of units to encode again that are logged."""
+
+
+class Identity(Record):
+    """Identity of the token files that a folder is for; written before the first unit."""
+
+    key_parts: dict[str, Any]
+    """Everything that determines the content of the token files."""
+    tokenizer_sha256: str
+
+    @property
+    def key(self) -> str:
+        """Fingerprint of the content, stored in markers and manifest."""
+        return fingerprint([self.key_parts, self.tokenizer_sha256])
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """The units to encode, independent of the number of ranks."""
+
+    identity: Identity
+    units: list[Unit]
+    pending: list[Unit]
+    """Units that are not finished."""
+    complete: bool
+    """True if the manifest exists and everything that it names is complete."""
+
+    def units_of(self, rank: int, size: int) -> list[Unit]:
+        """Return the units of one rank.
+
+        Units are assigned in decreasing order of size, each to the rank with the least work so far.
+        """
+        shares: list[list[Unit]] = [[] for _ in range(size)]
+        loads = [(0, rank) for rank in range(size)]
+        for unit in sorted(self.pending, key=lambda unit: (-unit.text_bytes, unit.index)):
+            load, least = loads[0]
+            shares[least].append(unit)
+            heapq.heapreplace(loads, (load + unit.text_bytes, least))
+        return shares[rank]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A corpus divided into units, identical on all ranks."""
+
+    corpus: Corpus
+    unit_bytes: int
+    units: list[Unit]
+
+
+def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
+    """Open a corpus and divide it into units; collective.
+
+    Raises InputError if the corpus is empty.
+    """
+    corpus = Corpus(folder, comm=comm)
+    unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
+    units = corpus.units(unit_bytes)
+    if not units and comm.rank == 0:
+        raise InputError("the corpus contains no documents", where=folder)
+    comm.barrier()  # if rank 0 raises, the others wait here until they are terminated
+    return Cut(corpus, unit_bytes, units)
+
+
+def make_work_plan(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    corpus_folder: Path,
+    out: Path,
+    comm: Comm,
+    kind: DocumentKind,
+    *,
+    overwrite: bool = False,
+) -> tuple[Corpus, WorkPlan]:
+    """Prepare `out`, which then contains its tokenizer, and return the corpus and plan; collective.
+
+    With `overwrite`, existing token files are removed first.
+
+    Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
+    and InputError if the corpus is empty. The documents of the corpus are of `kind`.
+    """
+    cut = cut_corpus(cfg, corpus_folder, comm)
+    if overwrite:
+        clear(cfg, out)
+        comm.barrier()
+    identity = _prepare(cfg, tokenizer, cut, out, comm, kind)
+    faults = find_faults(out, len(cut.units), identity.key, comm)
+    intact = all(fault.intact for fault in faults.values())
+    complete = comm.broadcast(intact and sound_manifest(out) is not None)
+    if complete:
+        return cut.corpus, WorkPlan(identity, cut.units, [], complete=True)
+    if comm.rank == 0:
+        _tidy(out, faults)
+    comm.barrier()
+    pending = [unit for unit in cut.units if unit.index in faults]
+    return cut.corpus, WorkPlan(identity, cut.units, pending, complete=False)
+
+
+def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
+    """Return the folder for this node's shards: below `tokenize.local` if it is set, else `out`.
+
+    The folder name below `tokenize.local` contains a hash of the full path of `out`, because
+    several folders may be called `tokens`.
+    """
+    if cfg.local is None:
+        return out
+    return (cfg.local / f"{out.name}-{fingerprint(str(out.absolute()))[:8]}").absolute()
+
+
+def clear(cfg: TokenizeConfig, out: Path) -> None:
+    """Remove everything that `tokenize` writes, the manifest first.
+
+    Several ranks may call this concurrently.
+    """
+    (out / TokensManifest.filename).unlink(missing_ok=True)
+    for folder in {out, local_folder(cfg, out)}:
+        work = (path for path in (folder / WORK).glob("*") if path.name != RENDEZVOUS)
+        for path in (*work, *_shard_files(folder)):
+            path.unlink(missing_ok=True)
+    for name in (TOKENIZER, CHAT_TEMPLATE):
+        (out / name).unlink(missing_ok=True)
+
+
+def _shard_files(folder: Path) -> Iterator[Path]:
+    for split in ("train", "validation"):
+        for suffix in ("bin", "idx", "mask"):
+            yield from folder.glob(f"{split}-*.{suffix}")
+
+
+def _prepare(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    cut: Cut,
+    out: Path,
+    comm: Comm,
+    kind: DocumentKind,
+) -> Identity:
+    """Return the identity of the token files in `out`, after its tokenizer is in place; collective.
+
+    Trains or copies the tokenizer if it is missing or damaged. Raises ConfigError if `out` is for
+    different content.
+    """
+    identity, content, asked = None, None, {}
+    if comm.rank == 0:
+        content = given_content(tokenizer)
+        asked = key_parts(cfg, tokenizer, cut, content, kind)
+        identity = read_identity(out)
+        if identity is not None and identity.key_parts != asked:
+            raise _other_content(out, identity.key_parts, asked)
+        if identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
+            identity = None
+    must_train = comm.broadcast(identity is None and content is None)
+    if must_train:
+        content = _trained(tokenizer, cut, cfg.validation_fraction, out, comm)
+    if comm.rank == 0 and identity is None:
+        assert content is not None
+        write_atomically(out / TOKENIZER, content)
+        digest = hashlib.sha256(content).hexdigest()
+        identity = Identity(key_parts=asked, tokenizer_sha256=digest)
+        write_atomically(_identity_path(out), identity.model_dump_json(indent=1) + "\n")
+    for name, text in kind.files().items() if comm.rank == 0 else ():
+        if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
+            write_atomically(out / name, text)
+    return Identity.model_validate(comm.broadcast(identity.model_dump() if identity else None))
+
+
+def _tidy(out: Path, faults: dict[int, Fault]) -> None:
+    """Remove leftovers of a killed run, and the markers and files of units to encode again.
+
+    The files must be removed because the new ones may be written elsewhere, to a node's local disk.
+    """
+    for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
+        torn.unlink()
+    (out / TokensManifest.filename).unlink(missing_ok=True)
+    redone = {unit: fault for unit, fault in faults.items() if fault.why != NOT_MADE}
+    for unit in redone:
+        marker_path(out, unit).unlink(missing_ok=True)
+    stale = {f"{split}-{unit:05d}" for unit in faults for split in ("train", "validation")}
+    for path in _shard_files(out):
+        if path.stem in stale:
+            path.unlink(missing_ok=True)
+    for unit, fault in islice(redone.items(), SHOWN):
+        log.info("unit %d will be encoded again: %s", unit, fault.why)
+    if len(redone) > SHOWN:
+        log.info("… and %d more", len(redone) - SHOWN)
+
+
+def given_content(tokenizer: TokenizerConfig) -> bytes | None:
+    """Return the content of the given tokenizer.json, or None if the tokenizer is to be trained."""
+    return given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
+
+
+def key_parts(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    cut: Cut,
+    given: bytes | None,
+    kind: DocumentKind,
+) -> dict[str, Any]:
+    """Return everything that determines the content of token files, by name."""
+    return {
+        "corpus": {"sha256": cut.corpus.manifest.content_key()},
+        "tokenizer": _tokenizer_key(tokenizer, given),
+        "tokenize": {
+            "validation_fraction": cfg.validation_fraction,
+            "unit_bytes": cut.unit_bytes,
+            "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
+            "held_out_by": HELD_OUT_BY,
+        },
+        **kind.key_parts(tokenizer),
+    }
+
+
+def _tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
+    """Return the inputs that determine the tokenizer: its training options, or its sha256."""
+    facts = tokenizer.model_dump(mode="json")
+    if given is not None:
+        del facts["path"], facts["revision"]
+        facts["sha256"] = hashlib.sha256(given).hexdigest()
+    elif not facts["chat_tokens"]:
+        del facts["chat_tokens"]  # so that earlier token files of text keep their key
+    return facts
+
+
+def _identity_path(out: Path) -> Path:
+    return out / WORK / "identity.json"
+
+
+def read_identity(out: Path) -> Identity | None:
+    """Return the identity of the token files in `out`, or None if `tokenize` has not started."""
+    manifest = sound_manifest(out)
+    if manifest is not None:
+        return Identity(key_parts=manifest.key_parts, tokenizer_sha256=manifest.tokenizer_sha256)
+    try:
+        return Identity.model_validate_json(_identity_path(out).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def holds(path: Path, sha256: str) -> bool:
+    """Return True if the file `path` exists and has this sha256."""
+    return path.is_file() and sha256_file(path) == sha256
+
+
+def _trained(
+    tokenizer: TokenizerConfig, cut: Cut, validation_fraction: float, out: Path, comm: Comm
+) -> bytes | None:
+    """Train a tokenizer on the corpus; collective.
+
+    Returns the content of its tokenizer.json on rank 0, and None on the other ranks.
+    """
+    assert not isinstance(tokenizer, GivenTokenizerConfig)
+    first = comm.rank == 0
+    total = min(tokenizer.train_bytes, sum(unit.text_bytes for unit in cut.units))
+    log.info("training a tokenizer of %d entries on %.1f MB", tokenizer.vocab_size, total / 1e6)
+    with progress("reading for the tokenizer", total // comm.size, shown=first) as advance:
+        sample = tokenizer_sample(
+            cut.corpus, cut.units, tokenizer.train_bytes, validation_fraction, comm, advance
+        )
+        counts = count_pre_tokens(tokenizer.pre_tokenizer, sample)
+    counts = sum_over_ranks(counts, comm, out / WORK)
+    return train_tokenizer(tokenizer, counts).encode() if first else None
+
+
+def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """Return a message for each entry in which two keys differ."""
+    old, new = dict(_flat(there)), dict(_flat(asked))
+    return [
+        f"{key} is {old.get(key)!r} there, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _other_content(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> ConfigError:
+    return ConfigError(
+        "the folder contains token files of other text or settings",
+        where=out,
+        why="; ".join(differences(there, asked)),
+        next="specify another folder: tokenize.out=FOLDER, or replace what is there: --overwrite",
+    )
+
+
+def _flat(parts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in parts.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,2 @@
+"""Checks of devices, disks and communication before a run.
+May import: config, runtime."""

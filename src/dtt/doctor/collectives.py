@@ -1,0 +1,315 @@
+"""Communication check: collectives with known results, for correctness and speed.
+
+Every rank contributes values that all others know in advance, so a wrong value identifies the rank
+that sent it. The check runs all collectives of training, at sizes that measure latency, a single
+packet and bandwidth. Then every rank swaps data with log2(ranks) others, which reveals a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtt.doctor.devices import SLOW, wait
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.dist import World
+from dtt.runtime.environment import without
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**24: 20}}
+"""Number of calls for each number of elements, by device. The count is that of the larger of input
+and output, rounded up to a multiple of the number of ranks."""
+WARM_UP = 2
+SWAPPED, SWAPS = 500_000, 7
+LARGEST = 16
+"""Values are 1 to 16, and at most 16 ranks contribute to a sum, so bf16 holds every sum exactly."""
+
+# torch 2.13 renamed these functions.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+Pair = tuple[int, int]
+"""Two ranks; the same rank twice if it received wrong values from itself."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Latency of a collective at one size and dtype, on the slowest rank.
+
+    Times are in seconds as the host sees them, from the call to the result on the device.
+    """
+
+    collective: str
+    dtype: str
+    bytes: int
+    """Size of the larger of a rank's input and output."""
+    p50: float
+    p99: float
+    """The maximum, as there are fewer than a hundred calls."""
+
+    @property
+    def gb_s(self) -> float:
+        """Algorithm bandwidth as nccl-tests defines it, bytes / p50, in GB/s (10^9 bytes)."""
+        return self.bytes / self.p50 / 1e9
+
+
+@dataclass
+class Heard:
+    """The results of one rank."""
+
+    node: str = field(default_factory=socket.gethostname)
+    timings: list[Timing] = field(default_factory=list)
+    wrong: list[tuple[str, int]] = field(default_factory=list)
+    """(collective, rank) for each rank whose values arrived wrong here."""
+    wrong_sums: list[str] = field(default_factory=list)
+    swaps: dict[int, float] = field(default_factory=dict)
+    """Seconds of the fastest swap with each partner."""
+
+
+class Collective(NamedTuple):
+    """A collective with a known result."""
+
+    name: str
+    before: Tensor
+    """Content of the output buffer before the call."""
+    call: Callable[[Tensor], object]
+    """Function that runs the collective on the output buffer."""
+    expected: Tensor
+    """Expected output [sources, elements]: a row is from one rank, or is the sum over all."""
+    sources: Sequence[int | None]
+
+
+def run(world: World) -> tuple[list[Timing], list[EnvironmentUnfit]]:
+    """Run all collectives with all ranks; return timings and problems, the same on every rank.
+
+    Raises EnvironmentUnfit immediately if a collective fails.
+    """
+    if world.control is None:
+        return [], []
+    heard = Heard()
+    for dtype in DTYPES:
+        for size, calls in SIZES[world.device.type].items():
+            for one in _collectives(world, dtype, size):
+                _try(world, one, calls, heard)
+    _swap(world, heard)
+    results = world.gather(heard)
+    return _slowest(results), [*_wrong(results), *_slow(results)]
+
+
+def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collective]:
+    ranks = torch.arange(world.size, device=world.device)[:, None]
+    each = math.ceil(size / world.size)
+    positions = torch.arange(each * world.size, device=world.device)
+    piece = slice(world.rank * each, (world.rank + 1) * each)
+    mine = _ramp(world.rank, positions).to(dtype)
+    zeros = torch.zeros_like(mine)
+
+    # In a sum not every rank contributes at every position: no more than bf16 can add exactly.
+    stride = math.ceil(world.size / LARGEST)
+    period = positions[: math.lcm(LARGEST, stride)]
+    summand = _ramp(world.rank, positions, stride).to(dtype)
+    sums = _ramp(ranks, period, stride).sum(0).to(dtype)
+    sums = sums.repeat(math.ceil(len(positions) / len(period)))[: len(positions)]
+
+    yield Collective("all_reduce", summand, dist.all_reduce, sums[None], [None])
+    yield Collective(
+        "reduce_scatter",
+        zeros[:each],
+        lambda out: reduce_scatter_single(out, summand),
+        sums[None, piece],
+        [None],
+    )
+    yield Collective(
+        "all_gather",
+        zeros,
+        lambda out: all_gather_single(out, mine[:each]),
+        _ramp(ranks, positions[:each]).to(dtype),
+        range(world.size),
+    )
+    yield Collective(
+        "all_to_all",
+        zeros,
+        lambda out: dist.all_to_all_single(out, mine),
+        _ramp(ranks, positions[piece]).to(dtype),
+        range(world.size),
+    )
+    yield Collective(
+        "broadcast",
+        mine if world.first else zeros,
+        lambda out: dist.broadcast(out, src=0),
+        _ramp(0, positions).to(dtype)[None],
+        [0],
+    )
+
+
+def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
+    """Return a rank's value at each position: 1 to 16, repeated; 0 except at every `stride`-th."""
+    place = positions + rank
+    return (place % LARGEST + 1) * (place % stride == 0)
+
+
+def _try(world: World, one: Collective, calls: int, heard: Heard) -> None:
+    """Time a collective, and check every result."""
+    out = torch.empty_like(one.before)
+    rows = out.view(len(one.sources), -1)
+    wrong = torch.zeros(len(one.sources), dtype=torch.bool, device=world.device)
+    dtype = str(out.dtype).removeprefix("torch.")
+    largest = one.expected.numel() * (world.size if one.name == "reduce_scatter" else 1)
+    what = f"{one.name} of {largest:,} {dtype}"
+    seconds = []
+    with _answered(what, world.rank, heard.node):
+        for _ in range(WARM_UP + calls):
+            out.copy_(one.before)
+            wait(world.device)
+            started = time.perf_counter()
+            one.call(out)
+            wait(world.device)
+            seconds.append(time.perf_counter() - started)
+            wrong |= (rows != one.expected).any(1)
+    ordered = sorted(seconds[WARM_UP:])
+    p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
+    heard.timings.append(Timing(one.name, dtype, largest * out.element_size(), p50, p99))
+    for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
+        if is_wrong and source is None:
+            heard.wrong_sums.append(what)
+        elif is_wrong and source is not None:
+            heard.wrong.append((what, source))
+
+
+def _swap(world: World, heard: Heard) -> None:
+    """Swap values with the ranks whose number differs in one bit, all pairs at the same time."""
+    positions = torch.arange(SWAPPED, device=world.device)
+    mine = _ramp(world.rank, positions).float()
+    theirs = torch.empty_like(mine)
+    for bit in range((world.size - 1).bit_length()):
+        partner = world.rank ^ (1 << bit)
+        if partner >= world.size:
+            continue
+        what = f"swap of {len(mine):,} float32"
+        with _answered(f"{what} with rank {partner}", world.rank, heard.node):
+            seconds = [_swap_once(world, partner, mine, theirs) for _ in range(SWAPS)]
+        heard.swaps[partner] = min(seconds)
+        if bool((theirs != _ramp(partner, positions)).any().item()):
+            heard.wrong.append((what, partner))
+
+
+def _swap_once(world: World, partner: int, mine: Tensor, theirs: Tensor) -> float:
+    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+    wait(world.device)
+    started = time.perf_counter()
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    wait(world.device)
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _answered(what: str, rank: int, node: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise EnvironmentUnfit(
+            f"{what} failed on rank {rank}, node {node}",
+            why=str(error).splitlines()[0],
+            next="every rank that waited reports this; check the node of a rank that does not",
+        ) from None
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def _slowest(results: Sequence[Heard]) -> list[Timing]:
+    """Return each collective's times on the rank where it was slowest."""
+    return [
+        Timing(
+            ours[0].collective,
+            ours[0].dtype,
+            ours[0].bytes,
+            max(one.p50 for one in ours),
+            max(one.p99 for one in ours),
+        )
+        for ours in zip(*(heard.timings for heard in results), strict=True)
+    ]
+
+
+def _wrong(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
+    faults = [(what, (a, b)) for b, heard in enumerate(results) for what, a in heard.wrong]
+    culprits = blamed(pair for _, pair in faults)
+    for rank in culprits:
+        yield EnvironmentUnfit(
+            f"rank {rank}: collectives return wrong values",
+            where=f"node {results[rank].node}",
+            why="; ".join(dict.fromkeys(what for what, pair in faults if rank in pair)),
+            next=without(results[rank].node),
+        )
+    sums = {rank: heard.wrong_sums for rank, heard in enumerate(results) if heard.wrong_sums}
+    if sums and not culprits:
+        yield EnvironmentUnfit(
+            f"sums are wrong on rank {', '.join(map(str, sums))}",
+            where=f"node {', '.join(dict.fromkeys(results[rank].node for rank in sums))}",
+            why="; ".join(dict.fromkeys(what for wrong in sums.values() for what in wrong)),
+            next="collectives without a sum are correct: try half of the nodes, then half of those",
+        )
+
+
+def _slow(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
+    """Yield a problem for each rank with slow swaps.
+
+    A swap is compared with others of the same distance, and of the same kind: within a node or
+    between nodes.
+    """
+    kinds: dict[tuple[int, bool], dict[Pair, float]] = {}
+    for rank, heard in enumerate(results):
+        for partner, seconds in heard.swaps.items():
+            kind = (rank ^ partner, heard.node == results[partner].node)
+            pairs = kinds.setdefault(kind, {})
+            pair = (min(rank, partner), max(rank, partner))
+            pairs[pair] = min(seconds, pairs.get(pair, seconds))
+    typical = {kind: median_low(pairs.values()) for kind, pairs in kinds.items()}
+    late = {
+        pair: seconds / typical[kind]
+        for kind, pairs in kinds.items()
+        for pair, seconds in pairs.items()
+        if seconds > SLOW * typical[kind]
+    }
+    for rank in blamed(late):
+        times = ", ".join(
+            f"{ratio:.1f} times with rank {sum(pair) - rank}"
+            for pair, ratio in late.items()
+            if rank in pair
+        )
+        yield EnvironmentUnfit(
+            f"rank {rank} communicates slowly",
+            where=f"node {results[rank].node}",
+            why=f"a swap with it takes {times} as long as between other ranks",
+            next=without(results[rank].node),
+        )
+
+
+def blamed(pairs: Iterable[Pair]) -> list[int]:
+    """Return a small set of ranks that explains all pairs; both of a pair if it may be either.
+
+    The choice is greedy, and so approximately the smallest set.
+    """
+    left, named = list(pairs), set[int]()
+    while left:
+        counts = Counter(rank for pair in left for rank in set(pair))
+        most = max(counts.values())
+        named |= {rank for rank, count in counts.items() if count == most}
+        left = [pair for pair in left if named.isdisjoint(pair)]
+    return sorted(named)

@@ -1,0 +1,2 @@
+"""Estimates of a run's memory, communication and time by formulas, without building a model.
+May import: train, data, model, optim."""

@@ -1,0 +1,228 @@
+"""Inputs of the formulas: a configuration resolved for a number of devices of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from dtt.config.optim import MuonConfig
+from dtt.config.parallel import Sizes, resolve
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.data.samples.schedules import StepSizes
+from dtt.data.samples.schedules import resolve as resolve_step_sizes
+from dtt.estimate.gpus import Gpu
+from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder, roles
+from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.scaling import scaled
+from dtt.optim import groups
+from dtt.optim.muon import shard_assignment
+from dtt.optim.muon.shard_assignment import Matrix
+from dtt.train.precision import Precision, choose
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    optimizer: str
+    """`muon` or `adamw`."""
+    split: tuple[int, ...] | None
+    """Rows of each matrix in the parameter, if Muon treats it as several."""
+    part: tuple[int, ...]
+    """Shape of the shard under tensor parallelism."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def in_block(self) -> bool:
+        """True if FSDP2 gathers it with a block, False if with the parameters outside of blocks."""
+        return self.name.startswith("layers.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on a mesh of devices of one kind."""
+
+    cfg: RunConfig
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    sizes: Sizes
+    arch: Architecture
+    precision: Precision
+    step_sizes: StepSizes
+    steps: int
+    """Steps of the run."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices on all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def compiled(self) -> bool:
+        """True if blocks are compiled."""
+        wanted = self.cfg.train.compile
+        return self.gpu.kind == "cuda" if wanted is None else wanted
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one element of a weight, of its gradient and of its optimizer state."""
+        return self.precision.weights.itemsize
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of one element in the compute dtype."""
+        return self.precision.compute_dtype.itemsize
+
+    @property
+    def autocast(self) -> bool:
+        """True if weights are cast to another compute dtype."""
+        return self.weight_bytes != self.product_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of one element of the residual stream, which has the compute dtype."""
+        return self.product_bytes
+
+    @property
+    def spread(self) -> int:
+        """Number of devices over which FSDP2 shards each weight."""
+        return self.sizes.shard * self.sizes.context
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a global batch per data-parallel group, at the end of the run.
+
+        The devices of a tensor and context group read them together.
+        """
+        return self.step_sizes.at(self.steps - 1).sequences // self.sizes.data
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in a forward pass."""
+        return min(self.cfg.train.micro_batch, self.sequences)
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes in a step (gradient accumulation)."""
+        return -(-self.sequences // self.micro_batch)
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if each device accumulates unsharded gradients, although it holds a shard."""
+        late = self.cfg.parallel.reduce == "last"
+        return self.sizes.sharded and self.accumulation > 1 and late
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward pass on one device; the devices of a tensor group share them."""
+        return self.micro_batch * self.cfg.train.seq_len // self.sizes.context
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All parameters of the model."""
+        with torch.device("meta"):
+            model = Decoder(self.arch)
+        parameters = dict(model.named_parameters())
+        treated = groups.settings(self.cfg.optim, parameters, roles(model))
+        return tuple(
+            Weight(
+                name,
+                tuple(p.shape),
+                treated[name].optimizer,
+                treated[name].split,
+                _part(name, p.shape, self.sizes.tensor),
+            )
+            for name, p in parameters.items()
+        )
+
+    def held(self, weights: Iterable[Weight]) -> int:
+        """Return the number of elements of `weights` that the first device keeps.
+
+        FSDP2 cuts the first dimension into chunks of one size; the last devices may have less.
+        """
+        return sum(-(-w.part[0] // self.spread) * prod(w.part[1:]) for w in weights)
+
+    @property
+    def block(self) -> list[Weight]:
+        """The weights of one block; all blocks have the same shapes."""
+        return [weight for weight in self.weights if weight.name.startswith("layers.0.")]
+
+    @property
+    def outside(self) -> list[Weight]:
+        """The weights outside of blocks."""
+        return [weight for weight in self.weights if not weight.in_block]
+
+    @property
+    def muons(self) -> list[Weight]:
+        """The weights that Muon updates."""
+        return [weight for weight in self.weights if weight.optimizer == "muon"]
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        """The matrices that Muon updates, with the ranks that the optimizer assigns."""
+        matrices: list[Matrix] = []
+        for weight in self.muons:
+            fraction = self.held([weight]) / weight.numel
+            parameter = torch.empty(weight.shape, device="meta")
+            matrices += shard_assignment.matrices(parameter, 0, weight.split, fraction)
+        return shard_assignment.assign(matrices, range(self.devices))
+
+    @property
+    def muon(self) -> MuonConfig | None:
+        """The settings of Muon; None without it."""
+        return self.cfg.optim if isinstance(self.cfg.optim, MuonConfig) else None
+
+
+def numbers(weights: Iterable[Weight]) -> int:
+    """Return the number of elements of one tensor-parallel shard of `weights`, before FSDP2."""
+    return sum(prod(weight.part) for weight in weights)
+
+
+ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
+"""Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""
+
+
+def _part(name: str, shape: Sequence[int], tensor: int) -> tuple[int, ...]:
+    """Return the shape of a tensor-parallel shard, as `dtt.parallel.tensor.plan` makes it.
+
+    Norms, and the biases of outputs that are summed over the group, are replicated.
+    """
+    first, *rest = shape
+    if name.endswith(ROWS_WHOLE):
+        return first, rest[0] // tensor
+    if "norm" in name or name.endswith((".attn.o.bias", ".mlp.down.bias")):
+        return tuple(shape)
+    return first // tensor, *rest
+
+
+def make_case(
+    cfg: RunConfig, gpu: Gpu, nodes: int, gpus_per_node: int, vocab_size: int, steps: int
+) -> Case:
+    """Create the case of a run of `steps` steps; raise ConfigError if sizes are incompatible."""
+    sizes = resolve(cfg.parallel, nodes * gpus_per_node)
+    arch = scaled(cfg, vocab_size).arch
+    compatibility.check_batches(cfg.train, sizes.data)
+    check_mesh(sizes, arch, cfg.train)
+    step_sizes = resolve_step_sizes(cfg.train)
+    return Case(
+        cfg, gpu, nodes, gpus_per_node, sizes, arch, _precision(cfg, gpu), step_sizes, steps
+    )
+
+
+def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:
+    if cfg.train.precision == "auto" and gpu.kind == "cuda":
+        return Precision.BF16  # native on all of GPUS
+    return choose(cfg.train.precision, torch.device("cpu"))

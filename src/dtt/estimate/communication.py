@@ -1,0 +1,111 @@
+"""Bytes that one device receives in a step, by kind of communication, and their duration.
+
+For Muon, the bytes are those of the busiest device: what it receives, or sends if that is more.
+
+In an all-gather or reduce-scatter of a tensor of b bytes over n devices, each device receives
+b (n - 1) / n bytes; in an all-reduce, which is a reduce-scatter and an all-gather, twice that
+(Patarasuk & Yuan, 2009). This is the minimum, and ring algorithms attain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtt.estimate import muon_cost
+from dtt.estimate.case import Case, numbers
+
+FP32 = 4
+LINK = 0.8
+"""Fraction of a link's bandwidth that collectives of large tensors reach."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """The bytes and the time of one kind of communication in a step."""
+
+    kind: str
+    bytes: float
+    """Bytes that a device receives in a step."""
+    seconds: float
+    hidden: bool
+    """True if it can overlap with computation."""
+
+
+def collective_costs(case: Case) -> list[CollectiveCost]:
+    """Return the kinds of communication in a step, without those over a single device."""
+    costs = [*_data_parallel(case), *_tensor_parallel(case), *_context_parallel(case)]
+    return [one for one in [*costs, *_muon(case)] if one.bytes]
+
+
+def _cost(
+    case: Case, kind: str, size: float, n: int, stride: int, *, hidden: bool
+) -> CollectiveCost:
+    """Return the communication of `size` bytes over n devices that are `stride` ranks apart."""
+    received = size * (n - 1) / n
+    return CollectiveCost(kind, received, received / _link(case, n * stride), hidden)
+
+
+def _link(case: Case, ranks: int) -> float:
+    """Return the bytes per second between devices of a group that spans `ranks` adjacent ranks."""
+    return LINK * (case.gpu.within if ranks <= case.gpus_per_node else case.gpu.between)
+
+
+def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of FSDP2, HSDP or DDP.
+
+    FSDP2 all-gathers weights in the compute dtype in every micro-batch: those outside of blocks
+    once, those of blocks in the forward pass, and in the backward pass again if they were resharded
+    in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
+    all-reduces the shards over replicas (HSDP). DDP all-reduces all gradients.
+    """
+    sizes, weights = case.sizes, numbers(case.weights)
+    inner = sizes.tensor
+    if not sizes.sharded:
+        size = 2 * case.weight_bytes * weights
+        yield _cost(case, "all-reduce of gradients", size, sizes.replicate, 1, hidden=True)
+        return
+    blocks = numbers(w for w in case.weights if w.in_block)
+    again = blocks if case.cfg.parallel.reshard else 0
+    gathered = case.accumulation * case.product_bytes * (weights + again)
+    yield _cost(case, "all-gather of weights", gathered, case.spread, inner, hidden=True)
+    times = case.accumulation if case.cfg.parallel.reduce == "each" else 1
+    scattered = times * FP32 * weights
+    yield _cost(case, "reduce-scatter of gradients", scattered, case.spread, inner, hidden=True)
+    part = 2 * FP32 * case.held(case.weights)
+    stride = inner * case.spread
+    yield _cost(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)
+
+
+def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of tensor parallelism.
+
+    Each block all-gathers the tokens of the group, [N, D], twice and reduce-scatters them twice;
+    the backward pass does the reverse. The embedding and the last norm do so once each. Full remat
+    repeats the collectives of a block's forward pass except the last one, after which nothing is
+    kept.
+    """
+    again = 3 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0
+    times = case.arch.n_layers * (8 + again) + 4
+    size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
+    yield _cost(case, "tensor parallelism", size, case.sizes.tensor, 1, hidden=False)
+
+
+def _context_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of context parallelism.
+
+    Each layer all-gathers the keys and values of the full sequence, and reduce-scatters their
+    gradients; with full remat it all-gathers twice.
+    """
+    arch, sizes = case.arch, case.sizes
+    width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
+    repeats = 2 + (1 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
+    whole = case.tokens * sizes.context * width * arch.n_layers
+    size = case.product_bytes * case.accumulation * whole * repeats
+    yield _cost(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)
+
+
+def _muon(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the all-to-alls of Muon: parts of matrices to the assigned ranks, and updates back."""
+    size = muon_cost.exchanged(case)
+    yield CollectiveCost("Muon's matrices", size, size / _link(case, case.devices), hidden=True)

@@ -1,0 +1,143 @@
+"""Estimated duration of a step and of the run, from FLOPs, bytes and the speed of a device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from dtt.estimate.case import Case
+from dtt.estimate.communication import CollectiveCost, collective_costs
+from dtt.model import count
+from dtt.train.precision import Precision
+
+ACHIEVED = {"cuda": {True: 0.454, False: 0.392}, "cpu": {True: 0.6, False: 0.4}}
+"""Fraction of the bf16 (or fp32) peak that forward and backward passes, remat included, reach apart
+from communication, with compiled blocks (True) and without (False). The GPU values are fitted to
+the results of `SOURCE`: 6,667 tokens/s per GPU with torch.compile, 5,762 without (bf16, sequences
+of 8,192 tokens, FSDP2, selective remat, local batch 2, H100 limited to 500 W). GPUs with more power
+reach more: an H200 reaches 0.7 with full remat (KempnerForge). Models below 1B reach less. The CPU
+values are guesses."""
+FP8 = 1.28
+"""Speed of a step in fp8 relative to bf16, fitted to the 8,532 tokens/s per GPU of `SOURCE`."""
+SOURCE = "torchtitan for Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md)"
+NEWTON_SCHULZ = 0.4
+"""Fraction of the peak that Muon's orthogonalisation reaches; its matrices are smaller."""
+LEAD_SECONDS = 120
+"""Seconds before a time limit at which a run saves and stops, without `launch.lead_seconds`."""
+START_SECONDS = 120
+"""Seconds from the start of a job to its first step, with compilation."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The estimated duration of a step, in seconds, by part."""
+
+    compute: float
+    """Forward and backward passes, remat included."""
+    optimizer: float
+    exposed: float
+    """Communication that computation does not hide."""
+    collectives: list[CollectiveCost]
+    flops: float
+    """FLOPs of the model in a step, on all devices."""
+
+    peak: float
+    """FLOP/s of all devices, for MFU."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.compute + self.optimizer + self.exposed
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: FLOPs of remat and of the optimizer do not count."""
+        return self.flops / (self.seconds * self.peak)
+
+
+def step_of(case: Case) -> StepEstimate:
+    """Return the estimate of a step.
+
+    The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation; that
+    of tensor and context parallelism is not.
+    """
+    train, arch = case.cfg.train, case.arch
+    tokens = case.sequences * case.sizes.data * train.seq_len
+    per_token = count.flops_per_token(arch, train.seq_len)
+    flops = float(tokens * per_token)
+    peak = case.gpu.fp32 if case.product_bytes == 4 else case.gpu.bf16
+    compute = flops * (1 + _again(case)) / (peak * achieved(case) * case.devices)
+    collectives = collective_costs(case)
+    overlapping = sum(one.seconds for one in collectives if one.hidden)
+    exposed = max(0.0, overlapping - compute) + sum(
+        one.seconds for one in collectives if not one.hidden
+    )
+    return StepEstimate(
+        compute, _optimizer(case, peak), exposed, collectives, flops, peak * case.devices
+    )
+
+
+def achieved(case: Case) -> float:
+    """Return the fraction of the bf16 peak (fp32: of the fp32 peak) that compute should reach."""
+    share = ACHIEVED[case.gpu.kind][case.compiled]
+    return share * FP8 if case.precision is Precision.FP8 else share
+
+
+def _again(case: Case) -> float:
+    """Return the FLOPs that remat adds to a step, as a fraction of the model's FLOPs.
+
+    The forward pass of blocks is a third of their FLOPs; full remat repeats all of it, selective
+    remat about half.
+    """
+    train, arch = case.cfg.train, case.arch
+    if train.remat == "none":
+        return 0.0
+    head = 6 * arch.vocab_size * arch.dim
+    blocks = 1 - head / count.flops_per_token(arch, train.seq_len)
+    return blocks / 3 * (1.0 if train.remat == "full" else 0.5) / train.remat_every
+
+
+def _optimizer(case: Case, peak: float) -> float:
+    """Return the seconds of the optimizer step.
+
+    AdamW is bound by memory bandwidth: per weight it reads weight, gradient and two moments, and
+    writes all but the gradient, 7 numbers in total. Muon moves about the same. All devices wait for
+    the one that orthogonalises most.
+    """
+    moved = 7 * case.weight_bytes * case.held(case.weights) / case.gpu.bandwidth
+    if case.muon is None:
+        return moved
+    loads = Counter[int]()
+    for matrix in case.matrices:
+        loads[matrix.assigned_rank] += matrix.flops
+    return moved + case.muon.ns_steps * max(loads.values(), default=0) / (peak * NEWTON_SCHULZ)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The estimated duration of the whole run."""
+
+    seconds: float
+    """Seconds of all steps and evaluations."""
+    slices: int | None
+    """Number of Slurm jobs of `launch.time` that the run takes; None if there is no time limit, or
+    if the limit leaves no time to train."""
+
+
+def run_of(case: Case, one: StepEstimate) -> Run:
+    """Return the estimate of the run, given that of a step at its end.
+
+    Evaluations are forward passes, with a third of the FLOPs of a step. Saves overlap with
+    training and are not counted.
+    """
+    train, stages = case.cfg.train, case.step_sizes
+    tokens = stages.tokens_before(case.steps)
+    per_token = one.seconds / stages.batch_tokens(case.steps - 1)
+    often = case.steps // train.eval_every if train.eval_every else 1
+    seconds = per_token * (tokens + (often + 1) * train.eval_tokens / 3)
+    limit = case.cfg.launch.time_limit
+    if limit is None:
+        return Run(seconds, None)
+    usable = limit - (case.cfg.launch.lead_seconds or LEAD_SECONDS) - START_SECONDS
+    return Run(seconds, math.ceil(seconds / usable) if usable > 0 else None)

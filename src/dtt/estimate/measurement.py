@@ -1,0 +1,146 @@
+"""Measurement of three steps of a run on random tokens, to check the formulas."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import torch
+
+from dtt.data.samples.loader import MicroBatch
+from dtt.estimate.case import Case
+from dtt.model import attention_backend, count
+from dtt.model.decoder import roles
+from dtt.model.scaling import scaled
+from dtt.optim import groups, schedule
+from dtt.optim.ema import Ema
+from dtt.parallel.apply import clip_gradients
+from dtt.runtime.dist import World
+from dtt.train.assemble import Assembled, assemble
+from dtt.train.run_plan import RunPlan
+from dtt.train.step import forward_backward, next_token, update
+
+STEPS = 3
+"""Number of steps. The first one compiles and creates the optimizer state; the last one is
+timed."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's `mallopt`."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Memory and time of three steps on this rank's device."""
+
+    memory: int
+    """Peak bytes, beyond those in use before the model was created."""
+    seconds: float
+    """Duration of the last step."""
+
+
+def probe(case: Case, world: World) -> Measurement:
+    """Train for `STEPS` steps and measure; all ranks call it together. Nothing is saved."""
+    _give_freed_memory_back()
+    # Optimizers import it in their first step. It takes tens of MB, which are not to be measured.
+    import_module("torch._dynamo")
+    before = _in_use(world.device)
+    torch.manual_seed(world.rank)
+    assembled = assemble(case.cfg, _plan(case, world), world)
+    run = RandomTraining(case, assembled, world)
+    seconds = 0.0
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        run.step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        seconds = time.perf_counter() - begin
+    return Measurement(_peak(world.device) - before, seconds)
+
+
+class RandomTraining:
+    """Training steps on random tokens, without anomaly guard and throughput meter."""
+
+    def __init__(self, case: Case, assembled: Assembled, world: World) -> None:
+        """Create the optimizers of a model."""
+        self._case, self._assembled, self._device = case, assembled, world.device
+        by_role, dtype = roles(assembled.model), case.precision.compute_dtype
+        self._optimizers = groups.build(case.cfg.optim, assembled.parameters, by_role, dtype)
+        decay = case.cfg.train.ema_decay
+        self._ema = None if decay is None else Ema(assembled.parameters, decay)
+        self._no_skip = torch.zeros((), device=world.device)
+        self._steps = 0
+
+    def step(self) -> None:
+        """Do one optimizer step."""
+        case, assembled = self._case, self._assembled
+        shape = (case.accumulation, case.micro_batch, case.cfg.train.seq_len)
+        tokens = torch.randint(case.arch.vocab_size, shape, device=self._device)
+        forward_backward(
+            assembled.module,
+            [MicroBatch(part, part, None) for part in tokens],
+            next_token(case.cfg.train.z_loss),
+            terms=tokens.numel(),
+            precision=case.precision,
+            reduce_each=case.cfg.parallel.reduce == "each",
+        )
+        clip_gradients(assembled.layout, list(assembled.parameters.values()), 1.0)
+        update(self._optimizers, self._no_skip, step=self._steps, ema=self._ema)
+        self._steps += 1
+
+
+def _plan(case: Case, world: World) -> RunPlan:
+    """Return the plan that `make_plan` would make, without data."""
+    cfg, step_sizes = case.cfg, case.step_sizes
+    return RunPlan(
+        sizes=case.sizes,
+        scaling=scaled(cfg, case.arch.vocab_size),
+        parameters=count.parameters(case.arch),
+        precision=case.precision,
+        compile=case.compiled,
+        attention=attention_backend.describe(
+            case.arch, world.device, cfg.train.seq_len, cfg.data.mask_documents
+        ),
+        tokens=step_sizes.tokens_before(case.steps),
+        step_size=step_sizes.describe(case.steps),
+        steps=case.steps,
+        schedule=schedule.resolve(cfg.schedule, case.steps, step_sizes.tokens_before),
+        data="",
+    )
+
+
+def _give_freed_memory_back() -> None:
+    """Make glibc return freed memory to the system at once.
+
+    Otherwise the resident memory, and so the peak, would include memory that was freed before.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except OSError:  # another C library
+        return
+    for option, value in ((M_MMAP_THRESHOLD, 2**16), (M_TRIM_THRESHOLD, 2**16), (M_ARENA_MAX, 1)):
+        mallopt(option, value)
+
+
+def _in_use(device: torch.device) -> int:
+    """Reset the peak memory, and return the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak
+    now = psutil.Process().memory_info()
+    return int(now.rss - now.shared)
+
+
+def _peak(device: torch.device) -> int:
+    """Return the peak bytes since `_in_use`.
+
+    On a CPU without file-backed pages: these are loaded code, whose amount only ever grows.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text().split("\n")
+    peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return peak - int(psutil.Process().memory_info().shared)

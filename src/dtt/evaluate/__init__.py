@@ -1,0 +1,2 @@
+"""Evaluation of models: validation loss and samples.
+May import: data, model, optim, parallel, track."""

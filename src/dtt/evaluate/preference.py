@@ -1,0 +1,88 @@
+"""Validation on held-out preference pairs: the loss of DPO and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtt.data.samples.loader import BatchReader, MicroBatch
+from dtt.evaluate.validation import HeldOut, chunks, evaluating
+from dtt.optim.ema import Ema
+from dtt.parallel.apply import autocast
+from dtt.runtime.dist import World
+from dtt.track.base import Record
+
+Means = dict[str, float]
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluator:
+    """Mean loss and metrics of the held-out pairs of every source, distributed over the ranks."""
+
+    parts: Sequence[HeldOut]
+    reader: BatchReader
+    precision: str
+    world: World
+    objective: Callable[[nn.Module, MicroBatch], Mapping[str, Tensor]]
+    """Function that returns the loss and the metrics by name, as sums over pairs."""
+    same_values: int = 1
+    """Number of ranks that compute the values of the same pairs (tensor parallelism)."""
+
+    def record(
+        self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
+    ) -> Record | None:
+        """Evaluate and return the `eval` record: the means of the loss and of each metric.
+
+        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
+        the averaged weights. Return None as soon as `stop()`, which every rank calls between
+        batches, is true.
+        """
+        means = self._means(model, stop)
+        if means is None:
+            return None
+        record: Record = {"kind": "eval", "step": step, **self._overall(means)}
+        record["bits_per_byte"] = None
+        if len(means) > 1:
+            names = [part.source.name for part in self.parts]
+            record["losses"] = dict(zip(names, (one["loss"] for one in means), strict=True))
+        if ema is not None:
+            with ema.swapped():
+                averaged = self._means(model, stop)
+            if averaged is None:
+                return None
+            record["ema_loss"] = self._overall(averaged)["loss"]
+        return record
+
+    @torch.no_grad()
+    def _means(self, model: nn.Module, stop: Callable[[], bool]) -> list[Means] | None:
+        """Return the means of each source; None as soon as `stop()` is true."""
+        found = []
+        with evaluating(model):
+            for part in self.parts:
+                totals: dict[str, Tensor] = {}
+                for samples in chunks(self.reader, part.count):
+                    if stop():
+                        return None
+                    for micro_batch in self.reader.read_on_all(part.source, samples):
+                        with autocast(self.world.device, self.precision):
+                            values = self.objective(model, micro_batch)
+                        for name, value in values.items():
+                            totals[name] = totals.get(name, 0.0) + value.double()
+                sums = self.world.sum_(torch.stack([*totals.values()])).tolist()
+                pairs = part.source.pairs(np.arange(part.count, dtype=np.uint64))
+                found.append(
+                    {n: s / self.same_values / pairs for n, s in zip(totals, sums, strict=True)}
+                )
+        return found
+
+    def _overall(self, means: Sequence[Means]) -> Means:
+        """Return the means over all sources, weighted by their shares."""
+        shares = [part.share for part in self.parts]
+        return {
+            name: sum(share * one[name] for share, one in zip(shares, means, strict=True))
+            for name in means[0]
+        }

@@ -1,0 +1,224 @@
+"""Metrics of benchmark tasks, with standard errors.
+
+Every metric is an estimate from a sample of independent questions; for rolling likelihood, a
+question is a document. Next to its value, an estimate has the influence of each question: the
+derivative of the value with respect to the weight of the question, n times. For a mean, this is the
+question's own value; for perplexities and ratios of sums, it is the linearisation of the delta
+method. The standard error of every metric is then that of the mean of its influences, and the
+standard error of a difference between two models that of the mean of the paired differences. The
+bootstrap converges to the same values, but needs thousands of passes and a seed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+AnswerRecord = dict[str, Any]
+"""The answer to one question, a line of a result file:
+multiple_choice, schema, cloze
+    id, gold (index), log_likelihoods (nats, one per option), greedy (of each option: every token is
+    the most likely one), characters and bytes (lengths of the options without the delimiter),
+    answer_bytes (of the gold continuation, with the delimiter), tie (several options have the
+    largest log-likelihood), truncated, separate (the continuation was encoded by itself)
+rolling
+    id, log_likelihood, bytes, words
+generation
+    id, answer, exact_match, truncated"""
+
+RIGHT = frozenset({"acc", "acc_norm", "acc_bytes", "exact_match"})
+"""Metrics that count right answers: the influence of a question is 1.0 if it was answered right."""
+MAX_EXPONENT = 700.0
+"""Largest exponent of a perplexity; beyond it, floats overflow."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The value of a metric."""
+
+    value: float
+    stderr: float | None
+    """Standard error; None with fewer than two questions."""
+    n: int
+    """Number of questions."""
+
+
+@dataclass(frozen=True)
+class MetricEstimate:
+    """The value of a metric, and the influence of each question on it."""
+
+    value: float
+    influences: Sequence[float]
+
+    @property
+    def score(self) -> Score:
+        """The value with its standard error."""
+        return Score(self.value, mean_stderr(self.influences), len(self.influences))
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The result of a task: metrics, and counts of questions that need a reader's attention."""
+
+    task: str
+    scores: Mapping[str, Score]
+    n: int
+    """Number of questions."""
+    truncated: int
+    """Number of questions that did not fit into the model's context and lost their beginning."""
+    separate: int
+    """Number of questions with a continuation that had to be encoded without its context."""
+    ties: int
+    """Number of questions for which several options have the largest log-likelihood."""
+
+    def dump(self) -> dict[str, Any]:
+        """Return the result as a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> TaskResult:
+        """Return the result of a JSON value that `dump` returned."""
+        scores = {name: Score(**score) for name, score in content["scores"].items()}
+        return cls(**{**content, "scores": scores})
+
+
+def task_result(
+    task: str, type: str, chance: float | None, records: Sequence[AnswerRecord]
+) -> TaskResult:
+    """Return the result of a task from the records of all of its questions."""
+    counts = {
+        name: sum(bool(record.get(key)) for record in records)
+        for name, key in (("truncated", "truncated"), ("separate", "separate"), ("ties", "tie"))
+    }
+    found = estimates(type, chance, records)
+    scores = {name: estimate.score for name, estimate in found.items()}
+    return TaskResult(task, scores, len(records), **counts)
+
+
+def estimates(
+    type: str, chance: float | None, records: Sequence[AnswerRecord]
+) -> dict[str, MetricEstimate]:
+    """Return the metrics of a task of a `type` (`Task.type`) by name.
+
+    Definitions of `acc`, `acc_norm`, `acc_bytes`, `perplexity`, `word_perplexity` and
+    `byte_perplexity` equal those of lm-evaluation-harness 0.4.13. `centred` is (acc - chance) /
+    (1 - chance); without `chance`, it is left out. `bits_per_byte` is the mean over questions for
+    the gold answer; for rolling likelihood, total bits / total bytes.
+    """
+    if not records:
+        return {}
+    match type:
+        case "rolling":
+            return _rolling(records)
+        case "generation":
+            return {"exact_match": _mean(float(record["exact_match"]) for record in records)}
+        case "cloze":
+            found = {
+                "acc": _mean(float(record["greedy"][record["gold"]]) for record in records),
+                **_perplexity("perplexity", records, "answers"),
+            }
+        case "schema":  # all options have the same continuation, so lengths do not matter
+            found = {"acc": _accuracy(records, None)}
+        case "multiple_choice":
+            found = {
+                "acc": _accuracy(records, None),
+                "acc_norm": _accuracy(records, "characters"),
+                "acc_bytes": _accuracy(records, "bytes"),
+            }
+        case _:
+            raise ValueError(type)
+    if chance is not None:
+        found["centred"] = _scaled(found["acc"], lambda acc: (acc - chance) / (1 - chance))
+    found["bits_per_byte"] = _mean(
+        -gold_log_likelihood(record) / math.log(2) / max(1, record["answer_bytes"])
+        for record in records
+    )
+    return found
+
+
+def gold_log_likelihood(record: AnswerRecord) -> float:
+    """Return the log-likelihood of the gold option."""
+    value: float = record["log_likelihoods"][record["gold"]]
+    return value
+
+
+def has_tie(log_likelihoods: Sequence[float]) -> bool:
+    """Return True if several options have the largest log-likelihood."""
+    return log_likelihoods.count(max(log_likelihoods)) > 1
+
+
+def count_words(text: str) -> int:
+    """Return the number of words of a text, as lm-evaluation-harness counts them."""
+    return len(re.split(r"\s+", text))
+
+
+def mean_stderr(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of independent values; None if there is only one."""
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def _chosen(record: AnswerRecord, lengths: str | None) -> int:
+    """Return the option with the largest log-likelihood per unit of length, the first of equals."""
+    scores = record["log_likelihoods"]
+    if lengths is not None:
+        scores = [
+            score / length if length else -math.inf
+            for score, length in zip(scores, record[lengths], strict=True)
+        ]
+    return int(max(range(len(scores)), key=scores.__getitem__))
+
+
+def _accuracy(records: Sequence[AnswerRecord], lengths: str | None) -> MetricEstimate:
+    return _mean(float(_chosen(record, lengths) == record["gold"]) for record in records)
+
+
+def _mean(values: Iterable[float]) -> MetricEstimate:
+    influences = list(values)
+    return MetricEstimate(math.fsum(influences) / len(influences), influences)
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> MetricEstimate:
+    """Return the ratio of two sums: a mean over units that questions have in different numbers."""
+    total, n = math.fsum(below), len(below)
+    ratio = math.fsum(above) / total
+    return MetricEstimate(
+        ratio, [(a - ratio * b) * n / total for a, b in zip(above, below, strict=True)]
+    )
+
+
+def _scaled(estimate: MetricEstimate, line: Callable[[float], float]) -> MetricEstimate:
+    """Apply a linear function to an estimate."""
+    return MetricEstimate(line(estimate.value), [line(x) for x in estimate.influences])
+
+
+def _perplexity(name: str, records: Sequence[AnswerRecord], unit: str) -> dict[str, MetricEstimate]:
+    """Return the perplexity per `unit`: exp(nats / units). Left out if a float cannot hold it."""
+    if unit == "answers":
+        nats = _mean(-gold_log_likelihood(record) for record in records)
+    else:
+        nats = _nats_per(unit, records)
+    if nats.value > MAX_EXPONENT:
+        return {}
+    value = math.exp(nats.value)
+    return {name: MetricEstimate(value, [value * x for x in nats.influences])}
+
+
+def _nats_per(unit: str, records: Sequence[AnswerRecord]) -> MetricEstimate:
+    return _ratio([-record["log_likelihood"] for record in records], [r[unit] for r in records])
+
+
+def _rolling(records: Sequence[AnswerRecord]) -> dict[str, MetricEstimate]:
+    if not any(record["bytes"] for record in records):  # all documents are empty
+        return {}
+    return {
+        "bits_per_byte": _scaled(_nats_per("bytes", records), lambda nats: nats / math.log(2)),
+        **_perplexity("byte_perplexity", records, "bytes"),
+        **_perplexity("word_perplexity", records, "words"),
+    }

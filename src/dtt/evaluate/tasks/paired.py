@@ -1,0 +1,114 @@
+"""Paired comparison of two models on the questions that both have answered.
+
+The answers of two models to the same question are correlated, so the standard error of a difference
+is that of the mean of the paired differences, usually much smaller than the errors of the two
+values suggest (Miller 2024, arXiv 2411.00640).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtt.evaluate.tasks.metrics import RIGHT, AnswerRecord, estimates, mean_stderr
+
+NORMAL_95 = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
+EXACT_BELOW = 25
+"""Number of discordant questions below which McNemar's test uses the binomial distribution."""
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """McNemar's test of the hypothesis that two models are right equally often."""
+
+    only_first: int
+    """Number of questions that only the first model answered right."""
+    only_second: int
+    p_value: float
+    """Two-sided; from `mcnemar`."""
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The difference of a metric between two models: second minus first."""
+
+    first: float
+    second: float
+    difference: float
+    stderr: float | None
+    """Standard error of the difference; None with fewer than two questions."""
+    n: int
+    """Number of questions that both models have answered."""
+    mcnemar: McNemar | None
+    """Test for metrics that count right answers; None for others."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the difference; None with fewer than two questions."""
+        if self.stderr is None:
+            return None
+        reach = NORMAL_95 * self.stderr
+        return self.difference - reach, self.difference + reach
+
+
+def compare(
+    type: str,
+    chance: float | None,
+    first: Sequence[AnswerRecord],
+    second: Sequence[AnswerRecord],
+) -> dict[str, PairedDifference]:
+    """Return the difference of each metric, over the questions that both sequences contain.
+
+    `type` and `chance` are those of the task.
+    """
+    others = {record["id"]: record for record in second}
+    ours = [record for record in first if record["id"] in others]
+    theirs = [others[record["id"]] for record in ours]
+    values = estimates(type, chance, ours), estimates(type, chance, theirs)
+    found: dict[str, PairedDifference] = {}
+    for metric in values[0].keys() & values[1].keys():
+        a, b = values[0][metric], values[1][metric]
+        found[metric] = PairedDifference(
+            a.value,
+            b.value,
+            b.value - a.value,
+            mean_stderr([y - x for x, y in zip(a.influences, b.influences, strict=True)]),
+            len(ours),
+            _test(a.influences, b.influences) if metric in RIGHT else None,
+        )
+    return {metric: found[metric] for metric in values[0] if metric in found}
+
+
+def _test(ours: Sequence[float], theirs: Sequence[float]) -> McNemar:
+    right = list(zip(ours, theirs, strict=True))
+    first, second = right.count((1.0, 0.0)), right.count((0.0, 1.0))
+    return McNemar(first, second, mcnemar(first, second))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the p-value of McNemar's test.
+
+    Below 25 discordant questions, this is the exact two-sided binomial test, else the chi-squared
+    test with one degree of freedom and continuity correction (Edwards 1948).
+    """
+    discordant = only_first + only_second
+    if discordant < EXACT_BELOW:
+        fewer = min(only_first, only_second)
+        tail = sum(math.comb(discordant, k) for k in range(fewer + 1))
+        return float(min(1.0, 2 * tail / 2**discordant))
+    statistic = max(0, abs(only_first - only_second) - 1) ** 2 / discordant
+    return math.erfc(math.sqrt(statistic / 2))
+
+
+def noise(values: Sequence[float]) -> float | None:
+    """Return the relative standard deviation of a metric over successive checkpoints.
+
+    This is the noise of arXiv 2508.13144. None with fewer than two values, or if their mean is 0.
+    """
+    n = len(values)
+    mean = math.fsum(values) / n if n else 0.0
+    if n < 2 or mean == 0:
+        return None
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)) / abs(mean)

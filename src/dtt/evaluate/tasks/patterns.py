@@ -1,0 +1,71 @@
+"""Regular expressions of task definitions, with a limit on their time.
+
+They are those of the package `regex`, which are those of `re` and more. Some need exponential time,
+for which `re` has no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import regex
+
+MAX_LENGTH = 300
+"""Maximum number of characters of a regular expression."""
+SECONDS = 10.0
+"""Maximum time of a regular expression for one text."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Return what is wrong with a regular expression, if anything."""
+    if len(pattern) > MAX_LENGTH:
+        return f"a regular expression has at most {MAX_LENGTH} characters"
+    try:
+        regex.compile(pattern)
+    except (regex.error, RecursionError, OverflowError, MemoryError, ValueError) as error:
+        return f"is not a regular expression: {error}"
+    return None
+
+
+def replacement_problem(pattern: str, to: str) -> str | None:
+    """Return what is wrong with the replacement of a regular expression, if anything."""
+    try:
+        # `to` is only read at a match, so the other alternative is one; verbose patterns may end
+        # with a comment.
+        regex.sub(f"(?:{pattern}\n)|", to, "")
+    except (regex.error, IndexError) as error:
+        return f"does not fit the regular expression: {error}"
+    return None
+
+
+def replace(pattern: str, to: str, text: str) -> str:
+    """Return `text` with `to` instead of all matches; raise ValueError after SECONDS."""
+    with _limited(pattern, text):
+        return str(regex.sub(pattern, to, text, timeout=SECONDS))
+
+
+def find(pattern: str, text: str, *, last: bool) -> str | None:
+    """Return the first group of the first or last match, or all of it if there are no groups.
+
+    Return None if nothing matches, or the group is not part of the match; raise ValueError after
+    SECONDS.
+    """
+    with _limited(pattern, text):
+        found = list(regex.finditer(pattern, text, timeout=SECONDS))
+    if not found:
+        return None
+    match = found[-1 if last else 0]
+    part: str | None = match[1 if match.re.groups else 0]
+    return part
+
+
+@contextmanager
+def _limited(pattern: str, text: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise ValueError(
+            f"the regular expression {pattern!r} takes more than {SECONDS:g} s "
+            f"for {len(text)} characters"
+        ) from None

@@ -1,0 +1,124 @@
+"""Prompt templates: text with fields of a row, and nothing that runs.
+
+`{question}` is a field, `{choices.text}` a field of an object, `{targets.0}` an entry of a list,
+and `{premise!strip!chop}` a field with conversions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+PART = re.compile(r"\{([^{}]*)\}|[{}]")
+FIELD = re.compile(r"\w[\w -]*(?:\.\w[\w -]*)*(?:![a-z_]+)*")
+SHOWN = 12
+"""Maximum number of fields that an error lists."""
+
+
+def _without_last_word(text: str) -> str:
+    return " ".join(text.split(" ")[:-1])
+
+
+def _before_blank(text: str) -> str:
+    return text.partition("_")[0]
+
+
+def _after_blank(text: str) -> str:
+    return text.partition("_")[2]
+
+
+CONVERSIONS: dict[str, Callable[[str], str]] = {
+    "capitalize": str.capitalize,
+    "uncapitalize": lambda text: text[:1].lower() + text[1:],
+    "lower": str.lower,
+    "upper": str.upper,
+    "strip": str.strip,
+    "lstrip": str.lstrip,
+    "rstrip": str.rstrip,
+    "chop": lambda text: text[:-1],
+    "without_last_word": _without_last_word,
+    "last_word": lambda text: text.split(" ")[-1],
+    "before_blank": _before_blank,
+    "after_blank": _after_blank,
+}
+"""Conversions of a field. `chop` removes the last character; the blank is the first `_`."""
+
+Replaced = Mapping[str, Mapping[str, str]]
+"""Values of fields and the text that replaces each of them."""
+
+
+def template_problems(template: str) -> Iterator[str]:
+    """Yield what is wrong with a template."""
+    if "{{" in template or "{%" in template:
+        yield "is a template with fields {name}, not Jinja: write single braces, and no expressions"
+        return
+    for match in PART.finditer(template):
+        field = match[1]
+        if field is None:
+            yield f"has a brace without a partner at character {match.start() + 1}"
+        elif not FIELD.fullmatch(field):
+            yield f"{{{field}}} is not a field such as {{question}} or {{choices.text!strip}}"
+        else:
+            for conversion in field.split("!")[1:]:
+                if conversion not in CONVERSIONS:
+                    yield f"{{{field}}}: conversions are {', '.join(CONVERSIONS)}"
+
+
+def render(template: str, row: Mapping[str, Any], replaced: Replaced | None = None) -> str:
+    """Return the text of a template; raise ValueError if the row does not have its fields."""
+
+    def field(match: re.Match[str]) -> str:
+        path, *conversions = match[1].split("!")
+        text = _text(path, field_value(path, row))
+        if replaced and path in replaced:
+            if text not in replaced[path]:
+                known = ", ".join(replaced[path])
+                raise ValueError(f"field {path!r} is {text!r}, which is not in map: {known}")
+            text = replaced[path][text]
+        return _converted(text, conversions)
+
+    return PART.sub(field, template)
+
+
+def render_list(
+    templates: str | tuple[str, ...], row: Mapping[str, Any], replaced: Replaced | None = None
+) -> list[str]:
+    """Return the texts of several templates, or those in the one field that holds a list."""
+    if not isinstance(templates, str):
+        return [render(template, row, replaced) for template in templates]
+    match = PART.fullmatch(templates)
+    if match is not None:
+        path, *conversions = match[1].split("!")
+        value = field_value(path, row)
+        if isinstance(value, list):
+            return [_converted(_text(path, entry), conversions) for entry in value]
+    return [render(templates, row, replaced)]
+
+
+def field_value(path: str, row: Mapping[str, Any]) -> Any:
+    """Return the value at a dotted path; raise ValueError if there is none."""
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise ValueError(f"there is no field {path!r}; fields: {', '.join([*row][:SHOWN])}")
+    return value
+
+
+def _converted(text: str, conversions: Sequence[str]) -> str:
+    for conversion in conversions:
+        text = CONVERSIONS[conversion](text)
+    return text
+
+
+def _text(path: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    kind = "null" if value is None else "a list" if isinstance(value, list) else "an object"
+    raise ValueError(f"field {path!r} is {kind}, not text")

@@ -1,0 +1,300 @@
+"""Result files: the answer to every question of a task, appended block by block.
+
+    jobs/run/evals/step-000500/hellaswag-0123456789ab.jsonl
+      {"format": "dtt-eval-1", "task": "hellaswag", …}     everything that determines the answers
+      {"id": …, …}                                          a line per question, in order
+      {"block": 1, "questions": 128, "sha256": …}           after each block: hash of what is above
+      {"result": …, "sha256": …}                            the last line seals the file
+
+The name contains a hash of the first line. A block is on disk before the next one is computed, so a
+process that is killed loses at most one. What follows the last intact block is discarded, and the
+content does not depend on when it was written: the file of an evaluation that was killed equals
+that of one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtt.artifacts import fingerprint
+from dtt.errors import DamagedError
+from dtt.evaluate.tasks.metrics import AnswerRecord, TaskResult
+from dtt.reading import open_regular, parse, retrying
+from dtt.runtime.files import exclusive, fsync_folder, named
+from dtt.runtime.log import log
+
+if TYPE_CHECKING:
+    from dtt.evaluate.tasks.task_data import TaskData
+
+FORMAT = "dtt-eval-1"
+KEY_LENGTH = 12
+SCORING_VERSION = 2
+"""Part of the key. Increase it when prompts, scores or metrics change."""
+
+
+@dataclass
+class ResultContent:
+    """The intact part of a result file."""
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    records: list[AnswerRecord] = field(default_factory=list)
+    blocks: int = 0
+    result: TaskResult | None = None
+    """The result, if the file is sealed."""
+    end: int = 0
+    """Number of bytes up to and including the last intact block."""
+    size: int = 0
+    """Number of bytes of the file."""
+    hash: hashlib._Hash = field(default_factory=sha256)
+    """Hash of the first `end` bytes."""
+    damaged: bool = False
+    """True if what follows the last intact block is not the rest of an interrupted write."""
+
+
+@dataclass(frozen=True)
+class SealedResult:
+    """The first and the last line of a complete result file."""
+
+    path: Path
+    header: Mapping[str, Any]
+    result: TaskResult
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """The result file of one task, for one model and one set of options."""
+
+    path: Path
+    header: Mapping[str, Any]
+    """Everything that determines the answers. The name of the file contains its hash."""
+
+    @classmethod
+    def of(cls, folder: Path, settings: Mapping[str, Any]) -> ResultFile:
+        """Return the file for `settings`, which include the name of the `task`."""
+        header = {"format": FORMAT, **settings}
+        key = fingerprint(header)[:KEY_LENGTH]
+        return cls(folder / f"{settings['task']}-{key}.jsonl", header)
+
+    def result(self) -> TaskResult | None:
+        """Return the result if the file is sealed and intact, else None."""
+        sealed = read_sealed(self.path)
+        return sealed.result if sealed is not None and sealed.header == self.header else None
+
+    @contextmanager
+    def writing(self) -> Iterator[ResultWriter]:
+        """Lock the file, discard what follows its last intact block, and open it for appending.
+
+        Raises InUse if another process writes it.
+        """
+        with exclusive(self.path.parent, "dtt eval", name=f".{self.path.name}.lock"):
+            content = read(self.path)
+            if content.header != self.header:
+                content = ResultContent(size=content.size, damaged=content.size > 0)
+            if content.damaged:
+                log.warning(
+                    "%s is damaged after %d questions, which are kept; the others are asked again",
+                    self.path,
+                    len(content.records),
+                )
+            with named(self.path), self.path.open("r+b" if content.size else "wb") as file:
+                writer = ResultWriter(file.fileno(), content, self.header)
+                fsync_folder(self.path.parent)
+                yield writer
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What determines the answers of a model, besides the task and its data."""
+
+    weights: str
+    """Hash of the weights: of a checkpoint's manifest, or of the files of a Hugging Face folder."""
+    tokenizer: str
+    """Hash of tokenizer.json."""
+    ema: bool = False
+    """True for the averaged weights of a checkpoint."""
+    precision: str = "fp32"
+    bos: str = "tokenizer"
+    chat: str | None = None
+    """Hash of the conversation format that renders the prompts; None: prompts are plain text."""
+    limit: int | None = None
+    keep_samples: bool = False
+    """True if the records include the text of prompts and answers."""
+
+    def file(self, folder: Path, data: TaskData) -> ResultFile:
+        """Return the result file of a task in `folder`."""
+        task = data.task
+        settings: dict[str, Any] = {
+            "task": task.name,
+            "type": task.type,
+            "chance": task.chance,
+            "task_sha256": fingerprint(task.identity()),
+            "data_sha256": data.sha256,
+            "revision": data.revision,
+            "shots": data.shots,
+            "limit": self.limit,
+            "bos": self.bos,
+            "chat": self.chat,
+            "tokenizer": self.tokenizer,
+            "weights": self.weights,
+            "ema": self.ema,
+            "precision": self.precision,
+            "scoring": SCORING_VERSION,
+            **({"samples": True} if self.keep_samples else {}),
+        }
+        return ResultFile.of(folder, settings)
+
+
+class ResultWriter:
+    """A result file that is open for appending."""
+
+    def __init__(self, fd: int, content: ResultContent, header: Mapping[str, Any]) -> None:
+        """Continue after `content`; write the `header` if it is empty."""
+        self._fd, self._content = fd, content
+        self._write(b"" if content.end else _line(header))
+
+    @property
+    def records(self) -> list[AnswerRecord]:
+        """The records in the file, in the order of the questions."""
+        return self._content.records
+
+    @property
+    def blocks(self) -> int:
+        """The number of complete blocks."""
+        return self._content.blocks
+
+    @property
+    def result(self) -> TaskResult | None:
+        """The result, if the file is sealed."""
+        return self._content.result
+
+    def append(self, records: Sequence[AnswerRecord]) -> None:
+        """Append a block. On return, it survives a power failure."""
+        content = self._content
+        lines = b"".join(map(_line, records))
+        content.records += records
+        content.blocks += 1
+        digest = content.hash.copy()
+        digest.update(lines)
+        marker = {"block": content.blocks, "questions": len(content.records)}
+        self._write(lines + _sealing(marker, digest))
+
+    def seal(self, result: TaskResult) -> None:
+        """Append the last line."""
+        self._write(_sealing({"result": result.dump()}, self._content.hash))
+        self._content.result = result
+
+    def _write(self, data: bytes) -> None:
+        content = self._content
+
+        def write() -> None:
+            os.ftruncate(self._fd, content.end)
+            os.lseek(self._fd, content.end, os.SEEK_SET)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._fd, left) :]
+            os.fsync(self._fd)
+
+        retrying(write)
+        content.hash.update(data)
+        content.end += len(data)
+
+
+def read(path: Path) -> ResultContent:
+    """Return the intact part of a result file; an empty one if it does not exist."""
+    content = ResultContent()
+    try:
+        file = open(retrying(lambda: open_regular(path)), "rb")  # noqa: PTH123, SIM115  a descriptor
+    except FileNotFoundError:
+        return content
+    except ValueError as error:
+        raise DamagedError(f"cannot read {path}", why=str(error), next=f"rm -r {path}") from None
+    with file:
+        content.size = os.fstat(file.fileno()).st_size
+        content.damaged = not _scan(file, content)
+    return content
+
+
+def read_sealed(path: Path) -> SealedResult | None:
+    """Return the result in a file that is sealed and intact, else None.
+
+    The hash is verified; the records are not parsed.
+    """
+    try:
+        with open(retrying(lambda: open_regular(path)), "rb") as file:  # noqa: PTH123  a descriptor
+            data = file.read()
+    except (FileNotFoundError, ValueError):
+        return None
+    start = data.rfind(b"\n", 0, -1) + 1
+    try:
+        header, seal = parse(data[: data.find(b"\n") + 1]), parse(data[start:])
+    except ValueError:
+        return None
+    match seal:
+        case {"result": dict(result)} if _seals(seal, data[start:], sha256(data[:start])):
+            return SealedResult(path, header, TaskResult.parse(result))
+    return None
+
+
+def _scan(lines: Iterator[bytes], content: ResultContent) -> bool:
+    """Fill in `content`; return False if a line is not what dtt wrote.
+
+    A line without an end, and complete lines after the last block, are the rest of a write that was
+    interrupted.
+    """
+    position, digest = 0, content.hash.copy()
+    records: list[AnswerRecord] = []
+    for number, line in enumerate(lines):
+        if content.result is not None:
+            return False
+        if not line.endswith(b"\n"):
+            return True
+        try:
+            entry = parse(line)
+        except ValueError:
+            return False
+        if not isinstance(entry, dict):
+            return False
+        match entry:
+            case {"format": str(name)} if number == 0 and name == FORMAT:
+                content.header = entry
+            case _ if number == 0:
+                return False
+            case {"id": str()}:
+                records.append(entry)
+            case {"block": int(block)} if _seals(entry, line, digest):
+                content.records += records
+                content.blocks, records = block, []
+            case {"result": dict(result)} if _seals(entry, line, digest) and not records:
+                content.result = TaskResult.parse(result)
+            case _:
+                return False
+        position += len(line)
+        digest.update(line)
+        if not records:
+            content.end, content.hash = position, digest.copy()
+    return True
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(entry, ensure_ascii=False, allow_nan=False)}\n".encode()
+
+
+def _sealing(entry: Mapping[str, Any], above: hashlib._Hash) -> bytes:
+    """Return the line of `entry` with the hash of all that is above it and of its own values."""
+    digest = above.copy()
+    digest.update(_line(entry))
+    return _line({**entry, "sha256": digest.hexdigest()})
+
+
+def _seals(entry: Mapping[str, Any], line: bytes, above: hashlib._Hash) -> bool:
+    """Return True if `line`, which contains `entry`, is what `_sealing` has returned."""
+    values = {name: value for name, value in entry.items() if name != "sha256"}
+    return _sealing(values, above) == line

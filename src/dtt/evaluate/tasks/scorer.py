@@ -1,0 +1,218 @@
+"""Scores of options and greedy answers of a model, distributed over ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from dtt.errors import Diverged
+from dtt.evaluate.tasks.option_trees import TreeBatch, tree_batches
+from dtt.evaluate.tasks.options import Option, OptionScore
+from dtt.evaluate.validation import evaluating
+from dtt.model.decoder import Decoder
+from dtt.model.generate import generate_batch, generate_uncached
+from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
+from dtt.parallel.apply import autocast
+from dtt.runtime.dist import World
+from dtt.targets import IGNORE_INDEX
+
+GPU_MULTIPLE = 1024
+"""Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""
+
+
+def never() -> bool:
+    """Return False: no stop is requested."""
+    return False
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scorer of options, distributed over the ranks."""
+
+    model: Decoder
+    """The unwrapped model; with `collective`, its parameters are sharded in place. Data and context
+    parallelism need no wrapper, because each rank scores complete sequences."""
+    world: World
+    _: KW_ONLY
+    batch_tokens: int
+    """Maximum number of tokens of a batch; no batch has padding in between."""
+    multiple: int = 1
+    """Number of ranks of tensor parallelism: they score the same batches, whose length is a
+    multiple of it."""
+    collective: bool = False
+    """True if parameters are sharded: all ranks then make the same number of calls."""
+    precision: str = "fp32"
+
+    def score(
+        self, questions: Sequence[Sequence[Option]], stop: Callable[[], bool] = never
+    ) -> list[list[OptionScore]] | None:
+        """Return the scores of all options of all questions, on every rank.
+
+        All ranks call this together with the same questions, at least enough for a batch per rank
+        to keep all of them busy. Return None as soon as `stop()`, which every rank calls between
+        batches, is true. Batches depend on the questions only, so the number of data-parallel ranks
+        does not change a bit of the scores. A model that has diverged has scores that are NaN.
+        """
+        batches = list(tree_batches(questions, self.batch_tokens))
+        replicas = self.world.size // self.multiple
+        found: list[tuple[int, int, OptionScore]] = []
+        with forward_only(self.model, self.world.device):
+            for first in range(0, len(batches), replicas):
+                if stop():
+                    return None
+                mine = first + self.world.rank // self.multiple
+                if mine < len(batches):
+                    found += self._scores(batches[mine])
+                elif self.collective:  # the weights are gathered from all ranks
+                    self._scores(TreeBatch())
+        scores = [[OptionScore(0.0, greedy=True)] * len(options) for options in questions]
+        for part in self.world.gather(found):
+            for question, option, score in part:
+                scores[question][option] = score
+        return scores
+
+    def _scores(self, batch: TreeBatch) -> list[tuple[int, int, OptionScore]]:
+        """Return the question, the option and the score of each option of a batch."""
+        scores = self._token_scores(batch)
+        by_option: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for token, score in zip(batch.scored, scores, strict=True):
+            by_option.setdefault((token.question, token.option), []).append(score)
+        return [
+            (*key, OptionScore(sum(nats for nats, _ in tokens), all(hit for _, hit in tokens)))
+            for key, tokens in by_option.items()
+        ]
+
+    def _token_scores(self, batch: TreeBatch) -> list[tuple[float, float]]:
+        """Return the log-likelihood of each scored token, and 1.0 if it is the most likely one."""
+        device = self.world.device
+        packed = PackedTrees()
+        for tree in batch.trees:
+            packed.add(tree)
+        packed.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
+        candidates = Counter[int]()
+        rows, columns = [], []
+        for token in batch.scored:
+            rows.append(token.index)
+            columns.append(candidates[token.index])
+            candidates[token.index] += 1
+        width = max(candidates.values(), default=1)
+        targets_TC = torch.full((len(packed.tokens), width), IGNORE_INDEX)
+        targets_TC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
+        with autocast(device, self.precision):
+            scores_1TC2 = self.model(
+                torch.tensor([packed.tokens], device=device),
+                targets_TC[None].to(device),
+                positions_BT=torch.tensor([packed.positions], device=device),
+                attention_fns=make_tree_attention_fns(self.model.arch, packed, device),
+                reduction="scores",
+            )
+        found: list[tuple[float, float]] = scores_1TC2[0].cpu()[rows, columns].tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Generator of greedy answers in the dtype of the weights, distributed over the ranks."""
+
+    model: Decoder
+    world: World
+    _: KW_ONLY
+    batch_tokens: int
+    """Maximum number of tokens of the prompts and answers that a rank generates at once."""
+    multiple: int = 1
+    """Number of ranks of tensor parallelism."""
+    collective: bool = False
+    """True if parameters are sharded: all ranks then generate one answer at a time together,
+    without a KV cache."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        until_ids: Collection[int],
+        stop: Callable[[], bool] = never,
+    ) -> list[list[int]] | None:
+        """Return the greedy continuation of each prompt, on every rank.
+
+        It ends before the first of `until_ids`, after `max_new_tokens`, or at the end of the
+        context. All ranks call this together. Return None as soon as `stop()`, which every rank
+        calls between batches, is true. Raise Diverged on every rank if logits are not finite.
+        """
+        answers: dict[int, list[int]] = {}
+        failure: Diverged | None = None
+        batches = list(self._batches(prompts, max_new_tokens))
+        ranks = 1 if self.collective else self.world.size
+        with forward_only(self.model, self.world.device):
+            for first in range(0, len(batches), ranks):
+                if stop():
+                    return None
+                for batch in batches[first : first + ranks][self.world.rank % ranks :][:1]:
+                    found: list[list[int]] = [[] for _ in batch]
+                    own = [prompts[i] for i in batch]
+                    try:
+                        for i, token in self._tokens(own, max_new_tokens, until_ids):
+                            found[i].append(token)
+                    except Diverged as error:  # the other ranks do not know yet
+                        failure = error
+                    answers.update(zip(batch, found, strict=True))
+        for part, failed in self.world.gather((answers, failure)):
+            if failed is not None:
+                raise failed
+            answers.update(part)
+        return [answers[i] for i in range(len(prompts))]
+
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> Iterator[list[int]]:
+        """Yield the indices of prompts to answer at once, the longest first."""
+        batch: list[int] = []
+        for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i)):
+            longest = len(prompts[batch[0] if batch else i]) + max_new_tokens
+            if batch and (self.collective or (len(batch) + 1) * longest > self.batch_tokens):
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _tokens(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, until_ids: Collection[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (index of the prompt, token) for each new token."""
+        if not self.collective:
+            return generate_batch(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=0,
+                stop_ids=until_ids,
+                generators=[None] * len(prompts),
+            )
+        tokens = generate_uncached(
+            self.model,
+            self.multiple,
+            self.world.from_first,
+            self.model.arch.max_seq_len,
+            prompts[0],
+            max_new_tokens=max_new_tokens,
+            temperature=0,
+            top_p=1.0,
+            stop_ids=until_ids,
+            generator=torch.Generator(self.world.device),
+        )
+        return ((0, token) for token in tokens)
+
+
+@contextmanager
+def forward_only(model: Decoder, device: torch.device) -> Iterator[None]:
+    """Disable gradients, dropout and, on a CPU, compiled blocks: each batch has its own shapes.
+
+    On a GPU, FlexAttention must be compiled. Afterwards, the model is in the mode it was in.
+    """
+    stance = "default" if device.type == "cuda" else "force_eager"
+    with torch.no_grad(), evaluating(model), torch.compiler.set_stance(stance):
+        yield

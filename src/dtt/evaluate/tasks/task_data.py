@@ -1,0 +1,364 @@
+"""Data of tasks: rows from the Hub at a pinned commit, or from local files, as questions."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from dtt.artifacts import CorpusManifest, fingerprint
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus.download import download
+from dtt.data.corpus.formats import (
+    BYTE_ORDER_MARK,
+    MAX_DOCUMENT_BYTES,
+    UNREADABLE,
+    file_format,
+    open_csv,
+    open_stream,
+)
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.evaluate.tasks.definition import Task, TaskSource
+from dtt.evaluate.tasks.prompts import Question, example_of, question_id, question_of
+from dtt.reading import parse
+from dtt.runtime.files import exclusive, sha256_file
+
+MAX_BYTES = 2**31
+"""Maximum size of the rows of a split, decompressed."""
+PATIENCE = 3600.0
+"""Seconds to wait for another process that downloads the same dataset."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The questions of a task."""
+
+    task: Task
+    questions: Sequence[Question]
+    sha256: str
+    """Hash of the files that the questions and the examples come from."""
+    revision: str | None
+    """Commit of the Hub dataset; None for a local file."""
+    shots: int
+    """Number of examples in front of each question."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of a split, and the files that they come from."""
+
+    rows: list[dict[str, Any]]
+    files: tuple[Path, ...]
+    starts: tuple[int, ...]
+    """Number of the first row of each file."""
+    hashes: tuple[str, ...]
+    revision: str | None
+
+    def where(self, row: int) -> str:
+        """Return the location of a row: `file, row N`, with N counted from 0 in its file."""
+        file = max(i for i, start in enumerate(self.starts) if start <= row)
+        return f"{self.files[file]}, row {row - self.starts[file]}"
+
+
+class Examples:
+    """The few-shot examples of the questions of a task."""
+
+    def __init__(self, task: Task, split: Split | None, count: int, ids: list[str] | None) -> None:
+        """`split` has the rows of the examples.
+
+        `ids` are theirs, where equal rows have equal ids, if some of them are also questions.
+        """
+        self.task, self.split, self.count = task, split, count
+        self._ids = ids
+        self._texts: dict[int, str] = {}
+        available = 0 if split is None else len(split.rows)
+        if ids is not None:  # without the question itself, however often it occurs
+            available -= max(Counter(ids).values())
+        if count > available:
+            raise ConfigError(
+                f"{task.name} has {available} examples, fewer than {count}",
+                where=split.files[0] if split is not None else None,
+                next="set fewer shots",
+            )
+
+    def text(self, question: str, row_id: str) -> str:
+        """Return the text of the examples in front of a question with this id, and of its row.
+
+        The first n examples are the same for any larger number of them.
+        """
+        return "".join(map(self._example, self._rows(question, row_id))) if self.count else ""
+
+    def _rows(self, question: str, row_id: str) -> list[int]:
+        assert self.split is not None
+        key = "" if self.task.shots.fixed else question
+        rows: list[int] = []
+        attempt = 0
+        while len(rows) < self.count:
+            row = _hash(f"{key}/{attempt}") % len(self.split.rows)
+            attempt += 1
+            own = self._ids is not None and self._ids[row] == row_id
+            if row not in rows and not own:
+                rows.append(row)
+        return rows
+
+    def _example(self, row: int) -> str:
+        assert self.split is not None
+        if row not in self._texts:
+            with _located(self.task, self.split, row):
+                self._texts[row] = example_of(self.task, self.split.rows[row])
+        return self._texts[row]
+
+
+def open_task(task: Task, folder: Path, *, limit: int | None, shots: int | None) -> TaskData:
+    """Return the questions of a task; download its data into `folder` if they are not there.
+
+    The first download pins the commit and records the hash of each file. Later calls verify the
+    files and need no network. `limit` selects that number of questions by the hashes of their ids,
+    so those of a smaller limit are among those of a larger one. `shots` overrides the number of
+    examples that the task defines; rolling tasks have none.
+
+    Raises ConfigError if the task needs examples but does not name where they come from, or if a
+    row does not fit the task; InputError or EnvironmentUnfit if the data cannot be had;
+    DamagedError if a file has changed since it was downloaded.
+    """
+    count = task.shots.count if shots is None else shots
+    if task.type == "rolling":
+        count = 0
+    origin = _examples_source(task, count)
+    split = _open(task, task.data, folder)
+    examples = split if origin == task.data else None
+    if origin is not None and examples is None:
+        examples = _open(task, origin, folder)
+    row_ids = _row_ids(task, split)
+    ids = _numbered(row_ids)
+    chosen = list(range(len(ids)))
+    if limit is not None:
+        chosen = sorted(sorted(chosen, key=lambda row: (_hash(ids[row]), row))[:limit])
+    example_ids = None
+    if examples is not None and not {*split.hashes}.isdisjoint(examples.hashes):
+        example_ids = row_ids if examples is split else _row_ids(task, examples)
+    prefixes = Examples(task, examples, count, example_ids)
+    questions = []
+    for row in chosen:
+        prefix = prefixes.text(ids[row], row_ids[row])
+        with _located(task, split, row):
+            questions.append(question_of(task, split.rows[row], ids[row], prefix))
+    hashes = [split.hashes, examples.hashes if examples else ()]
+    return TaskData(task, questions, fingerprint(hashes), split.revision, count)
+
+
+def _examples_source(task: Task, count: int) -> TaskSource | None:
+    """Return where the examples come from; raise ConfigError if the task does not name it."""
+    shots = task.shots
+    if count == 0:
+        return None
+    if shots.file is not None:
+        return TaskSource(file=shots.file)
+    if shots.split is not None:
+        return task.data.model_copy(update={"split": shots.split})
+    raise ConfigError(
+        f"{task.name} names no examples for {count} shots",
+        why="examples from the questions themselves would give answers away",
+        next="set shots.split or shots.file in the task, or evaluate it with shots=0",
+    )
+
+
+def _row_ids(task: Task, split: Split) -> list[str]:
+    """Return the ids of all rows; those of equal rows are equal."""
+    ids = []
+    for number, row in enumerate(split.rows):
+        with _located(task, split, number):
+            ids.append(question_id(task, row))
+    return ids
+
+
+def _numbered(ids: Sequence[str]) -> list[str]:
+    """Return ids with a number behind each that occurred before."""
+    seen = Counter[str]()
+    numbered = []
+    for id in ids:
+        seen[id] += 1
+        numbered.append(id if seen[id] == 1 else f"{id}-{seen[id]}")
+    return numbered
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+@contextmanager
+def _located(task: Task, split: Split, row: int) -> Iterator[None]:
+    """Turn a ValueError into a ConfigError with the location of the row."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            f"a row does not fit the task {task.name}",
+            where=split.where(row),
+            why=str(error),
+            next="fix the definition of the task, or the file",
+        ) from None
+
+
+def _open(task: Task, origin: TaskSource, folder: Path) -> Split:
+    """Return the verified rows of a split of the Hub or of a local file."""
+    if origin.file is not None:
+        if not origin.file.is_file():
+            raise InputError(
+                f"there is no file for the task {task.name}",
+                where=origin.file,
+                next="fix `file` in its definition; it is relative to the definition",
+            )
+        return _split([origin.file], [sha256_file(origin.file)], None)
+    out = _hub_folder(origin, folder)
+    if not CorpusManifest.exists(out):
+        # Ranks and jobs share the folder: one downloads, and the others wait.
+        with exclusive(out.parent, "dtt eval", PATIENCE):
+            if not CorpusManifest.exists(out):
+                _download(task, origin, out)
+    manifest = CorpusManifest.read(out)
+    paths = [out / file.path for file in manifest.files]
+    hashes = []
+    for path, file in zip(paths, manifest.files, strict=True):
+        hashes.append(sha256_file(path) if path.is_file() else None)
+        if hashes[-1] != file.sha256:
+            raise DamagedError(
+                f"the data of the task {task.name} have changed since they were downloaded",
+                where=path,
+                why="the file is missing" if hashes[-1] is None else "its sha256 differs",
+                next=f"delete {out}, and run the command again",
+            )
+    return _split(paths, [file.sha256 for file in manifest.files], manifest.source.revision)
+
+
+def _hub_folder(origin: TaskSource, folder: Path) -> Path:
+    """Return the folder of a split; each requested revision has its own.
+
+    Different names may become equal without the characters that a folder cannot have, so the hash
+    tells them apart.
+    """
+    revision = f"@{origin.revision}" if origin.revision else ""
+    parts = (origin.hub, origin.name, origin.split, origin.revision)
+    name = f"{origin.name or 'default'}--{origin.split}{revision}-{fingerprint(parts)[:8]}"
+    return folder / str(origin.hub).replace("/", "--") / re.sub(r"[^\w.@-]", "_", name)
+
+
+def _download(task: Task, origin: TaskSource, out: Path) -> None:
+    cfg = DownloadConfig(
+        dataset=origin.hub, name=origin.name, split=origin.split, revision=origin.revision
+    )
+    try:
+        download(cfg, out, rows=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the data of the task {task.name} cannot be downloaded",
+            where=f"{origin.hub}, subset {origin.name}, split {origin.split}",
+            why=" ".join(str(error).partition("\n  next:")[0].split()),
+            next="fix `data` in its definition",
+        ) from None
+
+
+def _split(paths: list[Path], hashes: list[str], revision: str | None) -> Split:
+    rows: list[dict[str, Any]] = []
+    starts = []
+    room = MAX_BYTES
+    for path in paths:
+        starts.append(len(rows))
+        found, size = _rows(path, room)
+        rows += found
+        room -= size
+    if not rows:
+        raise InputError("a task has no questions", where=paths[0])
+    return Split(rows, tuple(paths), tuple(starts), tuple(hashes), revision)
+
+
+def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
+    """Return all rows of a file and their size in bytes, which is at most `room`.
+
+    Unlike those of a corpus, none may be damaged.
+    """
+    try:
+        match file_format(path):
+            case "parquet":
+                return _parquet_rows(path, room)
+            case "csv":
+                return _csv_rows(path, room)
+            case "jsonl":
+                return _json_rows(path, room)
+    except UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DamagedError(
+            "cannot read the rows of a task",
+            where=path,
+            why=str(error).splitlines()[0],
+            next="fetch or write the file again",
+        ) from None
+    raise InputError("dtt cannot read this file", where=path, next="use JSON lines, Parquet or CSV")
+
+
+def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
+    with pq.ParquetFile(path) as file:
+        groups = range(file.metadata.num_row_groups)
+        size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+        if size > room:
+            raise _too_large(path)
+        return file.read().to_pylist(), size
+
+
+def _csv_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
+    found: list[dict[str, Any]] = []
+    size = 0
+    stream, rows = open_csv(path)
+    with stream:
+        for row in rows:
+            found.append(row)
+            size += sum(len(str(value)) for value in row.values())
+            if size > room:
+                raise _too_large(path)
+    return found, size
+
+
+def _json_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
+    rows: list[dict[str, Any]] = []
+    size = 0
+    with open_stream(path) as stream:
+        lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
+            size += len(line)
+            if size > room or len(line) > MAX_DOCUMENT_BYTES:
+                raise _too_large(path)
+            content = line.removeprefix(BYTE_ORDER_MARK).strip()
+            if not content:
+                continue
+            try:
+                row = parse(content)
+            except ValueError as error:
+                row, why = None, str(error)
+            else:
+                why = "it is not an object"
+            if not isinstance(row, dict):
+                raise InputError(
+                    "a line is not a JSON object",
+                    where=f"{path}:{number}",
+                    why=why,
+                    next='write each row as a line such as {"query": "…", "gold": 0}',
+                )
+            rows.append(row)
+    return rows, size
+
+
+def _too_large(path: Path) -> InputError:
+    return InputError(
+        "the rows of a task are too large",
+        where=path,
+        why=f"at most {MAX_BYTES // 2**30} GiB, and {MAX_DOCUMENT_BYTES // 2**20} MiB for a row",
+        next="use a smaller split",
+    )

@@ -1,0 +1,43 @@
+"""Benchmark tasks in the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dtt.errors import Diverged
+from dtt.evaluate.tasks.runner import TaskRunner, task_record
+from dtt.evaluate.tasks.task_data import TaskData
+from dtt.runtime.log import log
+from dtt.track.base import Record
+
+
+@dataclass(frozen=True)
+class TaskEvaluator:
+    """The benchmark tasks of a run, answered with its current weights.
+
+    It writes no result files: these belong to a checkpoint, and most steps that are evaluated have
+    none. It does not evaluate averaged weights either, as that would double the time for which
+    training waits. `dtt eval` does both, with checkpoints.
+    """
+
+    tasks: Sequence[TaskData]
+    runner: TaskRunner
+
+    def records(self, step: int, stop: Callable[[], bool]) -> list[Record] | None:
+        """Return one `task` record per task; all ranks call this together.
+
+        Nothing draws random numbers or changes the model, so training is not affected. Return None
+        as soon as `stop()`, which every rank calls between batches, is true.
+        """
+        records = []
+        for data in self.tasks:
+            try:
+                result = self.runner.run(data, None, stop)
+            except Diverged as error:  # the guard decides what to do about it, on all ranks
+                log.warning("step %d: no scores of %s: %s", step, data.task.name, error)
+                continue
+            if result is None:
+                return None
+            records.append(task_record(step, result))
+        return records

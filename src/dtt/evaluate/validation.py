@@ -1,0 +1,239 @@
+"""Validation loss and samples. Evaluation leaves the model unchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from dtt.config.train import TrainConfig
+from dtt.data.samples.dataset import Dataset
+from dtt.data.samples.loader import BatchReader, MicroBatch
+from dtt.data.samples.protocol import Samples, Source
+from dtt.errors import Diverged
+from dtt.evaluate.answers import Together
+from dtt.model.decoder import Decoder
+from dtt.model.generate import generate, generate_uncached
+from dtt.optim.ema import Ema
+from dtt.parallel.apply import autocast, release
+from dtt.runtime.dist import World
+from dtt.runtime.log import log
+from dtt.targets import IGNORE_INDEX
+from dtt.track.base import Record
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out text of one source."""
+
+    source: Source
+    count: int
+    """Number of samples to evaluate, from the start of the source."""
+    share: float
+    """Weight of the source in the overall loss; the shares of all sources sum to 1."""
+
+
+def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
+    """Divide `count` samples equally among the sources that have held-out text.
+
+    A source without targets in its samples is left out, with a warning: it has no mean loss.
+    The share of a source is its share of the samples of the whole run, at every step: overall
+    losses of different steps can be compared although mixture weights change in between.
+    """
+    shares = dataset.shares()
+    sources = [s for s in dataset.validation if s is not None and shares[s.name] > 0]
+    each = max(1, count // max(1, len(sources)))
+    counts = {source.name: min(each, len(source)) for source in sources}
+    evaluated = []
+    for source in sources:
+        if source.targets(np.arange(counts[source.name], dtype=np.uint64)):
+            evaluated.append(source)
+        else:
+            log.warning("no validation of %s: its held-out samples have no targets", source.name)
+    total = sum(shares[source.name] for source in evaluated)
+    return [HeldOut(s, counts[s.name], shares[s.name] / total) for s in evaluated]
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Means over the evaluated targets of a source."""
+
+    loss: float
+    """Loss in nats per token."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of text per target; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Validation loss over the held-out text of every source, distributed over the ranks."""
+
+    parts: Sequence[HeldOut]
+    reader: BatchReader
+    precision: str
+    world: World
+    contexts: int = 1
+    """Number of ranks that share a sequence (context parallelism)."""
+    token_bytes: npt.NDArray[np.int64] | None = None
+    """[vocab_size]: bytes of text of each token id; None if unknown."""
+
+    def record(
+        self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
+    ) -> Record | None:
+        """Evaluate and return the `eval` record: mean loss in nats per token and in bits per byte.
+
+        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
+        the averaged weights. Return None as soon as `stop()`, which every rank calls between
+        batches, is true.
+        """
+        losses = self._losses(model, stop)
+        if losses is None:
+            return None
+        record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
+        if len(losses) > 1:
+            names = [part.source.name for part in self.parts]
+            record["losses"] = dict(zip(names, (one.loss for one in losses), strict=True))
+        if ema is not None:
+            with ema.swapped():
+                averaged = self._losses(model, stop)
+            if averaged is None:
+                return None
+            record["ema_loss"] = self._overall(averaged)["loss"]
+        return record
+
+    @cached_property
+    def _token_bytes(self) -> Tensor | None:
+        """`token_bytes` as a tensor on the device."""
+        if self.token_bytes is None:
+            return None
+        return torch.from_numpy(self.token_bytes).to(self.world.device)
+
+    @torch.no_grad()
+    def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[MeanLoss] | None:
+        """Measure each source; return None as soon as `stop()` is true."""
+        totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
+        with evaluating(model):
+            for total, part in zip(totals, self.parts, strict=True):
+                for samples in chunks(self.reader, part.count):
+                    if stop():
+                        return None
+                    for micro_batch in self.reader.read_on_all(part.source, samples):
+                        total += self._loss(model, micro_batch)
+        return [
+            # Without a table of bytes per token, use the mean over the source's text.
+            MeanLoss(
+                loss / tokens,
+                part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens,
+            )
+            for part, (loss, tokens, text_bytes) in zip(
+                self.parts, self.world.sum_(totals).tolist(), strict=True
+            )
+        ]
+
+    def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Return [3]: the summed loss, the number of targets, and the bytes of their text.
+
+        Ranks that share a sequence each return their fraction of the two counts.
+        """
+        targets = micro_batch.targets
+        with autocast(self.world.device, self.precision):
+            loss = model(micro_batch.tokens, targets, doc_ids_BT=micro_batch.doc_ids)
+        counted = targets != IGNORE_INDEX
+        text_bytes = targets.new_zeros(())
+        if self._token_bytes is not None:
+            # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
+            text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
+        counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
+        return torch.cat([loss.double()[None], counts.double()])
+
+    def _overall(self, losses: Sequence[MeanLoss]) -> dict[str, float | None]:
+        shares = [part.share for part in self.parts]
+        loss = sum(share * one.loss for share, one in zip(shares, losses, strict=True))
+        known = [one.bytes_per_token for one in losses]
+        bits_per_byte = None
+        if all(known):
+            bytes_per_token = sum(s * (b or 0) for s, b in zip(shares, known, strict=True))
+            bits_per_byte = loss / math.log(2) / bytes_per_token
+        return {"loss": loss, "bits_per_byte": bits_per_byte}
+
+
+def chunks(reader: BatchReader, count: int) -> Iterator[Samples]:
+    """Yield the first `count` samples in chunks of one micro-batch per rank."""
+    rows = reader.micro_batch * reader.size
+    for first in range(0, count, rows):
+        yield np.arange(first, min(first + rows, count), dtype=np.uint64)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Disable dropout inside the context; afterwards, free the weights that FSDP has gathered.
+
+    The next forward pass must gather again, because EMA may have replaced the weights.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        release(model)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Generator of continuations of a prompt, during training.
+
+    The text depends on the weights, the seed and the step only.
+    """
+
+    config: TrainConfig
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    """Token ids of the prompt, at least one."""
+    shown: str
+    """Text of the prompt in the record."""
+    stop_tokens: tuple[int, ...]
+    """Ids that end a sample."""
+    seed: int
+
+    def record(
+        self,
+        model: Decoder,
+        step: int,
+        together: Together | None = None,
+    ) -> Record:
+        """Generate and return the `sample` record; the prompt alone if the model has diverged.
+
+        `together` is required for a sharded model, and None otherwise.
+        """
+        device = next(model.parameters()).device
+        how: dict[str, Any] = {
+            "max_new_tokens": self.config.sample_tokens,
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "stop_ids": self.stop_tokens,
+            "generator": torch.Generator(device).manual_seed(self.seed + step),
+        }
+        if together is None:
+            tokens = generate(model, self.prompt, **how)
+        else:
+            context = model.arch.max_seq_len
+            tokens = generate_uncached(*together, context, self.prompt, **how)
+        # Every token has a different shape, and each would be compiled.
+        with torch.compiler.set_stance("force_eager"):
+            try:
+                ids = list(tokens)
+            except Diverged as error:  # the guard decides what to do about it, on all ranks
+                log.warning("no sample: %s", error)
+                ids = []
+        text = self.shown + self.tokenizer.decode(ids)
+        return {"kind": "sample", "step": step, "text": text}

@@ -1,0 +1,2 @@
+"""The state of jobs, derived from their files and from Slurm.
+May import: config, runtime."""

@@ -1,0 +1,2 @@
+"""Slurm: rendering of job scripts, submission, and queries.
+May import: config, runtime."""

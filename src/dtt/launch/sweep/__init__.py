@@ -1,0 +1,2 @@
+"""Sweeps: their trials, how these are run, and their results.
+May import: config, runtime, track."""

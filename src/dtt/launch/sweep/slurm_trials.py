@@ -1,0 +1,58 @@
+"""Submission of trials to Slurm, as the tasks of one array or as a job each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtt.config.launch import LaunchConfig
+from dtt.config.load import load_job
+from dtt.errors import ConfigError
+from dtt.launch.slurm import job_script, submissions
+from dtt.launch.slurm.job_script import Array, Script
+from dtt.launch.sweep.trials import Sweep
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+
+def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
+    """Submit all jobs as one Slurm array, at most `cap` at a time.
+
+    Raises ConfigError if their `launch` sections differ, because the tasks of an array share
+    resources.
+    """
+    launch, *others = [load_job(job.root).launch for job in jobs]
+    if any(other != launch for other in others):
+        raise ConfigError(
+            "all tasks of an array request the same resources",
+            why="these trials differ in their `launch` section",
+            next="submit separate jobs with --separate",
+        )
+    array = Array(tuple(job.root for job in jobs), cap)
+    lead = max(job_script.lead(job, launch) for job in jobs)
+    number = submissions.submit(_script(sweep.manifest.name, sweep.root, launch, lead, array))
+    log.info("%s: Slurm job %s, an array of %d", sweep.root, number, len(jobs))
+
+
+def submit_each(jobs: Sequence[JobDir]) -> None:
+    """Submit every job to Slurm as a separate job."""
+    for job in jobs:
+        config = load_job(job.root)
+        lead = job_script.lead(job, config.launch)
+        number = submissions.submit(_script(config.name, job.root, config.launch, lead))
+        log.info("%s: Slurm job %s", job.root, number)
+
+
+def _script(
+    name: str, folder: Path, launch: LaunchConfig, lead: int, array: Array | None = None
+) -> Script:
+    return Script(
+        job_name=name,
+        job=folder,
+        directory=Path.cwd(),
+        argv=("train",),
+        kind="train",
+        launch=launch,
+        lead=lead,
+        array=array,
+    )

@@ -1,0 +1,406 @@
+"""Attention backends: one `AttentionFn` for each layer and forward pass.
+
+Shapes: B sequences, T tokens, S tokens in a cache or on all ranks that share a sequence, H query
+heads, G key/value heads, K head_dim.
+
+Plain causal attention uses SDPA. Document masks and sliding windows use block-sparse attention:
+SDPA tile by tile on a CPU, FlexAttention on a GPU. Both skip masked blocks and never materialise a
+[T, T] mask. Both also support queries that are a part of the sequence (context parallelism).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtt.config.train import AttentionKernel
+from dtt.model.architecture import Architecture
+from dtt.model.block_sparse import tiled_attention
+from dtt.model.kv_cache import KVCache
+from dtt.model.sdpa import WITH_A_MASK, Kernels, grouped_heads, kernels, running_kernel, sdpa
+from dtt.runtime.compilation import compiler
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""An attention function: queries [B, H, T, K], keys and values [B, G, T, K] → [B, H, T, K]."""
+
+Backend = Literal["SDPA", "block-sparse SDPA", "FlexAttention"]
+EAGER_MASK = 128
+"""Sequence length in tokens up to which the block mask is created uncompiled: it is at most one
+block."""
+
+
+def choose(
+    device: torch.device,
+    seq_len: int,
+    documents: bool,
+    window: int | None,
+    full_sequence: bool = True,
+) -> Backend:
+    """Return the attention backend for `seq_len` tokens, with separate documents or a window.
+
+    `full_sequence`: this rank holds all tokens of each sequence.
+    """
+    if full_sequence and not documents and (window is None or window >= seq_len):
+        return "SDPA"
+    return "FlexAttention" if device.type == "cuda" else "block-sparse SDPA"
+
+
+def describe(
+    arch: Architecture,
+    device: torch.device,
+    seq_len: int,
+    documents: bool,
+    full_sequence: bool = True,
+    *,
+    requested: AttentionKernel = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Return one line for the log that names the backend of each layer.
+
+    Raises EnvironmentUnfit if `requested` cannot compute plain causal attention of these sizes in
+    `dtype`.
+    """
+    layers = Counter(
+        f"SDPA ({running_kernel(arch, device, seq_len, requested, dtype)})"
+        if choose(device, seq_len, documents, window, full_sequence) == "SDPA"
+        else _describe(window, device, seq_len, documents, full_sequence)
+        for window in arch.windows
+    )
+    if len(layers) == 1:
+        return f"attention: {next(iter(layers))}"
+    parts = (f"{what} ({n} of {arch.n_layers} layers)" for what, n in layers.items())
+    return f"attention: {', '.join(parts)}"
+
+
+def _describe(
+    window: int | None, device: torch.device, seq_len: int, documents: bool, full_sequence: bool
+) -> str:
+    backend = choose(device, seq_len, documents, window, full_sequence)
+    limits = ["documents"] * documents
+    if window is not None and window < seq_len:
+        limits.append(f"a window of {window}")
+    return f"{backend} within {' and '.join(limits)}" if limits else backend
+
+
+def make_attention_fns(
+    arch: Architecture,
+    tokens_BT: Tensor,
+    doc_ids_BT: Tensor | None,
+    cache: KVCache | None,
+    requested: AttentionKernel = "auto",
+) -> list[AttentionFn]:
+    """Return the attention function of each layer for this forward pass.
+
+    Layers with the same window share one. If all sequences in the cache have the same length, any
+    number of new tokens may follow; otherwise only one token per sequence (ValueError).
+    """
+    if cache is not None and any(cache.lengths):
+        count = tokens_BT.shape[1]
+        if count > 1 and len(set(cache.lengths)) > 1:
+            raise ValueError("sequences of different lengths take one token at a time")
+        masks = {w: _recent(cache, w, count) for w in set(arch.windows)}
+        return [
+            DecodeStep(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)
+        ]
+    # Generation runs in the dtype of the weights, which a kernel chosen for training may not take.
+    chosen = requested if cache is None else "auto"
+    allowed = kernels(tokens_BT.device, chosen, training=cache is None)
+    by_window = {
+        w: _make_attention_fn(arch.attn_scale, tokens_BT, doc_ids_BT, w, allowed=allowed)
+        for w in set(arch.windows)
+    }
+    if cache is not None:
+        return [Prefill(cache, i, by_window[w]) for i, w in enumerate(arch.windows)]
+    return [by_window[w] for w in arch.windows]
+
+
+def make_context_attention_fns(
+    arch: Architecture,
+    tokens_BS: Tensor,
+    doc_ids_BS: Tensor | None,
+    chunks: Sequence[range],
+    gather: Callable[[Tensor], Tensor],
+) -> list[AttentionFn]:
+    """Return the attention function of each layer under context parallelism.
+
+    This rank holds `chunks`, all of the same length, given as ranges of positions among the S
+    tokens. `gather` all-gathers a tensor [..., T, K] to [..., S, K], in the order of the tokens.
+    """
+    by_window = {
+        w: Gathered(gather, _make_attention_fn(arch.attn_scale, tokens_BS, doc_ids_BS, w, chunks))
+        for w in set(arch.windows)
+    }
+    return [by_window[w] for w in arch.windows]
+
+
+def _make_attention_fn(
+    scale: float,
+    tokens_BS: Tensor,
+    doc_ids_BS: Tensor | None,
+    window: int | None,
+    chunks: Sequence[range] | None = None,
+    allowed: Kernels = (),
+) -> AttentionFn:
+    seq_len, device = tokens_BS.shape[1], tokens_BS.device
+    match choose(device, seq_len, doc_ids_BS is not None, window, full_sequence=chunks is None):
+        case "SDPA":
+            return Causal(scale, allowed)
+        case "block-sparse SDPA":
+            starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
+            return Tiled(scale, doc_ids_BS, window, starts)
+        case "FlexAttention":
+            return flex(scale, tokens_BS, doc_ids_BS, window, chunks)
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Causal attention with SDPA."""
+
+    scale: float
+    allowed: Kernels = ()
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention; see `AttentionFn`."""
+        return sdpa(q_BHTK, k_BGTK, v_BGTK, self.allowed, scale=self.scale, is_causal=True)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Block-sparse attention on a CPU, within the last `window` tokens of the same document."""
+
+    scale: float
+    doc_ids_BS: Tensor | None
+    window: int | None
+    starts: tuple[int, ...] = (0,)
+
+    def __call__(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+        """Compute attention; with more keys than queries, the query chunks start at `starts`."""
+        limits = self.doc_ids_BS, self.window, self.scale, self.starts
+        return tiled_attention(q_BHTK, k_BGSK, v_BGSK, *limits)
+
+
+@dataclass(frozen=True)
+class Flex:
+    """Block-sparse attention on a GPU with FlexAttention (Dong et al., 2024).
+
+    If FlexAttention cannot be compiled, it uses SDPA with a dense mask.
+    """
+
+    scale: float
+    rule: Callable[..., Tensor]
+    """`mask_mod` function of FlexAttention."""
+    shape: tuple[int, int, int]
+    """Number of sequences with their own mask (1: all share one), of queries, and of keys."""
+    device: torch.device
+    block_mask: Any
+    """FlexAttention's `BlockMask`; None if it could not be compiled."""
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention; see `AttentionFn`."""
+        if compiler.failure:
+            return self.dense(q_BHTK, k_BGTK, v_BGTK)
+        kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
+        width = q_BHTK.shape[-1]
+        if width < 16:  # the kernels need a head_dim of at least 16
+            q_BHTK, k_BGTK, v_BGTK = (F.pad(x, (0, 16 - width)) for x in (q_BHTK, k_BGTK, v_BGTK))
+        out_BHTK: Any = kernel(
+            q_BHTK,
+            k_BGTK,
+            v_BGTK,
+            block_mask=self.block_mask,
+            scale=self.scale,
+            enable_gqa=grouped_heads(q_BHTK, k_BGTK),
+        )
+        if out_BHTK is None:  # compilation failed in this call
+            out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)
+        narrowed: Tensor = out_BHTK[..., :width]
+        return narrowed
+
+    def dense(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention with SDPA and a boolean mask [T, S]: slower, but equally exact.
+
+        FlexAttention without compilation would instead materialise the scores of all heads in fp32.
+        """
+        return sdpa(q_BHTK, k_BGTK, v_BGTK, WITH_A_MASK, scale=self.scale, attn_mask=self.mask)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Boolean mask [B or 1, 1, T, S]: True where the query may attend to the key."""
+        rows, queries, keys = (torch.arange(n, device=self.device) for n in self.shape)
+        seen = self.rule(rows[:, None, None], rows[0], queries[:, None], keys)
+        return seen.expand(self.shape)[:, None]
+
+
+def flex(
+    scale: float,
+    tokens_BS: Tensor,
+    doc_ids_BS: Tensor | None,
+    window: int | None,
+    chunks: Sequence[range] | None = None,
+) -> Flex:
+    """Build a `Flex` with the block mask, which lets the kernels skip fully masked blocks.
+
+    `chunks`: positions of the queries among the S tokens, if the queries are only a part of them.
+    """
+    rows, length = tokens_BS.shape
+    positions_T = None
+    if chunks is not None:
+        ranges = (torch.arange(c.start, c.stop, device=tokens_BS.device) for c in chunks)
+        positions_T = torch.cat(list(ranges))
+    rule = visible(doc_ids_BS, window, positions_T)
+    queries = length if positions_T is None else len(positions_T)
+    shape = (1 if doc_ids_BS is None else rows, queries, length)
+    return flex_with(rule, scale, shape, tokens_BS.device, own_masks=doc_ids_BS is not None)
+
+
+def flex_with(
+    rule: Callable[..., Tensor],
+    scale: float,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    *,
+    own_masks: bool = False,
+) -> Flex:
+    """Build a `Flex` with the `mask_mod` function `rule`; the shape is that of `Flex`.
+
+    `own_masks`: the rule depends on the sequence.
+    """
+    block_mask = None
+    if not compiler.failure:
+        rows, queries, keys = shape
+        create = _block_mask_maker(compiled=keys > EAGER_MASK)
+        block_mask = create(rule, rows if own_masks else None, None, queries, keys, device=device)
+    return Flex(scale, rule, shape, device, block_mask)
+
+
+def visible(
+    doc_ids_BS: Tensor | None, window: int | None, positions_T: Tensor | None = None
+) -> Callable[..., Tensor]:
+    """Return FlexAttention's `mask_mod`: True if query `q` of sequence `b` may attend to key `k`.
+
+    A token attends to itself and to earlier tokens, limited by the window and its document.
+    `doc_ids_BS` holds the document id of each token; documents are contiguous. Query `q` is at
+    position `positions_T[q]`, or at q without `positions_T`.
+    """
+
+    def mask_mod(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if positions_T is not None:
+            q = positions_T[q]
+        seen = k <= q
+        if window is not None:
+            seen = seen & (k > q - window)
+        if doc_ids_BS is not None:
+            seen = seen & (doc_ids_BS[b, q] == doc_ids_BS[b, k])
+        return seen
+
+    return mask_mod
+
+
+@cache
+def _flex_kernel(*, part_of_a_graph: bool) -> Callable[..., Any]:
+    """Return FlexAttention: unchanged for use in a compiled graph, otherwise compiled separately.
+
+    The separately compiled function returns None if compilation fails. Uncompiled, FlexAttention
+    would materialise all [T, T] scores.
+    """
+    # imported only where used: the import is slow
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel: Any = flex_attention
+    return kernel if part_of_a_graph else compiler.compiled(kernel, otherwise=_nothing)
+
+
+@cache
+def _block_mask_maker(*, compiled: bool) -> Callable[..., Any]:
+    """Return `create_block_mask`, compiled on request.
+
+    Compiled, it needs no memory for a [T, T] mask, and returns None if compilation fails.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return (
+        compiler.compiled(create_block_mask, otherwise=_nothing) if compiled else create_block_mask
+    )
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Return None, in place of a function that could not be compiled."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Attention from this rank's tokens to those of all ranks that share the sequence.
+
+    Keys and values are all-gathered before attention instead of passed around a ring (Llama 3,
+    arXiv 2407.21783, section 3.3.2): with grouped heads they are small, and every attention kernel
+    works unchanged.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    attention_fn: AttentionFn
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention; see `AttentionFn`."""
+        k_BGSK, v_BGSK = self.gather(torch.stack((k_BGTK, v_BGTK)))
+        return self.attention_fn(q_BHTK, k_BGSK, v_BGSK)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Attention over a prompt that also writes its keys and values to the cache."""
+
+    cache: KVCache
+    layer: int
+    attention_fn: AttentionFn
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention; see `AttentionFn`."""
+        self.cache.write(self.layer, k_BGTK, v_BGTK)
+        return self.attention_fn(q_BHTK, k_BGTK, v_BGTK)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Attention from the new tokens of each sequence to the cached tokens and to themselves."""
+
+    cache: KVCache
+    layer: int
+    scale: float
+    recent: slice
+    """Range of cache positions that at least one new token attends to."""
+    mask_B1TS: Tensor | None
+    """Mask of those positions for each new token; None if every token attends to all of them."""
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Compute attention; see `AttentionFn`."""
+        k_BGSK, v_BGSK = self.cache.write(self.layer, k_BGTK, v_BGTK)
+        k_BGSK, v_BGSK = k_BGSK[:, :, self.recent], v_BGSK[:, :, self.recent]
+        allowed = kernels(q_BHTK.device, "auto", training=False)
+        if allowed and self.mask_B1TS is not None:
+            allowed = WITH_A_MASK
+        return sdpa(q_BHTK, k_BGSK, v_BGSK, allowed, scale=self.scale, attn_mask=self.mask_B1TS)
+
+
+def _recent(cache: KVCache, window: int | None, count: int) -> tuple[slice, Tensor | None]:
+    """Return the range of cache positions that `count` new tokens attend to, and a mask or None.
+
+    A new token attends to itself too. One token of each sequence needs a mask only if the sequences
+    have different lengths.
+    """
+    starts = [0 if window is None else max(0, length + 1 - window) for length in cache.lengths]
+    places = slice(min(starts), max(cache.lengths) + count)
+    if count == 1 and len(set(cache.lengths)) == 1:
+        return places, None
+    place_S = torch.arange(places.start, places.stop, device=cache.device)
+    position_BT1 = cache.positions(count)[..., None]
+    seen_BTS = place_S <= position_BT1
+    if window is not None:
+        seen_BTS &= place_S > position_BT1 - window
+    return places, seen_BTS[:, None]

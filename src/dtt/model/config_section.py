@@ -1,0 +1,46 @@
+"""Conversion of an `Architecture` back to the `model` section of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dtt.config.model import ModelConfig
+from dtt.model.architecture import Architecture
+
+NOT_FROM_WEIGHTS = {"max_seq_len", "init_std", "dropout"}
+"""Keys that do not depend on trained weights."""
+
+
+def model_section(arch: Architecture) -> dict[str, Any]:
+    """Return the `model` section from which the family builds `arch`.
+
+    The keys in NOT_FROM_WEIGHTS are left out. Values are plain YAML types. Multipliers that differ
+    from the family's own have no key here: the `scaling` section sets them.
+    """
+    section, named = _section(arch)
+    dumped = section.model_dump(mode="json", exclude_none=True)
+    return {name: value for name, value in dumped.items() if name in named}
+
+
+def section_problems(arch: Architecture) -> Iterator[str]:
+    """Yield a message for each inconsistent size of `arch`, by the rules of the `model` section."""
+    for _, why in _section(arch)[0].problems():
+        yield why
+
+
+def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
+    """Return the configuration that builds `arch`, and the names of the keys it determines."""
+    same = ModelConfig.model_fields.keys() & vars(arch).keys()
+    values = {name: getattr(arch, name) for name in same - NOT_FROM_WEIGHTS}
+    if arch.position == "learned":
+        del values["rope_theta"], values["rope_scaling"]
+    if arch.rope_local_theta is None:
+        del values["rope_local_theta"]
+    local = [window for window in arch.windows if window is not None]
+    if local:
+        values["window"] = local[0]
+    if arch.family == "gemma3":
+        values["window_pattern"] = (*arch.windows, None).index(None) + 1
+        values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
+    return ModelConfig(**values), set(values)

@@ -1,0 +1,64 @@
+"""Divisibility checks of a model and its sequence lengths over a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from dtt.config.parallel import Sizes
+from dtt.config.train import TrainConfig
+from dtt.errors import ConfigError
+from dtt.model.architecture import Architecture
+
+
+def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
+    """Raise ConfigError if sizes of the model or sequence lengths are not divisible by the mesh.
+
+    The error lists everything that is not divisible, and suggests the largest sizes of `tensor` and
+    `context` that work.
+    """
+    contexts = {train.seq_len, *(tokens for _, tokens in train.context_schedule)}
+    found = list(misfits(sizes, arch, contexts))
+    if not found:
+        return
+    smaller = product(range(1, sizes.tensor + 1), range(1, sizes.context + 1))
+    fitting = [
+        (tensor * context, tensor, context)
+        for tensor, context in smaller
+        if not any(misfits(sizes._replace(tensor=tensor, context=context), arch, contexts))
+    ]
+    _, tensor, context = max(fitting)
+    raise ConfigError(
+        "the model cannot be divided evenly over the mesh of `parallel`",
+        where=", ".join(dict.fromkeys(key for key, _ in found)),
+        why="; ".join(why for _, why in found),
+        next=f"parallel.tensor={tensor} parallel.context={context}, with the remaining "
+        f"devices in parallel.shard or parallel.replicate; or change the sizes that are "
+        f"not divisible",
+    )
+
+
+def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield (config key, reason) for each value that is not divisible by its mesh dimension.
+
+    `contexts` are sequence lengths in tokens. With context parallelism each rank has two chunks of
+    a sequence, an early and a late one, to balance causal attention: lengths must be
+    divisible by twice the context size.
+    """
+    divided = {
+        "n_heads": arch.n_heads,
+        "n_kv_heads": arch.n_kv_heads,
+        "ffn_dim": arch.ffn_dim,
+        "vocab_size": arch.vocab_size,
+    }
+    if arch.position == "learned":
+        divided["max_seq_len"] = arch.max_seq_len
+    for key, value in divided.items():
+        if value % sizes.tensor:
+            yield f"model.{key}", f"{key} {value} is not a multiple of tensor {sizes.tensor}"
+    parts = sizes.tensor * (2 * sizes.context if sizes.context > 1 else 1)
+    for tokens in sorted(contexts):
+        if tokens % parts:
+            named = f"2 x context {sizes.context} x tensor" if sizes.context > 1 else "tensor"
+            why = f"{tokens} tokens of a sequence are not a multiple of {named} {sizes.tensor}"
+            yield "train.context_schedule" if tokens < max(contexts) else "train.seq_len", why

@@ -1,0 +1,2 @@
+"""Checks of muP: coordinate check and learning-rate transfer.
+May import: train, data, model, optim."""

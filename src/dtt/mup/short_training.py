@@ -1,0 +1,106 @@
+"""Short training of a model in this process on a run's data, without a job or checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+from dtt.config.run import RunConfig
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.loader import Batch, BatchReader, training_batches
+from dtt.errors import ConfigError
+from dtt.model.decoder import Decoder, roles
+from dtt.model.init import initialize
+from dtt.optim import groups
+from dtt.optim.rounding import StochasticRounding
+from dtt.runtime.dist import World
+from dtt.train.run_plan import make_plan
+from dtt.train.step import forward_backward, next_token, update
+
+
+class ShortTraining:
+    """A newly initialised model, with its data and optimizers."""
+
+    def __init__(self, cfg: RunConfig, world: World) -> None:
+        """Create the model; `world` is a single process.
+
+        Raise the errors of `open_dataset` and `make_plan`.
+        """
+        dataset = open_dataset(cfg)
+        self.plan = make_plan(cfg, dataset, world)
+        self._train, self._step_sizes = cfg.train, dataset.step_sizes
+        self._no_skip = torch.zeros((), device=world.device)
+        with world.device:
+            self.model = Decoder(self.plan.arch).to(self.plan.precision.weights)
+        initialize(self.model, cfg.seed, self.plan.scaling.base)
+        self._rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
+        parameters, by_name = dict(self.model.named_parameters()), roles(self.model)
+        self._optimizers = groups.build(
+            cfg.optim,
+            parameters,
+            by_name,
+            self.plan.precision.compute_dtype,
+            self.plan.scaling.learning_rates(cfg.optim, by_name),
+            self._rounding,
+        )
+        reader = BatchReader.of(cfg, 0, 1, world.device)
+        batches = training_batches(dataset, reader, 0)
+        self.first_batch = next(batches)
+        self._batches = chain([self.first_batch], batches)
+
+    def losses(self, multiplier: Callable[[int], float]) -> Iterator[Tensor]:
+        """Train to the end of the run; after each step, yield its loss [] in nats per token.
+
+        The losses stay on the device. `multiplier` maps a step, counted from 0, to its learning
+        rate as a fraction of the peak.
+        """
+        for step, batch in enumerate(self._batches):
+            groups.set_learning_rate(self._optimizers, multiplier(step))
+            yield self._step(step, batch)
+
+    def scheduled(self, step: int) -> float:
+        """Return the multiplier of learning rates that the run itself has at a step."""
+        return self._step_sizes.at(step).lr_factor * self.plan.schedule.multiplier(step)
+
+    def _step(self, step: int, batch: Batch) -> Tensor:
+        """Do one step without an anomaly guard; return its loss []."""
+        losses = forward_backward(
+            self.model,
+            batch.micro_batches,
+            next_token(self._train.z_loss),
+            terms=batch.targets,
+            precision=self.plan.precision,
+        )
+        limit = self._train.clip_norm or float("inf")
+        nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)
+        return losses.loss
+
+
+def at_width(cfg: RunConfig, width: int) -> RunConfig:
+    """Return the run with another `model.dim`: heads of the same size, the rest in proportion.
+
+    The number of heads and the size of the MLP scale with the width. Raise ConfigError if the
+    number of heads would not be an integer.
+    """
+    model = cfg.model
+    kv_heads = model.n_kv_heads or model.n_heads
+    step = model.dim // gcd(model.dim, model.n_heads, kv_heads)
+    if width % step:
+        raise ConfigError(
+            f"the model cannot be {width} wide with heads of the same size",
+            why=f"it has {model.n_heads} heads, {kv_heads} for keys, at a width of {model.dim}",
+            next=f"--widths {step},{2 * step},{4 * step}, or another model.n_heads",
+        )
+    sizes = {
+        "dim": width,
+        "n_heads": model.n_heads * width // model.dim,
+        "n_kv_heads": model.n_kv_heads and model.n_kv_heads * width // model.dim,
+        "head_dim": model.resolved_head_dim,
+        "ffn_dim": model.ffn_dim and model.ffn_dim * width // model.dim,
+    }
+    return cfg.model_copy(update={"model": model.model_copy(update=sizes)})

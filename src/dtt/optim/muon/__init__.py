@@ -1,0 +1,2 @@
+"""The Muon optimizer for sharded matrices.
+May import: config, runtime."""

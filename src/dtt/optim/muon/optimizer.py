@@ -1,0 +1,245 @@
+"""The Muon optimizer: momentum with an orthogonalised update.
+
+Jordan et al. 2024, kellerjordan.github.io/posts/muon; with NorMuon, cautious weight decay and
+momentum warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtt.config.optim import MuonConfig
+from dtt.optim.muon.all_to_all import WaitTimer, stagger
+from dtt.optim.muon.newton_schulz import orthogonalize, quintics
+from dtt.optim.muon.redistribution import Bucket, ShardBatch, plan
+from dtt.optim.rounding import StochasticRounding
+from dtt.runtime.sharding import zeros_sharded_as
+
+BATCH_ELEMENTS = 2**26
+"""Maximum elements updated at once. Bounds the memory of a step: 256 MB per copy in fp32."""
+
+MOMENTUM_START = 0.85
+"""Momentum of the first step of a momentum warm-up, as in modded-nanogpt."""
+
+EPS = 1e-10
+"""Constant added to norms, so that divisions by the norm of a zero row stay finite."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon optimizer for hidden weights [out, in], and stacks [E, out, in] of them.
+
+    Each step updates every matrix; matrices of one shape are batched:
+
+        m = momentum * m + (1 - momentum) * g
+        u = orthogonalize(g + momentum * (m - g))        (Nesterov momentum)
+        w = w - lr * (scale * u + weight_decay * w)
+
+    `scale` is 0.2 * sqrt(max(out, in)), which matches the RMS of the update to that of AdamW (arXiv
+    2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. Cautious decay (arXiv
+    2510.12402) skips weights whose magnitude the update increases. NorMuon (arXiv 2510.05491)
+    divides each row of u by the root of its running mean square, and rescales u to the norm it had.
+    In a group with `split`, each parameter is cut along its rows into matrices with these numbers
+    of rows.
+    """
+
+    found_inf: Tensor | None = None
+    """0-dim tensor on the device; if 1.0, the step changes nothing, bit for bit, regardless of the
+    gradients. Set it before `step`, as with torch's fused optimizers; the host never reads it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        config: MuonConfig,
+        ns_dtype: torch.dtype,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
+        """Create the optimizer; `params` are parameters or groups.
+
+        `ns_dtype` is the compute dtype of Newton-Schulz. With `rounding`, weights are bf16, and
+        groups hold the `names` of their parameters. Raise ValueError for a parameter that has
+        neither 2 nor 3 dimensions.
+        """
+        defaults = {
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+            "split": None,
+        }
+        super().__init__(params, defaults)
+        self._config, self._ns_dtype, self._rounding = config, ns_dtype, rounding
+        self._polynomials = quintics(config.ns_coefficients, config.ns_steps)
+        self._buckets: list[Bucket] = []
+        self._planned: list[int] = []
+        """Ids of the parameters in the buckets: they are planned again when these change."""
+        self._wait_timer = WaitTimer()
+        self._names: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            self._names |= zip(group["params"], group.get("names", ()), strict=False)
+            for p in group["params"]:
+                if p.ndim not in (2, 3):
+                    raise ValueError(f"Muon is for matrices, got a parameter of shape {p.shape}")
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that this rank (on a GPU, its stream) has waited for other ranks, in total."""
+        return self._wait_timer.seconds()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. A collective: all ranks call it together."""
+        assert closure is None
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        updated = list(chain(*groups))
+        for p in updated:
+            self._make_state(p)
+        if list(map(id, updated)) != self._planned:
+            members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
+            rows = self._config.normuon_beta2 is not None
+            self._buckets = plan(members, BATCH_ELEMENTS, self._ns_dtype, rows)
+            self._planned = list(map(id, updated))
+        stagger(map(self._update, self._buckets))
+        if self._config.momentum_warmup and updated:
+            counts = [self.state[p]["step"] for p in updated]
+            done = torch.stack(counts)
+            self._write(counts, done, done + 1)
+
+    def _make_state(self, p: Tensor) -> None:
+        """Create the state that `p` lacks, sharded as the parameter is."""
+        config, state = self._config, self.state[p]
+        if "momentum" not in state:
+            state["momentum"] = zeros_sharded_as(p, p.shape)
+        if config.normuon_beta2 is not None and "row_moment" not in state:
+            state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
+        if config.momentum_warmup and "step" not in state:
+            state["step"] = torch.zeros((), device=p.device)
+
+    def _update(self, bucket: Bucket) -> Iterator[None]:
+        """Update the matrices of a bucket; yield while messages are in flight.
+
+        Other buckets compute in the meantime.
+        """
+        momenta = bucket.shards.gather.start([self._averaged(batch) for batch in bucket.batches])
+        moments = bucket.rows.gather.start(self._row_moments(bucket))
+        if momenta.pending:
+            yield
+        updates = [
+            orthogonalize(matrices, self._polynomials, self._ns_dtype)
+            for matrices in momenta.wait(self._wait_timer)
+        ]
+        normalized = [  # none without NorMuon; no name holds the updates longer than needed
+            self._normalized(update, moment)
+            for update, moment in zip(updates, moments.wait(self._wait_timer), strict=False)
+        ]
+        shards = bucket.shards.scatter.start(updates)
+        rows = bucket.rows.scatter.start(normalized)
+        del momenta, updates, normalized
+        if shards.pending:
+            yield
+        local = shards.wait(self._wait_timer), rows.wait(self._wait_timer)
+        for batch, update, row in zip_longest(bucket.batches, *local):
+            self._apply(batch, update, row)
+
+    def _averaged(self, batch: ShardBatch) -> Tensor:
+        """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
+        decay = self._warmed_up(batch)
+        gradients = torch.stack(batch.of(_gradient))
+        momenta = batch.of(lambda p: self.state[p]["momentum"])
+        old = torch.stack(momenta)
+        new = torch.lerp(old, gradients, _weight(1 - decay, old))
+        self._write(momenta, old, new)
+        return gradients.lerp_(new, _weight(decay, new))
+
+    def _warmed_up(self, batch: ShardBatch) -> float | Tensor:
+        """Return the momentum of this step; [N, 1, 1] during warm-up, by each parameter's steps."""
+        momentum: float = self.param_groups[batch.group]["momentum"]
+        start, steps = MOMENTUM_START, self._config.momentum_warmup
+        if steps == 0:
+            return momentum
+        done = torch.stack([self.state[p]["step"] for p, _, _ in batch.shards])
+        return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
+
+    def _row_moments(self, bucket: Bucket) -> list[Tensor]:
+        """Return NorMuon's second moments of rows [N, r, 1] for each batch; [] without NorMuon."""
+        if self._config.normuon_beta2 is None:
+            return []
+        return [torch.stack(batch.of(self._row_moment)).float() for batch in bucket.batches]
+
+    def _normalized(self, update: Tensor, old: Tensor) -> Tensor:
+        """Return NorMuon's new moments and scale factors for the rows of full matrices, [N, R, 2].
+
+        The factors bring all rows to about the same norm and keep the norm of the matrix.
+        """
+        assert self._config.normuon_beta2 is not None
+        squares = update.float().square().mean(dim=-1, keepdim=True)
+        new = old.lerp(squares, 1 - self._config.normuon_beta2)
+        factor = 1 / (new.sqrt() + EPS)
+        columns = update.size(-1)
+        norm, scaled = (
+            (columns * x.sum(dim=-2, keepdim=True)).sqrt() for x in (squares, squares * factor**2)
+        )
+        return torch.cat([new, factor * (norm / (scaled + EPS))], dim=-1)
+
+    def _apply(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> None:
+        """Apply the update to the shards [N, r, c] of weights that this rank holds."""
+        group = self.param_groups[batch.group]
+        weights = batch.of(lambda p: p)
+        old = torch.stack(weights)
+        if self._rounding is not None:
+            old = old.float()
+        update = update.to(old.dtype)
+        if rows is not None:
+            moments = batch.of(self._row_moment)
+            self._write(moments, torch.stack(moments), rows[..., :1])
+            update = update * rows[..., 1:]
+        decayed = old
+        if self._config.cautious_weight_decay:
+            decayed = torch.where(update * old >= 0, old, 0.0)
+        lr = group["lr"]
+        change = update.mul_(-lr * self._scale(*batch.shape))
+        change.add_(decayed, alpha=-lr * group["weight_decay"])
+        new = change.add_(old)
+        if self._rounding is None:
+            self._write(weights, old, new)
+            return
+        new = self._unless_skipped(old, new)
+        for weight, value, shard in zip(weights, new, batch.shards, strict=True):
+            name = self._names[shard.parameter]
+            self._rounding.write(weight, value, f"{name}{shard.offset}")
+
+    def _row_moment(self, p: Tensor) -> Tensor:
+        moment: Tensor = self.state[p]["row_moment"]
+        return moment
+
+    def _scale(self, rows: int, columns: int) -> float:
+        match self._config.scale:
+            case "rms":
+                return 0.2 * math.sqrt(max(rows, columns))
+            case "spectral":
+                return math.sqrt(max(1.0, rows / columns))
+
+    def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
+        """Copy the slices of `new` into `targets`, or those of `old` if this step is skipped."""
+        torch._foreach_copy_(targets, list(self._unless_skipped(old, new).unbind()))
+
+    def _unless_skipped(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return `new`, or `old` if the step is skipped: decided on the device, without a wait."""
+        if self.found_inf is None:
+            return new
+        return torch.where(self.found_inf == 1, old, new, out=new)
+
+
+def _weight(weight: float | Tensor, ends: Tensor) -> float | Tensor:
+    """Return `weight` as `lerp` requires it: a tensor must have the dtype of its end points."""
+    return weight.to(ends.dtype) if isinstance(weight, Tensor) else weight
+
+
+def _gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad

@@ -1,0 +1,203 @@
+"""Redistribution plan of Muon: the shards of matrices that each rank holds, sends and receives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
+from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
+from dtt.runtime.sharding import Box, group_of, layout_of, local, this_rank
+
+Index = tuple[slice, ...]
+Shape = tuple[int, int]
+
+
+class MatrixShard(NamedTuple):
+    """Location of a shard of a matrix that this rank holds."""
+
+    parameter: Tensor
+    rows: Index
+    """Index of its rows in this rank's local part of the parameter."""
+    offset: tuple[int, ...]
+    """Offset of its first element in the full parameter."""
+
+
+class ShardBatch(NamedTuple):
+    """Shards of one shape that this rank holds, of matrices of one shape and group."""
+
+    group: int
+    """Index of the group in the optimizer."""
+    shape: Shape
+    """Rows and columns of the full matrices."""
+    shards: list[MatrixShard]
+    """Location of each shard."""
+
+    def of(self, tensor: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return views [r, c] of the shards in `tensor(parameter)`.
+
+        That tensor is the parameter itself, its gradient, or a state with one number per weight or
+        per row.
+        """
+        return [local(tensor(shard.parameter))[shard.rows].flatten(0, -2) for shard in self.shards]
+
+
+class Redistribution(NamedTuple):
+    """The two all-to-alls of an update: shards to the assigned ranks, and results back."""
+
+    gather: AllToAll = NO_COMMUNICATION
+    """Gathers shards [N, r, c] of each batch into matrices [N, R, C] of each shape and group."""
+    scatter: AllToAll = NO_COMMUNICATION
+    """Scatters results [N, R, C] to the ranks that hold the shards [N, r, c]."""
+
+
+class Bucket(NamedTuple):
+    """One rank's side of a set of matrices that are updated at once."""
+
+    batches: list[ShardBatch]
+    shards: Redistribution = Redistribution()
+    """Redistribution of the shards."""
+    rows: Redistribution = Redistribution()
+    """Redistribution of per-row values (NorMuon): one number per row gathered, two scattered."""
+
+
+Group = tuple[Sequence[Tensor], Sequence[int] | None]
+"""Parameters [R, C] or [E, R, C], and the numbers of rows of the matrices in each; None: all R."""
+
+
+def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) -> list[Bucket]:
+    """Assign the matrices to ranks and return this rank's side of each bucket.
+
+    The matrices of a parameter are assigned among the ranks that hold it, which compute the same
+    buckets without communication: parameters that they share must be in the same order on each.
+    `limit` is that of `shard_assignment.buckets`. Shards are sent in `dtype`; with `rows`, per-row
+    values are sent in fp32.
+    """
+    by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
+    for number, (parameters, split) in enumerate(groups):
+        for p in parameters:
+            layout = layout_of(p)
+            found = matrices(p, number, split, layout.largest_fraction)
+            by_ranks[tuple(sorted(layout.ranks))] += found
+    return [
+        _bucket(bucket, ranks, dtype, rows)
+        for ranks, found in sorted(by_ranks.items(), key=lambda item: item[0])
+        for bucket in buckets(assign(found, ranks), len(ranks), limit)
+    ]
+
+
+def _bucket(
+    bucket: Sequence[Matrix], ranks: tuple[int, ...], dtype: torch.dtype, rows: bool
+) -> Bucket:
+    """Return this rank's side."""
+    rank = this_rank()
+    held, assigned = _StackLayout(), _StackLayout()
+    batches: dict[int, ShardBatch] = {}
+    for i, matrix in enumerate(bucket):
+        box = layout_of(matrix.parameter).box(rank)
+        if index := _overlap(matrix.box, box):
+            height, width = (side.stop - side.start for side in index[-2:])
+            number = held.add(i, matrix, (height, width))
+            batch = batches.setdefault(number, ShardBatch(matrix.group, matrix.shape, []))
+            offset = tuple(o + side.start for o, side in zip(box.offset, index, strict=True))
+            batch.shards.append(MatrixShard(matrix.parameter, index[:-1], offset))
+        if matrix.assigned_rank == rank:
+            assigned.add(i, matrix, matrix.shape)
+    known = list(batches.values())
+    if len(ranks) == 1:
+        return Bucket(known)
+    sides = bucket, held, assigned, ranks
+    shards = _redistribution(*sides, dtype, of_rows=False)
+    if not rows:
+        return Bucket(known, shards)
+    return Bucket(known, shards, _redistribution(*sides, torch.float32, of_rows=True))
+
+
+def _overlap(part: Box, container: Box) -> Index:
+    """Return the index, relative to `container`, of its overlap with `part`; () without a row.
+
+    The range of columns may be empty.
+    """
+    index = []
+    for begin, size, first, length in zip(
+        part.offset, part.shape, container.offset, container.shape, strict=True
+    ):
+        start = max(begin, first)
+        stop = max(start, min(begin + size, first + length))
+        index.append(slice(start - first, stop - first))
+    return tuple(index) if all(side.start < side.stop for side in index[:-1]) else ()
+
+
+class _StackLayout:
+    """Layout of the stacks in which a rank collects matrices, or its shards of them."""
+
+    def __init__(self) -> None:
+        self.slices: dict[int, StackSlice] = {}
+        """Position of each matrix in the stacks, by its index in the bucket."""
+        self._sizes: dict[tuple[int, Shape, Shape], int] = {}
+
+    def add(self, i: int, matrix: Matrix, extent: Shape) -> int:
+        """Add the shard [r, c] of matrix `i` to the stack of its kind; return its stack's index."""
+        kind = matrix.group, matrix.shape, extent
+        size = self._sizes.setdefault(kind, 0)
+        self._sizes[kind] += 1
+        number = list(self._sizes).index(kind)
+        self.slices[i] = StackSlice(number, (size,))
+        return number
+
+    def shapes(self, columns: int | None) -> list[tuple[int, int, int]]:
+        """Return the shape [N, r, c] of each stack, with `columns` for c if given."""
+        return [(n, r, columns or c) for (_, _, (r, c)), n in self._sizes.items()]
+
+
+def _redistribution(
+    bucket: Sequence[Matrix],
+    held: _StackLayout,
+    assigned: _StackLayout,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    of_rows: bool,
+) -> Redistribution:
+    """Return the messages that this rank sends and receives: shards or, with `of_rows`, row values.
+
+    A rank receives the shards of its matrices from its own replica of the parameter only. The
+    values of a row are sent by the rank that holds the row's first column.
+    """
+    rank, position = this_rank(), {rank: i for i, rank in enumerate(ranks)}
+    shards_to, shards_from, results_to, results_from = (
+        [list[StackSlice]() for _ in ranks] for _ in range(4)
+    )
+    all_local = True
+    for i, matrix in enumerate(bucket):
+        layout, assignee = layout_of(matrix.parameter), matrix.assigned_rank
+        all_local &= prod(layout.boxes[assignee].shape) == matrix.parameter.numel()
+        for other in layout.ranks if assignee == rank else [rank]:
+            index = _overlap(layout.boxes[other], matrix.box)[-2:]
+            if not index:
+                continue
+            sends = layout.replicas[other] == layout.replicas[assignee]
+            if of_rows:
+                sends, index = sends and index[1].start == 0, index[:1]
+            if assignee == rank:
+                full = assigned.slices[i]
+                part = StackSlice(full.stack, (*full.indices, *index))
+                results_to[position[other]].append(part)
+                if sends:
+                    shards_from[position[other]].append(part)
+            if other == rank:
+                results_from[position[assignee]].append(held.slices[i])
+                if sends:
+                    shards_to[position[assignee]].append(held.slices[i])
+    gathered, scattered = (1, 2) if of_rows else (None, None)
+    parameter = bucket[0].parameter
+    how = dtype, parameter.device, group_of(parameter)
+    return Redistribution(
+        AllToAll(shards_to, shards_from, assigned.shapes(gathered), *how, all_local),
+        AllToAll(results_to, results_from, held.shapes(scattered), *how),
+    )

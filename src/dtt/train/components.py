@@ -1,0 +1,121 @@
+"""The components of a training run, grouped as the trainer holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtt.checkpoint import store
+from dtt.checkpoint.saver import Saver
+from dtt.data.samples.dataset import Dataset
+from dtt.data.samples.loader import Batches
+from dtt.evaluate.answers import AnswerEvaluator
+from dtt.evaluate.preference import PreferenceEvaluator
+from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
+from dtt.evaluate.validation import Evaluator, Sampler
+from dtt.model.decoder import Decoder
+from dtt.optim.ema import Ema
+from dtt.optim.rounding import StochasticRounding
+from dtt.parallel.mesh import Layout
+from dtt.runtime.sharding import FullTensor
+from dtt.track.base import Record, Tracker
+from dtt.train.anomaly_guard import Guard
+from dtt.train.profiler import Profiler
+from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
+from dtt.train.supervise.phase_timer import PhaseTimer
+from dtt.train.supervise.stop import Requests
+from dtt.train.supervise.stop_lead import StopLead
+from dtt.train.supervise.time_breakdown import TimeBreakdown
+from dtt.train.supervise.watchdog import Watchdog
+from dtt.train.throughput import ThroughputMeter
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The model, and everything else whose tensors a step changes."""
+
+    layout: Layout
+    model: Decoder
+    """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
+    module: nn.Module
+    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
+    parameters: Mapping[str, nn.Parameter]
+    """Parameters by their unwrapped names; DTensors where they are sharded."""
+    optimizers: Mapping[str, Optimizer]
+    guard: Guard
+    rounding: StochasticRounding | None
+    """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
+    ema: Ema | None
+
+    @property
+    def evaluated_module(self) -> nn.Module:
+        """The module to evaluate: FSDP2 must gather the weights, but DDP has nothing to reduce."""
+        return self.module if self.layout.sharded else self.model
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the tensors for a checkpoint, by kind and name."""
+        state = optimizer_tensors(self.optimizers) | self.guard.tensors()
+        averages = {} if self.ema is None else self.ema.tensors()
+        return {store.MODEL: self.parameters, store.STATE: state | averages}
+
+    def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
+        """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
+        load_parameters(self.parameters, weights)
+        load_optimizers(self.optimizers, state)
+        if self.ema is not None:
+            self.ema.restore(state)
+        self.guard.load(state)
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The data of a run."""
+
+    dataset: Dataset
+    batches_from: Callable[[int], Batches]
+    """Function that returns the batches from a step (counted from 0) on."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """The objects that measure a run and report on it; they never change it."""
+
+    trackers: Sequence[Tracker]
+    """Trackers of rank 0; the other ranks have none."""
+    meter: ThroughputMeter
+    profiler: Profiler
+    startup: PhaseTimer
+    """Timer of the phases before the first step."""
+    time_breakdown: TimeBreakdown
+    evaluator: Evaluator | PreferenceEvaluator | None
+    answers: AnswerEvaluator | None
+    tasks: TaskEvaluator | None
+    sampler: Sampler | None
+
+    def log(self, record: Record) -> None:
+        """Log a record to every tracker."""
+        for tracker in self.trackers:
+            tracker.log(record)
+
+    def rewind(self, step: int) -> None:
+        """Discard the records of the trackers after `step`."""
+        for tracker in self.trackers:
+            tracker.rewind(step)
+
+    def flush(self) -> None:
+        """Flush the trackers to disk."""
+        for tracker in self.trackers:
+            tracker.flush()
+
+
+@dataclass(frozen=True)
+class Control:
+    """The objects that stop, save and supervise a run."""
+
+    requests: Requests
+    watchdog: Watchdog
+    saver: Saver
+    stop_lead: StopLead

@@ -1,0 +1,122 @@
+"""Measurement of a process's memory, and advice when it runs out."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from dtt.config.run import RunConfig
+from dtt.errors import EnvironmentUnfit
+from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.log import log
+
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Bytes in the unit of `ru_maxrss` of `getrusage`."""
+
+
+class MemoryMeter:
+    """Peak and steady memory of this process's device.
+
+    On a GPU the memory that torch has allocated and reserved, on a CPU the resident memory of the
+    process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start the measurement: on a GPU, reset the peak."""
+        self._device = device
+        self._peak = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the peak, the steady memory and the reserved memory, in GB.
+
+        The steady memory is the peak since the last reading; on a CPU, the memory held now. The
+        first steps compile and make the optimizer state, so that later readings show less.
+        """
+        held, reserved = most_held(self._device), None
+        if self._device.type == "cuda":
+            steady = held
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            steady = int(psutil.Process().memory_info().rss)
+        self._peak = max(self._peak, held, steady)  # some systems update ru_maxrss in coarse steps
+        return {
+            "memory_gb": _gb(self._peak),
+            "memory_steady_gb": _gb(steady),
+            "memory_reserved_gb": None if reserved is None else _gb(reserved),
+        }
+
+
+def most_held(device: torch.device) -> int:
+    """Return the peak bytes: on a GPU since the last reading, on a CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+
+
+def _gb(size: int) -> float:
+    return round(size / 1e9, 3)
+
+
+@contextmanager
+def exhaustion_explained(cfg: RunConfig, job: JobDir, world: World) -> Iterator[None]:
+    """Turn an out-of-memory error inside into EnvironmentUnfit, which lists what to change.
+
+    On a GPU, a snapshot of its memory is written for https://pytorch.org/memory_viz.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+        where = None
+        if world.device.type == "cuda":
+            where = job.profiles / f"oom-rank-{world.rank:05d}.pickle"
+            try:
+                where.parent.mkdir(exist_ok=True)
+                dump_snapshot(str(where))
+            except (OSError, RuntimeError) as failure:  # there may be no memory for the snapshot
+                log.warning("no memory snapshot: %s", failure)
+                where = None
+        peak = most_held(world.device)
+        message = str(error).splitlines()[0] if str(error) else "no memory"
+        raise EnvironmentUnfit(
+            f"the {'GPU' if world.device.type == 'cuda' else 'machine'} of rank {world.rank} "
+            "has too little memory for this run",
+            where=where,
+            why=f"{message} (at most {_gb(peak):.2f} GB were allocated)",
+            next="in this order, until it fits: " + "; ".join(remedies(cfg, world.size)),
+        ) from None
+
+
+def dump_snapshot(path: str) -> None:
+    """Write a snapshot of the GPU's memory, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # noqa: SLF001  its documented name
+
+
+def is_exhaustion(error: Exception) -> bool:
+    """Return True if an error means that a device or the machine ran out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "DefaultCPUAllocator" in str(error)  # which raises a plain RuntimeError
+
+
+def remedies(cfg: RunConfig, processes: int) -> Iterator[str]:
+    """Yield changes that reduce memory, the cheapest first."""
+    rows = cfg.train.micro_batch
+    if rows > 1:
+        yield f"train.micro_batch={rows // 2}"
+    if cfg.train.remat == "none":
+        yield "train.remat=full"
+    if processes > 1 and cfg.parallel.shard == 1:
+        yield f"parallel.shard={processes}"
+    yield "more processes with parallel.shard=-1" if processes == 1 else "more processes"
+    yield "a smaller model"

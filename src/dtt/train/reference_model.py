@@ -1,0 +1,188 @@
+"""The forward pass of the reference model of DPO over all preference pairs, once per job.
+
+    reference/train-00000.f32        see data/samples/reference.py
+              train-00000.f32.json   number of rows that are on disk, and their hash
+              manifest.json          written last
+
+All ranks compute; rank 0 writes. A process that was killed continues after the rows whose hash is
+on record, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dtt.artifacts import FileRecord
+from dtt.data.samples.dataset import Dataset
+from dtt.data.samples.loader import BatchReader
+from dtt.data.samples.protocol import Samples, Source
+from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
+from dtt.errors import DttError
+from dtt.evaluate.validation import evaluating
+from dtt.parallel.apply import autocast
+from dtt.parallel.mesh import Layout
+from dtt.reading import Kind, read_record
+from dtt.runtime.dist import World
+from dtt.runtime.files import check_space, write_atomically
+from dtt.runtime.log import progress
+
+SECONDS_BETWEEN_RECORDS = 30.0
+"""Time between two records of the rows that are on disk; a process that is killed loses less."""
+RECORD: dict[str, Kind] = {"key": str, "rows": int, "sha256": str}
+PART_BYTES = 2**24
+
+Float32 = npt.NDArray[np.float32]
+
+
+def is_complete(folder: Path, key: str | None) -> bool:
+    """Return True if `folder` holds all files with their recorded hashes.
+
+    `key` is that of the manifest; None accepts any.
+    """
+    try:
+        manifest = ReferenceManifest.read(folder)
+    except DttError:
+        return False
+    return key in (None, manifest.key) and all(
+        _sha256(folder / file.path, file.bytes) == file.sha256 for file in manifest.files
+    )
+
+
+def _sha256(path: Path, size: int) -> str | None:
+    """Return the sha256 of a file; None if it does not exist or has another size."""
+    if not path.is_file() or path.stat().st_size != size:
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """The pass of the reference model over the samples of a run; every rank has one."""
+
+    module: nn.Module
+    """The module to evaluate, with the weights of the reference model."""
+    reader: BatchReader
+    layout: Layout
+    world: World
+    precision: str
+
+    def write(self, dataset: Dataset, folder: Path, key: str, seq_len: int) -> None:
+        """Write the log-probabilities of all targets of `dataset` into `folder`; collective.
+
+        `key` identifies the model, the data and the precision; rows with a different key are
+        overwritten.
+        """
+        files, first = dict(files_of(dataset)), self.world.first
+        total = sum(map(len, files.values()))
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            needed = total * seq_len * DTYPE.itemsize
+            check_space(folder, needed, "the log-probabilities of the reference model")
+        records = []
+        with progress("reference model", total, "", shown=first) as advance:
+            for name, source in files.items():
+                file = _RowsFile(folder / name, key, seq_len) if first else None
+                done = self.world.from_first(0 if file is None else file.rows)
+                advance(done)
+                for rows in self._rows(source, done):
+                    advance(len(rows))
+                    if file is not None:
+                        file.append(rows)
+                if file is not None:
+                    records.append(file.close())
+        if first:
+            manifest = ReferenceManifest(key=key, files=tuple(records))
+            write_atomically(folder / manifest.filename, manifest.dump())
+        self.world.barrier()
+
+    def _rows(self, source: Source, first: int) -> Iterator[Float32]:
+        """Yield the values of all samples from `first` on, in order, on every rank: [n, S]."""
+        reader, sizes = self.reader, self.layout.sizes
+        # Ranks that share samples have the same values: one of them contributes.
+        contributes = self.layout.rank % (sizes.context * sizes.tensor) == 0
+        with evaluating(self.module):
+            for start in range(first, len(source), reader.size * reader.micro_batch):
+                stop = min(start + reader.size * reader.micro_batch, len(source))
+                values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
+                gathered = self.world.gather(values if contributes else None)
+                parts = [part for part in gathered if part is not None]
+                rows = np.empty((stop - start, values.shape[1]), dtype=DTYPE)
+                for rank, part in enumerate(parts):
+                    mine = rows[rank :: reader.size]
+                    mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
+                yield rows
+
+    @torch.no_grad()
+    def _logprobs(self, source: Source, samples: Samples) -> Float32:
+        """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
+        (micro_batch,) = self.reader.read_on_all(source, samples)
+        with autocast(self.world.device, self.precision):
+            losses = self.module(
+                micro_batch.tokens,
+                micro_batch.targets,
+                doc_ids_BT=micro_batch.doc_ids,
+                reduction="none",
+            )
+        return np.asarray((0.0 - losses).float().cpu().numpy(), dtype=DTYPE)
+
+
+class _RowsFile:
+    """A file to which rows are appended, with a record of those that are on disk."""
+
+    def __init__(self, path: Path, key: str, seq_len: int) -> None:
+        """Open the file after the rows on record, if they are of the same key and undamaged."""
+        self._path, self._key, self._row_bytes = path, key, seq_len * DTYPE.itemsize
+        self._record = path.with_name(f"{path.name}.json")
+        self.rows, self._hash = self._recorded()
+        """Number of rows in the file."""
+        self._file = path.open("r+b" if self.rows else "wb")
+        self._file.truncate(self.rows * self._row_bytes)
+        self._file.seek(0, os.SEEK_END)
+        self._recorded_at = time.monotonic()
+
+    def _recorded(self) -> tuple[int, hashlib._Hash]:
+        nothing = 0, hashlib.sha256()
+        record = read_record(self._record, RECORD)
+        if record is None or record["key"] != self._key or not self._path.is_file():
+            return nothing
+        digest, missing = hashlib.sha256(), record["rows"] * self._row_bytes
+        with self._path.open("rb") as file:
+            while missing > 0 and (part := file.read(min(missing, PART_BYTES))):
+                digest.update(part)
+                missing -= len(part)
+        return (record["rows"], digest) if digest.hexdigest() == record["sha256"] else nothing
+
+    def append(self, rows: Float32) -> None:
+        """Write rows, and record them if the last record is old."""
+        content = rows.tobytes()
+        self._file.write(content)
+        self._hash.update(content)
+        self.rows += len(rows)
+        if time.monotonic() - self._recorded_at >= SECONDS_BETWEEN_RECORDS:
+            self._write_record()
+
+    def _write_record(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        record = {"key": self._key, "rows": self.rows, "sha256": self._hash.hexdigest()}
+        write_atomically(self._record, json.dumps(record) + "\n")
+        self._recorded_at = time.monotonic()
+
+    def close(self) -> FileRecord:
+        """Record all rows, close the file, and return its entry in the manifest."""
+        self._write_record()
+        self._file.close()
+        size = self.rows * self._row_bytes
+        return FileRecord(path=self._path.name, bytes=size, sha256=self._hash.hexdigest())

@@ -1,0 +1,129 @@
+"""The resolved plan of a run: all that follows from config, data and ranks, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtt.config.parallel import Sizes, resolve
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.data.samples.dataset import Dataset
+from dtt.errors import ConfigError
+from dtt.model import attention_backend, count
+from dtt.model.architecture import Architecture
+from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.scaling import Scaling, scaled
+from dtt.optim import schedule
+from dtt.optim.schedule import Decay, Schedule
+from dtt.runtime.dist import World
+from dtt.train.precision import Precision, choose
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The resolved numbers that every part of training needs."""
+
+    sizes: Sizes
+    """Sizes of the device mesh."""
+    scaling: Scaling
+    """The architecture, and its factors of learning rates and of initial weights."""
+    parameters: int
+    """Number of parameters."""
+    precision: Precision
+    compile: bool
+    attention: str
+    """The attention backend, in words."""
+    tokens: int
+    """Token positions of the run; a few hold padding where documents are packed."""
+    step_size: str
+    """Batch size of the first step, and of the last one if it differs, in words."""
+    steps: int
+    """Number of steps to the end of the run, or until the data is exhausted."""
+    schedule: Schedule
+    """Learning rate of each step."""
+    data: str
+    """A line for each source."""
+
+    @property
+    def arch(self) -> Architecture:
+        """The architecture of the model."""
+        return self.scaling.arch
+
+    def with_decay(self, decay: Mapping[str, Any] | None) -> RunPlan:
+        """Return the plan with the decay that an earlier attempt started.
+
+        `decay` is in the form that a checkpoint keeps; None leaves the plan as it is.
+        """
+        if decay is None:
+            return self
+        started = Decay(**decay)
+        return replace(self, steps=started.end, schedule=replace(self.schedule, decay=started))
+
+    def describe(self, world: World) -> str:
+        """Return a summary of a few lines for the start of the log."""
+        return (
+            f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
+            f"{world.size} x {world.device.type}{self._mesh()}"
+            f"{', compiled' if self.compile else ''}\n"
+            f"  {'at most ' if self.schedule.waits else ''}{self.steps} steps of {self.step_size}: "
+            f"{self.tokens / 1e6:.1f}M tokens, {self.tokens / self.parameters:.1f} per parameter\n"
+            f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"
+        )
+
+    def _mesh(self) -> str:
+        return f" ({self.sizes.describe()})" if self.sizes.describe() else ""
+
+
+def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
+    """Resolve a run for its data and devices; raise ConfigError if they do not fit the config."""
+    train, stages = cfg.train, dataset.step_sizes
+    sizes = resolve(cfg.parallel, world.size)
+    compatibility.check_batches(train, sizes.data)
+    if train.precision == "fp8" and sizes.tensor > 1:
+        raise ConfigError(
+            "train.precision=fp8 cannot be combined with tensor parallelism",
+            where="parallel.tensor",
+            next="parallel.tensor=1, or train.precision=bf16",
+        )
+    if dataset.steps == 0:
+        raise ConfigError(
+            "the data is exhausted before the end of the first step",
+            why=f"{dataset.mixture.end} sequences, the first step takes {dataset.first_sample(1)}",
+            next="data.on_exhausted=repeat, a smaller train.global_batch_tokens, or more text",
+        )
+    scaling = scaled(cfg, dataset.manifest.vocab_size)
+    arch = scaling.arch
+    check_mesh(sizes, arch, train)
+    precision = choose(train.precision, world.device)
+    return RunPlan(
+        sizes=sizes,
+        scaling=scaling,
+        parameters=count.parameters(arch),
+        precision=precision,
+        compile=world.device.type == "cuda" if train.compile is None else train.compile,
+        attention=attention_backend.describe(
+            arch,
+            world.device,
+            train.seq_len,
+            cfg.data.mask_documents,
+            full_sequence=sizes.context == 1,
+            requested=train.attention,
+            dtype=precision.compute_dtype,
+        ),
+        tokens=stages.tokens_before(dataset.steps),
+        step_size=stages.describe(dataset.steps),
+        steps=dataset.steps,
+        schedule=_schedule(cfg, dataset),
+        data=dataset.describe(),
+    )
+
+
+def _schedule(cfg: RunConfig, dataset: Dataset) -> Schedule:
+    """Return the schedule for the steps of the run.
+
+    If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
+    """
+    resolved = schedule.resolve(cfg.schedule, dataset.steps, dataset.step_sizes.tokens_before)
+    return replace(resolved, decay=None) if cfg.train.timed else resolved

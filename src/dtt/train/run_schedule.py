@@ -1,0 +1,72 @@
+"""The schedule of a run: its number of steps and learning rates, which a time limit may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dtt.data.samples.schedules import StepSizes
+from dtt.optim.schedule import Schedule
+from dtt.train.supervise.time_budget import TimeBudget
+
+
+@dataclass
+class RunSchedule:
+    """A schedule that can be shortened; without a time limit it never changes.
+
+    A run with a time limit starts without a decay. After each step rank 0 asks `proposed_end`, and
+    when that is a step, all ranks call `end_at` with it.
+    """
+
+    steps: int
+    """Number of steps to the end of the run; before the decay of a timed run, the maximum."""
+    schedule: Schedule
+    """Learning rates, without the factors of the batch-size schedule."""
+    step_sizes: StepSizes
+    """Batch-size and context-length schedules."""
+    budget: TimeBudget | None = None
+    """The time budget, on rank 0 of a run that a time limit ends."""
+
+    def multiplier(self, step: int) -> float:
+        """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
+        return self.step_sizes.at(step).lr_factor * self.schedule.multiplier(step)
+
+    def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:
+        """Return the step that the run should now end with; 0 if its end does not change.
+
+        Call it after each `step`; the arguments are those of `TimeBudget.measure`.
+        """
+        if self.budget is None:
+            return 0
+        left = self.budget.left()
+        self.budget.measure(step, left, worked, pauses)
+        return self.budget.end(step, left, self.schedule.decay)
+
+    def end_at(self, step: int, end: int) -> bool:
+        """End the run with step `end`: start the decay at `step`, or move the end of a decay.
+
+        Return True if this starts the decay.
+        """
+        starts = self.schedule.decay is None
+        self.steps, self.schedule = end, self.schedule.ending(step, end)
+        return starts
+
+    def expected_steps(self, step: int) -> int:
+        """Return the step that the run is expected to end with; an estimate before the decay."""
+        if self.budget is None or self.schedule.decay is not None:
+            return self.steps
+        return self.budget.latest(step, self.budget.left())
+
+    def record_save(self, seconds: float) -> None:
+        """Set the time that the last save of the run will take, until it is verified."""
+        if self.budget is not None:
+            self.budget.set_durations(whole_save=seconds)
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields of position.json that describe the schedule."""
+        return {
+            "warmup": self.schedule.warmup,
+            "decay": self.schedule.decay and asdict(self.schedule.decay),
+            "speed": self.budget and self.budget.state(),
+        }

@@ -1,0 +1,2 @@
+"""Supervision of a run: attempts, stop requests, watchdog, time budget and goodput.
+May import: config, runtime, track."""

@@ -1,0 +1,155 @@
+"""Diagnosis of a lost rank: its number, its node, and how its process ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dtt.errors import ExitCode, PeerLost
+from dtt.runtime import launcher
+from dtt.runtime.jobdir import JobDir
+from dtt.train.supervise.attempt import Attempt
+
+PATIENCE = 3.0
+"""Seconds to wait for the exit record of the rank that has ended. A connection breaks before
+its process is gone, and a file server may show a new exit.json late."""
+ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:\d+")
+"""Address and port in an error of Gloo: `Connection closed by peer [10.0.0.7]:29500`."""
+EXIT_CODE = 49
+"""Index in `launcher.stat_fields` of the exit status, in the format of `wait`."""
+
+
+@contextmanager
+def lost_rank_named(this: Attempt) -> Iterator[None]:
+    """Name the rank that broke a collective by ending, in the error and so in `exit.json`."""
+    from dtt.runtime import dist  # imports torch
+
+    try:
+        with dist.lost_peers_reported():
+            yield
+    except PeerLost as error:
+        raise explained(error, this.job, this.number) from None
+
+
+def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
+    """Return `error` with the lost rank, its node, and its signal or its own error message.
+
+    The `exit.json` that the lost rank wrote comes first, and its exit code becomes this rank's. A
+    rank that was killed wrote none: its exit status is then read from /proc if it ran on this node;
+    if it ran on another one, the address in the error of Gloo identifies it.
+    """
+    places = _places(job, attempt)
+    until = time.monotonic() + PATIENCE
+    while True:
+        if (record := _ending(job, attempt)) is not None:
+            return _from_exit_record(record, job, attempt)
+        if (dead := _dead_here(places)) is not None:
+            return _killed(*dead)
+        if time.monotonic() > until:
+            return _elsewhere(error, places)
+        time.sleep(0.01)
+
+
+def _places(job: JobDir, attempt: int) -> list[dict[str, Any]]:
+    """Return rank, node and pid of every rank, as each wrote them when it started."""
+    places = []
+    for path in sorted((job.attempt_dir(attempt) / "ranks").glob("*.json")):
+        with suppress(OSError, ValueError):
+            places.append(json.loads(path.read_bytes()))
+    return places
+
+
+def _ending(job: JobDir, attempt: int) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        return job.exit_record(attempt)
+    return None
+
+
+def _from_exit_record(record: dict[str, Any], job: JobDir, attempt: int) -> PeerLost:
+    """Return the error for a rank that wrote `exit.json` before it ended."""
+    lost = PeerLost(
+        f"rank {record['rank']} on {record['node']} has ended",
+        where=job.attempt_dir(attempt) / "exit.json",
+        why=str(record["reason"]).partition("\n")[0],
+        next="see its own message",
+    )
+    lost.exit_code = ExitCode(record["code"])
+    lost.rank, lost.node = record["rank"], record["node"]
+    return lost
+
+
+def _dead_here(places: list[dict[str, Any]]) -> tuple[int, str, str] | None:
+    """Return the lowest rank of this node whose process has ended: rank, node, how it ended."""
+    here = socket.gethostname()
+    for place in places:
+        if place["node"] == here and (how := _end_of(place["pid"])) is not None:
+            return place["rank"], here, how
+    return None
+
+
+def _end_of(pid: int) -> str | None:
+    """Return a description of how a process ended; None while it runs.
+
+    The kernel keeps the exit status until the parent reaps the process, which torchrun does within
+    a tenth of a second.
+    """
+    if not Path("/proc/self").exists():
+        return None
+    try:
+        fields = launcher.stat_fields(pid)
+    except OSError:
+        return "was killed, or crashed"
+    if fields[0] not in "ZX":
+        return None
+    status = int(fields[EXIT_CODE])
+    if number := status & 0x7F:
+        return f"was killed by {signal.Signals(number).name}"
+    return f"ended with exit code {status >> 8}"
+
+
+def _killed(rank: int, node: str, how: str) -> PeerLost:
+    """Return the error for a rank of this node that ended without writing `exit.json`."""
+    lost = PeerLost(
+        f"rank {rank} on {node} {how}",
+        why="the system ran out of memory, a user or the scheduler killed it, or it crashed",
+        next="see what `dmesg` or the scheduler says; then run the same command again",
+    )
+    lost.rank, lost.node = rank, node
+    return lost
+
+
+def _elsewhere(error: PeerLost, places: list[dict[str, Any]]) -> PeerLost:
+    """Return the error for a rank of another node, known by its address; else `error` itself."""
+    why = str(error).partition("why:")[2].strip().partition("\n")[0]
+    match = ADDRESS.search(why)
+    if match is None:
+        return error
+    address = match[1]
+    nodes = {place["node"] for place in places if place["node"] != socket.gethostname()}
+    node = next((name for name in sorted(nodes) if _resolves(name, address)), address)
+    ranks = [place["rank"] for place in places if place["node"] == node]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else "a rank"
+    among = f", one of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
+    lost = PeerLost(
+        f"{who} on {node} was lost{among}",
+        why=why,
+        next=f"see the log of {node}, and whether it is up; then run the same command again",
+    )
+    lost.rank, lost.node = (ranks[0] if len(ranks) == 1 else None), node
+    return lost
+
+
+def _resolves(name: str, address: str) -> bool:
+    """Return True if the node `name` has this address."""
+    try:
+        addresses = socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return any(entry[4][0] == address for entry in addresses)

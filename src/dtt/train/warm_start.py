@@ -1,0 +1,103 @@
+"""Warm start: initialisation of a model from the weights of a checkpoint, with a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dtt.errors import ConfigError
+from dtt.runtime.sharding import FullTensor, fill, local_shard
+
+EMBED, HEAD = "embed.weight", "head.weight"
+BY_ROW = (EMBED, HEAD, "pos_embed.weight")
+"""Parameters whose rows are tokens or positions, of which another model may have more or fewer."""
+
+
+@torch.no_grad()
+def take_weights(
+    model: nn.Module,
+    tensors: Mapping[str, FullTensor],
+    source: str,
+    untrained: Mapping[int, str] | None = None,
+) -> str:
+    """Copy the tensors that match in name and shape into `model`; return a report of all tensors.
+
+    If the head is tied in `tensors` only, it is initialised from the embedding; if it is tied in
+    `model` only, the head in `tensors` is left out. Where the numbers of tokens or positions
+    differ, the common rows are copied. New tokens, and the `untrained` ones (id and string)
+    of `tensors`, are initialised with the mean of all other rows in `tensors`, which leaves the
+    probabilities of the others almost unchanged (Hewitt, 2021,
+    nlp.stanford.edu/~johnhew/vocab-expansion.html); with random rows the model would prefer new
+    tokens. Raise ConfigError if no tensor matches.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    tensors, report = dict(tensors), []
+    if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
+        tensors[HEAD] = tensors[EMBED]
+        report.append(f"  {HEAD}: initialised from the embedding, to which the head is tied there")
+    fitting = {name for name, p in parameters.items() if _fits(name, p, tensors.get(name))}
+    for name in fitting:
+        ours, theirs = parameters[name], tensors[name]
+        here, there = len(ours), theirs.shape[0]
+        by_token = name in (EMBED, HEAD)
+        reset = {i: token for i, token in (untrained or {}).items() if by_token and i < there}
+        if here == there:
+            fill(ours, theirs)
+        else:
+            _take_rows(ours, theirs)
+            line = f"  {name}: {min(here, there)} rows copied, {here} here, {there} there"
+            report.append(line + "; the others get their mean" * (by_token and here > there))
+        if reset or (by_token and here > there):
+            _fill_with_mean(ours, theirs, sorted(reset))
+        if reset:
+            names = ", ".join(f"{token} ({i})" for i, token in sorted(reset.items()))
+            report.append(f"  {name}: the mean of the other rows for untrained tokens: {names}")
+    rest = [
+        f"  {name}: {_shape(parameters.get(name))} here, {_shape(tensors.get(name))} there"
+        for name in sorted((parameters.keys() | tensors.keys()) - fitting)
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"nothing in {source} fits this model",
+            why="\n".join(rest).strip(),
+            next="check init.from",
+        )
+    count = sum(parameters[name].numel() for name in fitting)
+    copied = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"
+    return "\n".join([f"weights from {source}: {copied}", *sorted(report), *rest])
+
+
+def _take_rows(ours: Tensor, theirs: FullTensor) -> None:
+    """Copy the rows that both tensors have into this rank's part of `ours`."""
+    part = local_shard(ours)
+    rows, *others = part.box.slices
+    copied = theirs[(slice(rows.start, min(rows.stop, theirs.shape[0])), *others)]
+    part.local[: len(copied)] = copied
+
+
+def _fill_with_mean(ours: Tensor, theirs: FullTensor, untrained: Sequence[int]) -> None:
+    """Set some rows in this rank's part of `ours` to the mean of the trained rows of `theirs`.
+
+    They are the `untrained` rows of `theirs`, and the rows that only `ours` has.
+    """
+    part = local_shard(ours)
+    rows, *others = part.box.slices
+    new = range(max(rows.start, theirs.shape[0]), rows.stop)
+    reset = [i - rows.start for i in (*untrained, *new) if rows.start <= i < rows.stop]
+    if reset and part.local.numel():
+        trained = torch.ones(theirs.shape[0], dtype=torch.bool)
+        trained[list(untrained)] = False
+        mean = theirs[()].float()[trained].mean(0)
+        part.local[reset] = mean[tuple(others)].to(part.local)
+
+
+def _fits(name: str, ours: Tensor, theirs: FullTensor | None) -> bool:
+    if theirs is None:
+        return False
+    return ours.shape == theirs.shape or (name in BY_ROW and ours.shape[1:] == theirs.shape[1:])
+
+
+def _shape(tensor: FullTensor | None) -> str:
+    return "none" if tensor is None else str(list(tensor.shape))

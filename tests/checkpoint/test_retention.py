@@ -1,0 +1,81 @@
+"""What stays: the newest few; and nothing half-done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtt.checkpoint import retention, store
+from dtt.config.train import CheckpointConfig
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Folders of four committed steps, one save and one pruning that were interrupted."""
+    for name in ("step-000005", "step-000010", "step-000015", "step-1000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00000.safetensors").write_text(name)
+    for name in (".tmp-step-000020-3", ".tmp-step-000001-pruned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00000.safetensors").write_text("half")
+    (tmp_path / "step-000005-by-hand").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "left"),
+    [
+        (1, [1_000_000]),
+        (2, [15, 1_000_000]),
+        (4, [5, 10, 15, 1_000_000]),
+        (9, [5, 10, 15, 1_000_000]),
+    ],
+)
+def test_the_newest_checkpoints_are_kept(folder: Path, keep_last: int, left: list[int]) -> None:
+    retention.prune(folder, CheckpointConfig(keep_last=keep_last))
+    assert store.steps(folder) == left
+    assert (folder / "step-000005-by-hand").exists()
+
+
+def test_only_leftovers_of_interrupted_saves_are_deleted(folder: Path) -> None:
+    retention.sweep_staging(folder)
+    assert list(folder.glob(".tmp*")) == []
+    assert store.steps(folder) == [5, 10, 15, 1_000_000]
+    assert (folder / "step-000005-by-hand").exists()
+
+
+def losses(folder: Path, losses: dict[int, float | None]) -> None:
+    """Let each step have been evaluated, or not (None)."""
+    for step, loss in losses.items():
+        position = {"step": step, "evaluated": None if loss is None else step, "eval_loss": loss}
+        (folder / f"step-{step:06d}" / store.POSITION).write_text(json.dumps(position))
+
+
+@pytest.mark.parametrize(
+    ("rules", "diverged", "left"),
+    [
+        ({"keep_every": 10}, None, [10, 1_000_000]),
+        ({"keep_best": 1}, None, [5, 1_000_000]),
+        ({"keep_best": 2, "keep_every": 15}, None, [5, 15, 1_000_000]),
+        ({"keep_best": 9}, None, [5, 10, 15, 1_000_000]),
+        ({}, 14, [10, 1_000_000]),
+        ({}, 15, [15, 1_000_000]),
+        ({}, 4, [1_000_000]),
+    ],
+)
+def test_rules_keep_more_than_the_newest(
+    folder: Path, rules: dict[str, int], diverged: int | None, left: list[int]
+) -> None:
+    losses(folder, {5: 1.0, 10: 3.0, 15: 2.0, 1_000_000: None})
+    gone = retention.prune(folder, CheckpointConfig(keep_last=1, **rules), diverged)
+    assert store.steps(folder) == left
+    assert sorted([*gone, *left]) == [5, 10, 15, 1_000_000]
+
+
+def test_a_damaged_checkpoint_is_never_the_best_one(folder: Path) -> None:
+    losses(folder, {10: 3.0, 15: None})
+    (folder / "step-000005" / store.POSITION).write_bytes(b"\xff")
+    retention.prune(folder, CheckpointConfig(keep_last=1, keep_best=3))
+    assert store.steps(folder) == [10, 1_000_000]

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_shapes import NAMED, SHAPES, answer, system, templates, user, with_tokens
+from tokenizers import AddedToken, Tokenizer
+
+from dtt.config.chat import ChatConfig
+from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.template import CHATML
+from dtt.errors import ConfigError
+
+TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")
+
+
+def encoder(content: bytes, text: str = CHATML, **keys: Any) -> ChatEncoder:
+    return ChatEncoder(content, ChatConfig(**keys), "tokenizer.json", text, NAMED)
+
+
+def oracle(content: bytes) -> Any:
+    """Return the tokenizer of `transformers` with the same content."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_buffer(content), **NAMED)
+
+
+def expected_ids(tokenizer: Any, text: str, conversation: Conversation) -> list[int] | None:
+    """Return the ids of `apply_chat_template`; None if the template refuses the conversation."""
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            list(conversation.messages), tools=conversation.tools, chat_template=text,
+            tokenize=True, return_dict=False,
+        )  # fmt: skip
+    except Exception:  # noqa: BLE001 - templates raise anything
+        return None
+    return ids
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow(except_for=["gpt2-7"])
+@pytest.mark.parametrize(
+    ("name", "every"), [("gpt2", 7), *((name, 1 if name == "gpt2" else 9) for name in TOKENIZERS)],
+    ids=str,
+)  # fmt: skip
+def test_ids_equal_those_of_transformers_with_every_template_and_shape(
+    name: str, every: int, shared: Path
+) -> None:
+    content = with_tokens(shared / "data/tokenizers" / name)
+    tokenizer = oracle(content)
+    equal = refused = 0
+    for template, text in list((templates() | {"chatml": CHATML}).items())[::every]:
+        ours = encoder(content, text, train_on="all")
+        conversations = [parse_row(row) for row in SHAPES.values()]
+        for shape, got, conversation in zip(
+            SHAPES, ours.encode_batch(conversations), conversations, strict=True
+        ):
+            want = expected_ids(tokenizer, text, conversation)
+            ids = None if isinstance(got, RefusedRow) else got[0].ids.tolist()
+            assert ids == want, (template, shape)
+            equal += want is not None
+            refused += want is None
+    print(f"{name}: {equal} equal, {refused} refused by both")
+    assert equal > 400 / every
+
+
+@pytest.fixture(scope="module")
+def rows(shared: Path) -> dict[str, list[Conversation]]:
+    files = sorted((shared / "data/sft").glob("*.jsonl"))
+    return {
+        path.stem: [parse_row(json.loads(line)) for line in path.read_bytes().splitlines()]
+        for path in files
+    }
+
+
+def assert_equal_on(
+    conversations: list[Conversation], content: bytes, text: str, **keys: Any
+) -> None:
+    tokenizer = oracle(content)
+    for conversation, got in zip(
+        conversations, encoder(content, text, **keys).encode_batch(conversations), strict=True
+    ):
+        want = expected_ids(tokenizer, text, conversation)
+        assert (None if isinstance(got, RefusedRow) else got[0].ids.tolist()) == want
+
+
+@pytest.mark.slow(except_for=["gpt2", "mistral-v1"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
+    name: str, shared: Path, rows: dict[str, list[Conversation]]
+) -> None:
+    content = with_tokens(shared / "data/tokenizers" / name)
+    sample = [one for part in rows.values() for one in part[::97]]
+    for text in (CHATML, templates()["qwen3"]):
+        assert_equal_on(sample, content, text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "every"), [("gpt2", 1), ("mistral-v1", 8)])
+def test_ids_of_all_real_conversations_equal_those_of_transformers(
+    name: str, every: int, shared: Path, rows: dict[str, list[Conversation]]
+) -> None:
+    content = with_tokens(shared / "data/tokenizers" / name)
+    assert_equal_on([one for part in rows.values() for one in part[::every]], content, CHATML)
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared: Path) -> bytes:
+    return with_tokens(shared / "data/tokenizers/gpt2")
+
+
+@pytest.fixture(scope="module")
+def trained(gpt2: bytes) -> Callable[..., list[str]]:
+    """The texts of the targets of a conversation, one string per sample."""
+    tokenizer = Tokenizer.from_buffer(gpt2)
+
+    def texts(row: Any, text: str = CHATML, **keys: Any) -> list[str]:
+        samples = encoder(gpt2, text, **keys).encode(parse_row(row))
+        return ["".join(runs(tokenizer, one)) for one in samples]
+
+    return texts
+
+
+def runs(tokenizer: Tokenizer, sample: EncodedConversation) -> Iterator[str]:
+    """Yield the text of the targets, with | between those that are not adjacent."""
+    last = None
+    for i in sample.mask.nonzero()[0].tolist():
+        if last is not None and i != last + 1:
+            yield "|"
+        yield tokenizer.decode([sample.ids[i]], skip_special_tokens=False)
+        last = i
+
+
+CHAT = {"messages": [system("S"), user("Q1"), answer("A1"), user("Q2"), answer("A2")]}
+
+
+def test_answers_with_their_stop_token_are_the_targets(trained: Callable[..., list[str]]) -> None:
+    assert trained(CHAT) == ["A1<|im_end|>|A2<|im_end|>"]
+    assert trained(CHAT, train_on="last") == ["A2<|im_end|>"]
+    assert trained(CHAT, turns="expand") == ["A1<|im_end|>", "A2<|im_end|>"]
+    (everything,) = trained(CHAT, train_on="all")
+    assert everything.startswith("system\nS<|im_end|>\n<|im_start|>user")
+
+
+def test_a_message_with_train_false_is_never_a_target(trained: Callable[..., list[str]]) -> None:
+    messages = [user("Q1"), answer("A1", train=False), user("Q2"), answer("A2")]
+    assert trained({"messages": messages}) == ["A2<|im_end|>"]
+    assert trained({"messages": messages}, turns="expand") == ["A2<|im_end|>"]
+    (everything,) = trained({"messages": messages}, train_on="all")
+    assert "A1" not in everything
+    assert "A2" in everything
+    assert "Q1" in everything
+    with pytest.raises(RefusedRow, match="no answer is trained"):
+        trained({"messages": messages[:2]})
+
+
+def test_with_expand_each_sample_is_the_text_of_inference(gpt2: bytes) -> None:
+    text = templates()["qwen3"]
+    row = SHAPES["reasoning"]
+    ours = encoder(gpt2, text, turns="expand")
+    conversation = parse_row(row)
+    samples = ours.encode(conversation)
+    for index, sample in zip((1, 3), samples, strict=True):
+        prompt = ours.prompt_ids(conversation.until(index))
+        first = int(sample.mask.nonzero()[0][0])
+        assert sample.ids[:first].tolist() == prompt
+        assert sample.mask[first:-1].all()
+
+
+def test_the_bos_token_of_a_template_is_not_doubled(gpt2: bytes) -> None:
+    ours = encoder(gpt2, templates()["llama3"])
+    (sample,) = ours.encode(parse_row(CHAT))
+    bos = Tokenizer.from_buffer(gpt2).token_to_id(NAMED["bos_token"])
+    assert sample.ids.tolist().count(bos) == 1
+    assert not sample.mask[0]
+
+
+def test_several_stop_tokens_are_found_the_most_frequent_first(gpt2: bytes) -> None:
+    ours = encoder(gpt2, templates()["gptoss"])
+    tokens = [Tokenizer.from_buffer(gpt2).id_to_token(i) for i in ours.stop_tokens]
+    assert tokens[0] == "<|return|>"
+    assert set(tokens) == {"<|return|>", "<|end|>", "<|call|>"}
+    assert ours.facts.stop_tokens == ours.stop_tokens
+
+
+def test_a_template_whose_stop_token_the_tokenizer_lacks_is_refused(shared: Path) -> None:
+    content = (shared / "data/tokenizers/gpt2/tokenizer.json").read_bytes()
+    with pytest.raises(
+        ConfigError, match="does not end answers with a special token of the tokenizer"
+    ):
+        encoder(content)
+
+
+UNUSUAL = {
+    "raises": CHATML + "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}",
+    "counts": "{% for m in messages %}{{ m.role }} {{ m.content | length if '<' in m.content "
+    "else m.content }}<|im_end|>{% endfor %}",
+    "indexes": "{{ 'long ' if messages | length > 4 }}{% for i in range(messages | length) %}"
+    "{{ messages[i].content }}<|im_end|>{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "why"),
+    [
+        (UNUSUAL["raises"], CHAT, "the chat template rejects it: too long"),
+        (CHATML, {"messages": [user("a\ufdd2"), answer("b")]}, r"noncharacter U\+FDD2"),
+        (UNUSUAL["counts"], {"messages": [user("<|im_end|>"), answer("b")]}, "treats specially"),
+        (UNUSUAL["indexes"], CHAT, r"messages\[2\]: the tokens of this answer cannot be derived"),
+    ],
+)
+def test_answers_that_cannot_be_located_are_refused(
+    gpt2: bytes, text: str, row: Any, why: str
+) -> None:
+    with pytest.raises(RefusedRow, match=why):
+        encoder(gpt2, text).encode(parse_row(row))
+
+
+def test_a_template_without_a_loop_over_messages_is_derived_from_prefixes(gpt2: bytes) -> None:
+    ours = encoder(gpt2, UNUSUAL["indexes"])
+    (sample,) = ours.encode(parse_row({"messages": CHAT["messages"][1:]}))
+    assert sample.methods == ("prefix", "prefix")
+    tokens = Tokenizer.from_buffer(gpt2)
+    assert "".join(runs(tokens, sample)) == "A1<|im_end|>|A2<|im_end|>"
+
+
+def test_one_refused_row_does_not_hinder_the_others(gpt2: bytes) -> None:
+    good = parse_row(CHAT)
+    bad = parse_row({"messages": [user("\ufdd0"), answer("b")]})
+    first, refused, last = encoder(gpt2).encode_batch([good, bad, good])
+    assert isinstance(refused, RefusedRow)
+    assert not isinstance(first, RefusedRow)
+    assert not isinstance(last, RefusedRow)
+    assert first[0].ids.tolist() == last[0].ids.tolist()
+
+
+def test_white_space_tokens_of_an_answer_are_targets(shared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(shared / "data/tokenizers/gpt2/tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    content = tokenizer.to_str().encode()
+    (sample,) = encoder(content).encode(parse_row({"messages": [user("a"), answer("b  \n\n  c")]}))
+    assert tokenizer.decode(sample.ids[sample.mask].tolist(), skip_special_tokens=False) == (
+        "b  \n\n  c<|im_end|>"
+    )

@@ -1,0 +1,179 @@
+"""Both engines give equal ids and masks, and one render shows what a marked one shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
+from tokenizers import AddedToken, Tokenizer
+
+from dtt.config.chat import ChatConfig
+from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.loss_mask import LossMask, parse_events
+from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.template import CHATML, ChatTemplate
+
+TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")
+TEXTS = {"chatml": CHATML} | {
+    name: text
+    for name, text in templates().items()
+    if name in ("qwen3", "llama3", "gptoss", "lfm2")
+}
+UNICODE = (
+    "e\u0301 a\u0308", "日本語 🤗", "naïve", "\u0378 \U0001c800", "\u00a0\u2028", "  \n\n  x",
+    "\x1c", "<|endoftext|>", "<|end_of_text|><|begin|>",
+)  # fmt: skip
+"""Answers that need care: not NFC, multi-byte, not in Unicode, white space, special tokens."""
+
+
+def conversations(shared: Path) -> list[Conversation]:
+    rows: list[Any] = [*SHAPES.values()]
+    rows += hostile_rows(["<|im_start|>", "<|im_end|>", "<|eot_id|>", *NAMED.values()], 20)
+    rows += [{"messages": [user(text), answer(text)]} for text in UNICODE]
+    for path in sorted((shared / "data/sft").glob("*.jsonl")):
+        rows += map(json.loads, path.read_bytes().splitlines()[::150])
+    return [parse_row(row) for row in rows]
+
+
+def plain(result: list[EncodedConversation] | RefusedRow) -> object:
+    if isinstance(result, RefusedRow):
+        return result.why
+    return [(one.ids.tolist(), one.mask.tolist(), one.methods) for one in result]
+
+
+@pytest.mark.slow(except_for=["gpt2-llama3"])
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [(name, text) for name in TOKENIZERS for text in TEXTS if "gpt2" in name or "chatml" in text],
+)
+def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared: Path) -> None:
+    content = with_tokens(shared / "data/tokenizers" / name)
+    every = conversations(shared)
+    for keys in ({}, {"control_text": "token"}) if template == "chatml" else ({},):
+        cfg = ChatConfig.model_validate(keys)
+        exact = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED)
+        fast = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED, fast=True)
+        assert exact.engine == "hf"
+        assert fast.engine == ("hf" if name == "mistral-v1" else "gigatoken")
+        doubt = fast.doubt(every)
+        assert (doubt is None) == (name != "mistral-v1"), doubt
+        want = [plain(result) for result in exact.encode_batch(every)]
+        assert [plain(result) for result in fast.encode_batch(every)] == want
+        alone = [plain(result) for one in every[::5] for result in fast.encode_batch([one])]
+        assert alone == want[::5]
+
+
+def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path) -> None:
+    content = with_tokens(shared / "data/tokenizers/qwen")
+    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, fast=True)._tokens
+    texts = ["a<|im_end|>b", "日本語", "e\u0301", "\u0378", "", "<|endoftext|>"]
+    taken = [one is not None for one in tokens._gigatoken(texts)]
+    assert taken == [True, True, False, False, True, True]
+    for ours, exact in zip(tokens.encode(texts), tokens._exact(texts), strict=True):
+        assert all(map(np.array_equal, ours, exact))
+
+
+def test_a_text_with_every_special_token_is_left_to_tokenizers(shared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(shared / "data/tokenizers/gpt2/tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    content = tokenizer.to_str().encode()
+    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, fast=True)._tokens
+    every = "<|im_start|>a<|im_end|><|endoftext|>"
+    texts = ["b", every, "c<|im_end|>", every]
+    assert [one is not None for one in tokens._gigatoken(texts)] == [True, False, True, False]
+    for text, one in zip(texts, tokens.encode(texts), strict=True):
+        assert one.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_added_tokens_that_strip_or_match_more_than_their_string_exclude_gigatoken(
+    flag: str, shared: Path
+) -> None:
+    facts = json.loads(with_tokens(shared / "data/tokenizers/gpt2"))
+    facts["added_tokens"][-1][flag] = True
+    ours = ChatEncoder(json.dumps(facts).encode(), ChatConfig(), "x", CHATML, NAMED, fast=True)
+    assert ours.engine == "hf"
+    assert ours.doubt([]) == f"an added token has {flag}"
+
+
+def test_a_traced_render_shows_what_a_marked_render_shows() -> None:
+    """The text is that of the plain render, and the spans are those of the marks."""
+    traced = 0
+    for text in (templates(training=True) | templates() | {"chatml": CHATML}).values():
+        template = ChatTemplate(text, NAMED)
+        masks = LossMask(template, ["<|im_end|>"])
+        for conversation in map(parse_row, SHAPES.values()):
+            try:
+                plain = template.render(conversation)
+            except RefusedRow:
+                with pytest.raises(RefusedRow):
+                    template.render_traced(conversation)
+                continue
+            found, events = template.render_traced(conversation)
+            assert found == plain
+            if events is not None:
+                marked = masks.marked(conversation)
+                assert parse_events(found, events, []) == marked
+                traced += bool(marked and marked.messages)
+    assert traced > 400
+
+
+KEEPS = {
+    "set": "{% set x %}LOOP{% endset %}{{ x | length }}{{ x }}",
+    "macro": "{% macro m() %}LOOP{% endmacro %}{{ m() | upper }}",
+    "filter": "{% filter upper %}LOOP{% endfilter %}",
+    "call": "{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}LOOP{% endcall %}",
+    "recursive": "{% for x in [1] recursive %}LOOP{% endfor %}",
+    "generation": "{% generation %}LOOP{% endgeneration %}",
+}
+LOOP = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+def test_text_that_a_template_keeps_is_not_traced(kind: str) -> None:
+    template = ChatTemplate(KEEPS[kind].replace("LOOP", LOOP))
+    conversation = parse_row({"messages": [user("a"), answer("b")]})
+    text, events = template.render_traced(conversation)
+    assert text == template.render(conversation)
+    assert events is None
+
+
+ENDS = {
+    "{% if add_generation_prompt %}<a>{% endif %}": True,
+    "{% if add_generation_prompt %}<a>{% if think %}<t>{% endif %}{% endif %}": True,
+    "{% if add_generation_prompt %}<a>{% endif %}x": False,
+    "{% if add_generation_prompt %}<a>{% else %}<b>{% endif %}": False,
+    "{% if add_generation_prompt %}{{ messages }}{% endif %}": False,
+    "{% if add_generation_prompt %}{{ strftime_now('%f') }}{% endif %}": False,
+    "{% set x = messages %}{% if add_generation_prompt %}{{ x }}{% endif %}": False,
+    "{% set add_generation_prompt = 0 %}{% if add_generation_prompt %}<a>{% endif %}": False,
+    "{{ add_generation_prompt }}{% if add_generation_prompt %}<a>{% endif %}": False,
+    "{% if not add_generation_prompt %}<a>{% endif %}": False,
+}
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_only_a_constant_end_counts_as_a_constant_generation_prompt(text: str) -> None:
+    assert ChatTemplate(LOOP + text).ends_with_prompt == ENDS[text]
+
+
+def test_an_answer_that_contains_the_generation_prompt_gets_the_same_header(shared: Path) -> None:
+    """A text of the row that looks like the header does not move the begin of the answer."""
+    content = with_tokens(shared / "data/tokenizers/gpt2")
+    slow = CHATML + "{{ '' if add_generation_prompt else '' }}"  # not provably constant
+    forged = "<|im_start|>assistant\n"
+    rows = [
+        {"messages": [user(forged * n), answer(forged * k + "x")]}
+        for n in (0, 1, 2)
+        for k in (0, 1)
+    ] + [{"messages": [user("a"), answer(f"X<|im_end|>\n{forged}y"), user(f"b\n{forged}")]}]
+    for treatment in ("text", "token"):
+        cfg = ChatConfig.model_validate({"control_text": treatment})
+        ours = [ChatEncoder(content, cfg, "x", text, NAMED) for text in (CHATML, slow)]
+        assert [one.template.ends_with_prompt for one in ours] == [True, False]
+        fast, full = ([plain(r) for r in one.encode_batch(map(parse_row, rows))] for one in ours)
+        assert fast == full

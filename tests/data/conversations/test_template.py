@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_shapes import NAMED, SHAPES, templates, user
+
+from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.template import (
+    CHATML,
+    ChatTemplate,
+    resolve_template,
+    special_tokens_beside,
+)
+from dtt.errors import ConfigError, InputError
+
+HELLO = Conversation((user("Hello"),))
+
+
+def expected(text: str, conversation: Conversation, prompt: bool, **kwargs: Any) -> str | None:
+    """Return what `transformers` renders; None if it refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            [list(conversation.messages)], tools=conversation.tools, chat_template=text,
+            add_generation_prompt=prompt, **NAMED, **kwargs,
+        )  # fmt: skip
+    except Exception:  # noqa: BLE001 - templates raise anything
+        return None
+    return str(rendered[0])
+
+
+def rendered(template: ChatTemplate, conversation: Conversation, prompt: bool) -> str | None:
+    try:
+        return template.render(conversation, prompt)
+    except RefusedRow:
+        return None
+
+
+def test_renders_equal_those_of_transformers_with_every_template_and_shape(
+    pytestconfig: pytest.Config,
+) -> None:
+    """With every fifth template, and with --all each of them."""
+    every = 1 if pytestconfig.option.all else 5
+    everything = templates() | {f"{name} for training": t for name, t in templates(True).items()}
+    assert len(templates()) >= 40
+    both = refused = 0
+    for name, text in [*everything.items(), ("chatml", CHATML)][::-every]:
+        template = ChatTemplate(text, NAMED)
+        for shape, row in SHAPES.items():
+            conversation = parse_row(row)
+            for prompt in (False, True):
+                want = expected(text, conversation, prompt)
+                assert rendered(template, conversation, prompt) == want, (name, shape)
+                both += want is not None
+                refused += want is None
+    print(f"{both} renders are equal; both refuse {refused}")
+    assert both > 700 / every
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_variables_of_the_configuration_and_the_row_reach_the_template(thinking: bool) -> None:
+    text = templates()["qwen3"]
+    want = expected(text, HELLO, True, enable_thinking=thinking)
+    configured = ChatTemplate(text, NAMED, {"enable_thinking": thinking})
+    assert configured.render(HELLO, True) == want
+    own = Conversation(HELLO.messages, template_kwargs={"enable_thinking": thinking})
+    overridden = ChatTemplate(text, NAMED, {"enable_thinking": not thinking})
+    assert overridden.render(own, True) == want
+
+
+FEATURES = {
+    "white space": "{% if true %}\n  a\n  {% endif %}\n b",
+    "tojson": "{{ {'é': '<&>'} | tojson }}{{ [1] | tojson(indent=2) }}",
+    "loop controls": "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}"
+    "{% if i > 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "joined": "{{ 'a' ~ 1 ~ none ~ messages[0].content }}",
+    "namespace": "{% set ns = namespace(a=1) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}"
+    "{{ dict(a=2).a }}",
+    "macro": "{% macro m(x) %}<{{ x }}>{{ caller() if caller }}{% endmacro %}{{ m(1) }}"
+    "{% call m(2) %}inner{% endcall %}",
+    "generation": "{% set a = 1 %}{% generation %}{{ a }}{% set a = 2 %}{% endgeneration %}{{ a }}",
+    "loop": "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}"
+    "{{ loop.revindex }}{{ loop.previtem }}{% endfor %}",
+    "generator": "{% for x in messages | map(attribute='role') %}{{ x }}{{ loop.last }}"
+    "{% endfor %}",
+    "recursive": "{% for x in [[1, [2]], 3] recursive %}"
+    "{{ loop(x) if x is not number else x }}{% endfor %}",
+    "undefined": "{{ nothing }}{{ messages[0].nothing is defined }}{{ bos_token }}",
+    "strftime": "{{ strftime_now('%Y') }}",
+    "format": "{{ '%03d|%s' % (7, 'x') }}{{ '{:>5}'.format(3) }}{{ 'ab' * 3 }}{{ 2 ** 10 }}",
+    "split": "{{ 'a</t>b'.split('</t>')[-1].lstrip('x') | upper }}{{ 'abc'[::-1] }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_of_templates_works_as_in_transformers(feature: str) -> None:
+    text = FEATURES[feature]
+    want = expected(text, HELLO, False)
+    assert want
+    template = ChatTemplate(text, NAMED)
+    assert template.render(HELLO) == want
+
+
+RUNAWAYS = {
+    "raises": "{{ raise_exception('roles must alternate') }}",
+    "divides by zero": "{{ 1 / 0 }}",
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "exponential calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "repeats": "{{ 'a' * 10 ** 12 }}",
+    "repeats a list": "{{ [0] * 10 ** 12 }}",
+    "doubles": "{% set ns = namespace(a='xx') %}{% for i in range(99) %}"
+    "{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "joins": "{% set ns = namespace(a='xx') %}{% for i in range(99) %}"
+    "{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "replaces": "{% set ns = namespace(a='xx') %}{% for i in range(99) %}"
+    "{% set ns.a = ns.a.replace('x', ns.a) %}{% endfor %}",
+    "replaces by a filter": "{% set ns = namespace(a='xx') %}{% for i in range(99) %}"
+    "{% set ns.a = ns.a | replace('x', ns.a) %}{% endfor %}",
+    "blocks": "{% set ns = namespace(a='xx') %}{% for i in range(99) %}"
+    "{% set b %}{{ ns.a }}{{ ns.a }}{% endset %}{% set ns.a = b %}{% endfor %}",
+    "pads": "{{ 'a'.center(10 ** 11) }}",
+    "pads by a filter": "{{ 'a' | center(10 ** 11) }}",
+    "indents": "{{ 'a\\nb' | indent(10 ** 11) }}",
+    "indents JSON": "{{ [1] | tojson(indent=10 ** 11) }}",
+    "formats": "{{ '%99999999999d' % 1 }}",
+    "formats with a computed width": "{{ '{:{}}'.format(1, 10 ** 11) }}",
+    "formats by a filter": "{{ '%99999999999d' | format(1) }}",
+    "large numbers": "{{ 9 ** (10 ** 10) }}",
+    "squares": "{% set ns = namespace(a=9) %}{% for i in range(99) %}"
+    "{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    "batches": "{{ [1] | batch(10 ** 11, 0) | list }}",
+    "lorem ipsum": "{{ lipsum(10 ** 11) }}",
+    "includes a file": "{% include '/etc/passwd' %}",
+    "imports": "{% import 'os' as os %}",
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['json'] }}",
+    "namespaces": "{{ namespace(__class__=1) }}",
+    "changes a message": "{{ messages.append(1) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("runaway", RUNAWAYS)
+def test_a_runaway_or_hostile_template_refuses_the_row(runaway: str) -> None:
+    template = ChatTemplate(RUNAWAYS[runaway])
+    with pytest.raises(RefusedRow, match=r"chat template (rejects|recurses)"):
+        template.render(HELLO)
+    assert ChatTemplate("ok").render(HELLO) == "ok"
+
+
+def test_a_template_with_a_syntax_error_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"not a valid Jinja template\n  where: a\.jinja:2"):
+        ChatTemplate("{{ 1 }}\n{% for %}", where="a.jinja")
+
+
+def test_the_tokenizers_own_template_and_special_tokens_are_found(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    with pytest.raises(InputError, match="the tokenizer has no chat template"):
+        resolve_template("tokenizer", tokenizer)
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}]
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert resolve_template("tokenizer", tokenizer) == "named"
+    assert special_tokens_beside(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "chat_template.jinja").write_text("a file")
+    assert resolve_template("tokenizer", tokenizer) == "a file"
+    assert resolve_template(str(tmp_path / "chat_template.jinja"), None) == "a file"
+    assert resolve_template("chatml", None) == CHATML
+    with pytest.raises(InputError, match="the chat template cannot be read"):
+        resolve_template(str(tmp_path / "missing.jinja"), None)

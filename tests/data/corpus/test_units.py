@@ -1,0 +1,231 @@
+"""Units are cut by the data, hold every document once, and say where a bad one is."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.units import Corpus
+from dtt.errors import DamagedError, InputError
+
+TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": i, "text": t}).encode() + b"\n" for i, t in enumerate(texts))
+
+
+def parquet(texts: list[str], rows: int = 20) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), stream, row_group_size=rows)
+    return stream.getvalue()
+
+
+def comma_separated(texts: list[str]) -> bytes:
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerows([("id", "text"), *enumerate(texts)])
+    return stream.getvalue().encode()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "a.jsonl": jsonl,
+    "a.json": jsonl,
+    "a.jsonl.gz": lambda texts: gzip.compress(jsonl(texts)),
+    "a.jsonl.zst": lambda texts: zstandard.compress(jsonl(texts)),
+    "a.parquet": parquet,
+    "a.csv": comma_separated,
+    "a.csv.gz": lambda texts: gzip.compress(comma_separated(texts)),
+    "a.txt": lambda texts: "\n".join(texts).encode(),
+    "a.txt.zst": lambda texts: zstandard.compress("\r\n".join(texts).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unit_bytes", [100, 4096, 10**9])
+def test_every_document_is_read_once_for_any_unit_size(
+    corpora: Any, read_all: Any, name: str, unit_bytes: int
+) -> None:
+    corpus = corpora.make({name: FORMATS[name](TEXTS)}, txt_documents="line")
+    texts, bad = read_all(corpus, unit_bytes)
+    assert texts == TEXTS
+    assert bad.count == 0
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_small_units_are_many_and_many_small_files_are_few_units(corpora: Any, name: str) -> None:
+    content = FORMATS[name](TEXTS)
+    assert len(corpora.make({name: content}).units(4096)) > 3
+    corpora.folder = corpora.folder / "many"
+    corpus = corpora.make({f"{i}/{name}": content for i in range(20)})
+    assert len(corpus.units(10**9)) == 1
+
+
+def test_units_are_the_same_every_time(corpora: Any) -> None:
+    corpus = corpora.make({"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS[:50])})
+    assert corpus.units(2000) == Corpus(corpus.folder).units(2000)
+    assert [unit.index for unit in corpus.units(2000)] == list(range(len(corpus.units(2000))))
+
+
+def test_line_ends_at_any_unit_boundary_lose_nothing(corpora: Any, read_all: Any) -> None:
+    lines = ["a", "bb", "ccc", "d" * 40, "e"]
+    corpus = corpora.make({"a.txt": ("\n".join(lines) + "\n").encode()}, txt_documents="line")
+    for unit_bytes in range(1, 60):
+        assert read_all(corpus, unit_bytes)[0] == lines
+
+
+def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any, read_all: Any) -> None:
+    text = "\n\n".join("A line of a paragraph.\n" * (i % 30 + 1) for i in range(200))
+    corpus = corpora.make({"a.txt": text.encode()})
+    assert corpus.manifest.txt_documents == "section"
+    sections, _ = read_all(corpus, 10**9)
+    assert "".join(sections) == text
+    assert all(4096 <= len(section) <= 8192 + 100 for section in sections[:-1])
+    assert all(section.endswith("\n\n") for section in sections[:-1])
+    assert "".join(read_all(corpus, 10_000)[0]) == text
+
+
+def test_a_folder_of_txt_is_a_document_per_file(corpora: Any, read_all: Any) -> None:
+    corpus = corpora.make({"b.txt": b"second\n\nfile", "a.txt": b"\xef\xbb\xbffirst\n"})
+    assert read_all(corpus, 10**6)[0] == ["first\n", "second\n\nfile"]
+
+
+def test_bad_lines_are_skipped_and_reported(corpora: Any, read_all: Any) -> None:
+    good = b'{"text": "good %d"}\n'
+    bad_lines = {
+        4: b'{"text": "broken\n',
+        7: b'{"other": "key"}\n',
+        8: b'{"text": 17}\n',
+        9: b'{"text": null}\n',
+        10: b'["no object"]\n',
+        13: b'{"text": "\xff\xfe"}\n',
+        15: b'{"text": "\\ud800"}\n',
+    }
+    lines = [bad_lines.get(i, good % i) for i in range(1, 21)]
+    corpus = corpora.make({"a.jsonl": b"".join(lines)})
+    for unit_bytes in (50, 10**6):
+        texts, bad = read_all(corpus, unit_bytes)
+        assert texts == [f"good {i}" for i in range(1, 21) if i not in bad_lines]
+        assert bad.count == len(bad_lines)
+        named = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
+        assert [int(line) for line in named] == sorted(bad_lines)[:5]
+    assert bad.examples[1].endswith("a.jsonl:7: no key 'text'")
+
+
+def test_the_first_bad_document_stops_if_configured(corpora: Any) -> None:
+    corpus = corpora.make({"a.jsonl": b'{"text": "a"}\nbroken\n'})
+    with pytest.raises(DamagedError, match=r"a\.jsonl:2"):
+        list(read_unit(corpus, corpus.units(10**6)[0], BadDocuments(stop=True)))
+
+
+@pytest.mark.slow(except_for=["0.5-a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.txt.gz"])
+@pytest.mark.parametrize("kept", [0.3, 0.5, 0.9, 0.999])
+def test_a_truncated_compressed_file_yields_all_complete_documents_and_is_reported(
+    corpora: Any, read_all: Any, name: str, kept: float
+) -> None:
+    """Judged by what zlib and zstandard themselves get out of it."""
+    many = [f"{i * 7919 % 10007} {i * i % 10009}" for i in range(50_000)]
+    make = FORMATS.get(name) or (lambda texts: gzip.compress("\n".join(texts).encode()))
+    torn = make(many)[: int(len(make(many)) * kept)]
+    unpack = zstandard.ZstdDecompressor() if name.endswith("zst") else zlib
+    content = unpack.decompressobj(*[31] * name.endswith("gz")).decompress(torn)
+    whole, _, part = content.rpartition(b"\n")
+    header = name == "a.csv.gz"
+    corpus = corpora.make({name: torn}, txt_documents="line")
+    texts, bad = read_all(corpus, 10**6)
+    assert len(texts) == len(whole.splitlines()) - header
+    assert texts == many[: len(texts)]
+    assert bad.count == 1
+    assert f"{name}:" in bad.examples[0]
+    assert "the rest of the file cannot be read: Truncated" in bad.examples[0]
+    if not header:
+        assert bad.lost_bytes == len(part)
+        assert not part or f"lost: about {len(part):,} bytes" in bad.examples[0]
+
+
+def test_of_a_damaged_compressed_file_the_bytes_that_cannot_be_read_are_reported(
+    corpora: Any, read_all: Any
+) -> None:
+    lines = [b'{"text": "%d"}\n' % i for i in range(1000)]
+    members = [gzip.compress(b"".join(lines[i : i + 100])) for i in range(0, 1000, 100)]
+    bad_header = b"".join([*members[:7], b"XX", *members[7:]])
+    corpus = corpora.make({"a.jsonl.gz": bad_header})
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == [str(i) for i in range(700)]
+    left = sum(map(len, members[7:])) + len(b"XX")
+    assert left - 2 <= bad.lost_bytes <= left, "zlib looks at two bytes of a header"
+    assert (
+        "a.jsonl.gz:701: the rest of the file cannot be read: zlib inflate failed"
+        in (bad.examples[0])
+    )
+    assert f"lost: about {bad.lost_bytes:,} bytes" in bad.examples[0]
+
+
+def test_damaged_parquet_is_reported_and_the_other_files_are_read(
+    corpora: Any, read_all: Any
+) -> None:
+    half = bytearray(parquet(TEXTS))
+    half[100:400] = bytes(300)
+    corpus = corpora.make(
+        {"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS)[:-20], "c.parquet": bytes(half)}
+    )
+    texts, bad = read_all(corpus, 10**9)
+    assert texts[: len(TEXTS)] == TEXTS
+    assert bad.count >= 2
+    assert any("b.parquet" in example for example in bad.examples)
+    assert any("c.parquet" in example for example in bad.examples)
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind: Any) -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array([*TEXTS, None], pa.string()).cast(kind)}), stream)
+    corpus = corpora.make({"a.parquet": stream.getvalue()})
+    assert pq.read_schema(corpus.path(0)).field("text").type == kind
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == TEXTS
+    assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
+
+
+def test_parquet_rows_without_text_are_named(corpora: Any, read_all: Any) -> None:
+    stream = io.BytesIO()
+    invalid = pa.array([b"good", b"\xff", None]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": invalid}), stream)
+    corpus = corpora.make({"a.parquet": stream.getvalue()})
+    texts, bad = read_all(corpus, 10**6)
+    assert texts == ["good"]
+    assert [example.split(": ")[0].split(", ")[1] for example in bad.examples] == ["row 1", "row 2"]
+
+
+def test_csv_rows_that_are_short_or_not_utf8_are_reported(corpora: Any, read_all: Any) -> None:
+    content = b'id,text\n1,"a\nb"\n2\n3,\xff\n4,d\n'
+    texts, bad = read_all(corpora.make({"a.csv": content}, text_column="text"), 10**6)
+    assert texts == ["a\nb", "d"]
+    lines = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
+    assert lines == ["4", "5"]
+
+
+def test_changed_and_deleted_files_are_detected(corpora: Any) -> None:
+    corpus = corpora.make({"a.txt": b"some text"})
+    path = corpus.path(0)
+    path.write_bytes(b"some other text")
+    with pytest.raises(DamagedError, match="has changed"):
+        Corpus(corpus.folder)
+    path.unlink()
+    with pytest.raises(InputError, match="is missing"):
+        Corpus(corpus.folder)

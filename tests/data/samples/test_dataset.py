@@ -1,0 +1,273 @@
+"""What a run reads, put together from its configuration."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_job import make_tokenizer
+from token_files import read_doc_ids
+
+from dtt.artifacts import TokensManifest
+from dtt.config.load import resolve
+from dtt.data.samples import compatibility
+from dtt.data.samples.dataset import NUMBER_MASK, Dataset, open_dataset
+from dtt.data.samples.protocol import SOURCE_SHIFT
+from dtt.data.token_file import bin_path
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.jobdir import JobDir
+
+SEQ_LEN, SEQUENCES = 32, 8
+
+
+def opened(*arguments: object, steps: int = 100) -> Dataset:
+    lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
+    settings = [*lengths, f"train.steps={steps}", *map(str, arguments)]
+    return open_dataset(resolve(None, settings).config)
+
+
+def sources(**given: tuple[Path, float | None]) -> str:
+    parts = (
+        f"{{name: {name}, path: {path}" + ("}" if weight is None else f", weight: {weight}}}")
+        for name, (path, weight) in given.items()
+    )
+    return f"data.sources=[{', '.join(parts)}]"
+
+
+@pytest.fixture(scope="module")
+def twice(tokens: Path) -> Dataset:
+    return opened(sources(a=(tokens, 0.75), b=(tokens, 0.25)))
+
+
+def test_a_single_source_yields_its_samples_in_its_own_order(tokens: Path) -> None:
+    dataset = opened(f"data.tokens={tokens}")
+    (source,) = dataset.sources
+    assert np.array_equal(dataset.samples_at(5, 700), source.samples_at(5, 700))
+
+
+def test_the_order_does_not_depend_on_the_path_of_the_folder(tokens: Path, tmp_path: Path) -> None:
+    shutil.copytree(tokens, tmp_path / "elsewhere")
+    here, there = opened(f"data.tokens={tokens}"), opened(f"data.tokens={tmp_path / 'elsewhere'}")
+    assert np.array_equal(here.samples_at(0, 800), there.samples_at(0, 800))
+    assert here.manifest.key == there.manifest.key
+
+
+def test_sources_in_one_folder_are_shuffled_independently(twice: Dataset) -> None:
+    samples = twice.samples_at(0, 400)
+    a, b = (samples[samples >> np.uint64(SOURCE_SHIFT) == n] & NUMBER_MASK for n in (0, 1))
+    assert (len(a), len(b)) == (300, 100)
+    assert (a[:100] == b).mean() < 0.05
+
+
+@settings(max_examples=60, deadline=None)
+@given(first=st.integers(0, 700), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=6))
+def test_samples_do_not_depend_on_how_the_run_is_divided(
+    twice: Dataset, first: int, cuts: list[int]
+) -> None:
+    parts, start = [], first
+    for count in cuts:
+        parts.append(twice.samples_at(start, count))
+        start += count
+    assert np.array_equal(np.concatenate(parts), twice.samples_at(first, sum(cuts)))
+
+
+def test_rows_come_from_the_source_that_their_number_names(twice: Dataset) -> None:
+    samples = twice.samples_at(0, 40)
+    ids = twice.read(samples).ids
+    documents = read_doc_ids(twice, samples)
+    for sample, row, where in zip(samples.tolist(), ids, documents, strict=True):
+        source, own = twice.sources[sample >> SOURCE_SHIFT], sample & int(NUMBER_MASK)
+        alone = np.array([own], dtype=np.uint64)
+        assert np.array_equal(source.read(alone).ids[0], row)
+        assert np.array_equal(read_doc_ids(source, alone)[0], where)
+        found, pieces = twice.locate(sample)
+        assert found is source
+        assert pieces == source.locate(own)
+    assert twice.targets(samples) == 40 * SEQ_LEN
+
+
+def test_every_sample_of_a_source_is_used_once_per_epoch(tokens: Path) -> None:
+    dataset = opened(sources(a=(tokens, 1), b=(tokens, 3)), steps=1000)
+    samples = dataset.samples_at(0, 8000)
+    for number, source in enumerate(dataset.sources):
+        own = samples[samples >> np.uint64(SOURCE_SHIFT) == number] & NUMBER_MASK
+        for start in range(0, len(own) - len(source), len(source)):
+            epoch = own[start : start + len(source)]
+            assert np.array_equal(np.sort(epoch), np.arange(len(source), dtype=np.uint64))
+
+
+def test_without_weights_sources_are_weighted_by_size(tokens: Path) -> None:
+    dataset = opened(sources(a=(tokens, None), b=(tokens, None)), "data.on_exhausted=stop")
+    assert dataset.shares() == {"a": 0.5, "b": 0.5}
+    sizes = sum(map(len, dataset.sources))
+    everything = opened(
+        sources(a=(tokens, None), b=(tokens, None)), "data.on_exhausted=renormalise", steps=10**6
+    )
+    assert everything.mixture.end == sizes
+    assert everything.steps == sizes // SEQUENCES
+
+
+def test_weights_apply_from_their_step_as_counted_in_metrics(tokens: Path) -> None:
+    dataset = opened(
+        sources(a=(tokens, 1), b=(tokens, 1)), "data.weights=[{step: 10, weights: {a: 0, b: 2}}]"
+    )
+    at = dataset.first_sample(9)  # nine steps come before it
+    numbers = dataset.samples_at(0, dataset.mixture.end) >> np.uint64(SOURCE_SHIFT)
+    assert numbers[:at].sum() == at // 2
+    assert numbers[at:].all()
+    assert dataset.epochs(at)["a"] == dataset.epochs(dataset.mixture.end)["a"] > 0
+
+
+def test_different_tokenizers_are_refused_and_named(tokens: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tokens, other)
+    manifest = TokensManifest.read(other).model_copy(update={"tokenizer_sha256": "0" * 64})
+    (other / manifest.filename).write_text(manifest.dump())
+    with pytest.raises(ConfigError, match="a and b have different tokenizers"):
+        opened(sources(a=(tokens, 1), b=(other, 1)))
+
+
+def test_token_files_of_other_tools_need_a_tokenizer(tokens: Path, tmp_path: Path) -> None:
+    stem = tmp_path / "theirs"
+    shard = TokensManifest.read(tokens).shards[0].stem
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{tokens / shard}{suffix}", f"{stem}{suffix}")
+    with pytest.raises(
+        ConfigError, match="it is unknown which tokenizer created the token files of x"
+    ):
+        opened(sources(x=(stem, 1)))
+    with pytest.raises(InputError, match="there is no tokenizer"):
+        opened(sources(x=(stem, 1)), "data.tokenizer=nix.json")
+    dataset = opened(sources(x=(stem, 1)), f"data.tokenizer={tokens / 'tokenizer.json'}")
+    with_ours = opened(f"data.tokens={tokens}")
+    assert dataset.manifest.vocab_size == with_ours.manifest.vocab_size
+    assert dataset.manifest.end_of_document == with_ours.manifest.end_of_document
+    assert dataset.validation == (None,)
+    mixed = sources(x=(stem, 1), ours=(tokens, 1))
+    assert opened(mixed, f"data.tokenizer={tokens / 'tokenizer.json'}").steps == 100
+    other, smaller = tmp_path / "tokenizer.json", make_tokenizer()
+    smaller.save(str(other))
+    with pytest.raises(DamagedError, match=r"outside the vocabulary of 257[\s\S]*theirs\.bin"):
+        opened(sources(x=(stem, 1)), f"data.tokenizer={other}")
+    smaller.add_tokens([f"<{i}>" for i in range(100)])
+    smaller.save(str(other))
+    assert opened(sources(x=(stem, 1)), f"data.tokenizer={other}").manifest.key != (
+        dataset.manifest.key
+    )
+    with pytest.raises(ConfigError, match=r"data\.tokenizer and ours have different tokenizers"):
+        opened(sources(ours=(tokens, 1)), f"data.tokenizer={other}")
+
+
+def test_a_source_without_a_complete_sample_is_refused(tokens: Path) -> None:
+    with pytest.raises(ConfigError, match="shorter than one sequence: b"):
+        open_dataset(
+            resolve(
+                None,
+                [sources(b=(tokens, 1)), "train.seq_len=65536", "train.global_batch_tokens=65536"],
+            ).config
+        )
+
+
+def test_the_key_names_the_sources_and_their_content(tokens: Path) -> None:
+    one = opened(sources(a=(tokens, 1), b=(tokens, 1))).manifest.key
+    assert opened(sources(a=(tokens, 1), b=(tokens, 2))).manifest.key == one
+    assert opened(sources(a=(tokens, 1), c=(tokens, 1))).manifest.key != one
+    content = TokensManifest.read(tokens).key
+    assert compatibility.data_key([("a", content), ("b", content)]) == one
+
+
+def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "tokens"
+    shutil.copytree(tokens, copy)
+    for shard in TokensManifest.read(copy).shards:
+        bin_path(copy / shard.stem).unlink()
+    dataset = opened(f"data.tokens={copy}")
+    dataset.samples_at(0, 10)
+    with pytest.raises(InputError, match="missing"):
+        dataset.read(dataset.samples_at(0, 10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("data.tokens=x", "data.sources=[{path: a}]"), "cannot be combined with sources"),
+        (("data.sources=[{path: a}, {path: b/a}]",), "two are called a"),
+        (("data.sources=[{path: a, weight: 1}, {path: b}]",), "some have a weight"),
+        (("data.sources=[{path: a, weight: 0}]",), "greater than 0"),
+        (
+            ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {b: 1}}]"),
+            "must name every source, and no other: a",
+        ),
+        (
+            ("data.sources=[{path: a}]", "data.weights=[{step: 1, weights: {a: 1}}]"),
+            "greater than or equal to 2",
+        ),
+        (
+            ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {a: 0}}]"),
+            "at least one must be positive",
+        ),
+        (
+            (
+                "data.sources=[{path: a}]",
+                "data.weights=[{step: 5, weights: {a: 1}}, {step: 5, weights: {a: 2}}]",
+            ),
+            "must ascend",
+        ),
+    ],
+)
+def test_invalid_mixtures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        resolve(None, arguments)
+
+
+def test_a_vocabulary_that_is_not_that_of_the_token_files_is_reported(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """An error where `tokenize` would make them, a warning where others are named; no more."""
+    made = TokensManifest.read(tokens)
+    job = JobDir(tmp_path / "j")
+
+    def check(*arguments: str, size: int | None = made.vocab_size) -> list[str]:
+        return compatibility.check_vocabulary(resolve(None, arguments), job, size)
+
+    own, other = f"tokenize.out={tokens}", "tokenizer.vocab_size=512"
+    for size in (made.vocab_size, None):
+        with pytest.raises(ConfigError, match=rf"vocab_size=512 \(argument\).*{made.vocab_size}"):
+            check(own, other, size=size)
+        for named in (f"data.tokens={tokens}", sources(x=(tokens, 1))):
+            (line,) = check(named, other, size=size)
+            assert "tokenizer.vocab_size=512 (argument), but the token files have" in line
+            assert check(named) == check(named, "tokenizer.vocab_size=300") == []
+        assert check(own) == check(own, "tokenizer.vocab_size=300") == []
+        given = "tokenizer={type: file, path: x.json}"
+        assert check(own, given, size=size) == []
+    (tmp_path / "j").mkdir()
+    job.config.write_text(f"tokenize: {{out: {tokens}}}\ntokenizer: {{vocab_size: 512}}\n")
+    assert (
+        compatibility.check_vocabulary(resolve(job_config=job.config), job, made.vocab_size) == []
+    )
+
+
+def test_a_tokenizer_may_learn_fewer_entries_than_requested(tokens: Path, tmp_path: Path) -> None:
+    made = TokensManifest.read(tokens)
+    parts = {**made.key_parts, "tokenizer": {**made.key_parts["tokenizer"], "vocab_size": 512}}
+    content = made.model_copy(update={"key_parts": parts}).dump()
+    (tmp_path / "manifest.json").write_text(content)
+    arguments = [f"tokenize.out={tmp_path}", "tokenizer.vocab_size=512"]
+    job = JobDir(tmp_path / "j")
+    assert compatibility.check_vocabulary(resolve(None, arguments), job, made.vocab_size) == []
+
+
+def test_a_weight_that_must_be_rounded_is_reported(tokens: Path) -> None:
+    """Also where it only holds from some step on."""
+    reported = "rounded weight: rare has a share of 1e-05, not"
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1e-9)))
+    assert rare.rounded_weights() == [f"{reported} 1e-09, from step 1 on"]
+    later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
+    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later)
+    assert rare.rounded_weights() == [f"{reported} 2.5e-08, from step 41 on"]
+    assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []

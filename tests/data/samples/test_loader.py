@@ -1,0 +1,339 @@
+"""Batches: the same global batch for any number of ranks, from any step on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import read_doc_ids
+from torch import Tensor
+
+from dtt.artifacts import TokensManifest
+from dtt.config.load import resolve
+from dtt.config.model import ModelConfig
+from dtt.data.samples.dataset import Dataset, open_dataset
+from dtt.data.samples.loader import Batch, BatchReader, training_batches
+from dtt.data.samples.protocol import SOURCE_SHIFT
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
+from dtt.data.token_file import bin_path
+from dtt.errors import DamagedError, InputError
+from dtt.model.decoder import Decoder
+from dtt.model.families import get as get_family
+from dtt.model.init import initialize
+from dtt.targets import IGNORE_INDEX
+
+SEQUENCES, SEQ_LEN = 8, 32
+CPU = torch.device("cpu")
+
+
+def opened(*arguments: str, steps: int = 1000) -> Dataset:
+    lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
+    return open_dataset(resolve(None, [*lengths, f"train.steps={steps}", *arguments]).config)
+
+
+@pytest.fixture
+def dataset(tokens: Path) -> Dataset:
+    return opened(f"data.tokens={tokens}")
+
+
+@pytest.fixture(scope="module", params=["windows", "mixture", "packed"])
+def any_dataset(request: pytest.FixtureRequest, tokens: Path) -> Dataset:
+    mixture = (
+        f"data.sources=[{{name: a, path: {tokens}, weight: 0.7}}, "
+        f"{{name: b, path: {tokens}, weight: 0.3}}]"
+    )
+    return {
+        "windows": lambda: opened(f"data.tokens={tokens}"),
+        "mixture": lambda: opened(mixture, "data.weights=[{step: 40, weights: {a: 1, b: 4}}]"),
+        "packed": lambda: opened(mixture, "data.packing=best-fit"),
+    }[request.param]()
+
+
+def batches(
+    dataset: Dataset, rank: int = 0, size: int = 1, micro_batch: int = 4, first_step: int = 0
+) -> Iterator[Batch]:
+    reader = BatchReader(rank, size, micro_batch, CPU, mask_documents=True)
+    return training_batches(dataset, reader, first_step)
+
+
+def rows(batch: Batch) -> list[tuple[bytes, ...]]:
+    """Its rows: tokens, targets, documents."""
+    return [
+        (row.numpy().tobytes(), target.numpy().tobytes(), document.numpy().tobytes())
+        for part in batch.micro_batches
+        if part.doc_ids is not None
+        for row, target, document in zip(part.tokens, part.targets, part.doc_ids, strict=True)
+    ]
+
+
+def expected(dataset: Dataset, step: int) -> list[tuple[bytes, ...]]:
+    samples = dataset.samples_at(step * SEQUENCES, SEQUENCES)
+    ids = dataset.read(samples).ids
+    documents = read_doc_ids(dataset, samples)
+    return [
+        (np.maximum(row[:-1], 0).tobytes(), row[1:].tobytes(), document[:-1].tobytes())
+        for row, document in zip(ids, documents, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 3, 8, 100])
+def test_all_ranks_together_hold_the_same_global_batch(
+    any_dataset: Dataset, size: int, micro_batch: int
+) -> None:
+    steps = 2 + len(any_dataset.sources[0]) // SEQUENCES  # into the second epoch
+    ranks = [batches(any_dataset, rank, size, micro_batch) for rank in range(size)]
+    for step in range(steps):
+        parts = [next(rank) for rank in ranks]
+        whole = expected(any_dataset, step)
+        assert sorted(row for part in parts for row in rows(part)) == sorted(whole)
+        for part in parts:
+            assert np.array_equal(part.samples, parts[0].samples)
+            assert len(rows(part)) == SEQUENCES // size
+            assert all(len(inner.tokens) <= micro_batch for inner in part.micro_batches)
+            assert part.targets == parts[0].targets
+        real = [
+            (inner.targets != IGNORE_INDEX).sum() for part in parts for inner in part.micro_batches
+        ]
+        assert sum(real) == parts[0].targets
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.sampled_from([1, 2, 4, 8]), micro_batch=st.integers(1, 9), step=st.integers(0, 900))
+def test_row_i_of_a_step_does_not_depend_on_start_ranks_or_micro_batches(
+    any_dataset: Dataset, size: int, micro_batch: int, step: int
+) -> None:
+    parts = [next(batches(any_dataset, rank, size, micro_batch, step)) for rank in range(size)]
+    whole = expected(any_dataset, step)
+    for rank, part in enumerate(parts):
+        assert rows(part) == whole[rank::size]
+
+
+GROWING = (
+    "train.batch_schedule={type: linear, start: 64, length: 12}",  # 2, 4, 6, 8 sequences
+    "train.context_schedule=[[0, 8], [600 tokens, 16], [50%, 32]]",
+)
+
+
+@pytest.fixture(scope="module")
+def growing(tokens: Path) -> Dataset:
+    """Batches and contexts that grow, over two sources whose weights change on the way."""
+    mixture = f"data.sources=[{{name: a, path: {tokens}}}, {{name: b, path: {tokens}}}]"
+    weights = "[{step: 6, weights: {a: 1, b: 0}}, {step: 11, weights: {a: 0, b: 1}}]"
+    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40)
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 9)])
+def test_growing_batches_are_the_same_for_any_ranks_and_micro_batches(
+    growing: Dataset, size: int, micro_batch: int
+) -> None:
+    ranks = [batches(growing, rank, size, micro_batch) for rank in range(size)]
+    ledger, position = EMPTY_DATA_HASH, 0
+    for step, parts in enumerate(zip(*ranks, strict=True)):
+        samples = growing.samples_at(position, [2, 4, 6, 8][min(step // 4, 3)])
+        ledger, position = extend_data_hash(ledger, samples), position + len(samples)
+        assert all(np.array_equal(part.samples, samples) for part in parts)
+        assert len({len(part.micro_batches) for part in parts}) == 1  # they meet in collectives
+        assert all(part.targets == len(samples) * SEQ_LEN for part in parts)
+        seq_len = 8 if position * SEQ_LEN < 664 else 16 if step < 20 else 32
+        inner = [micro for part in parts for micro in part.micro_batches]
+        assert {micro.tokens.shape[1] for micro in inner} == {seq_len}
+        assert all(micro.tokens.numel() <= micro_batch * SEQ_LEN for micro in inner)
+    assert step == 39
+    assert position == growing.first_sample(40) == growing.mixture.end
+    whole = growing.samples_at(0, position)
+    firsts = [growing.first_sample(step) for step in range(41)]
+    again = EMPTY_DATA_HASH
+    for first, following in pairwise(firsts):
+        again = extend_data_hash(again, whole[first:following])
+    assert again == ledger
+
+
+def test_the_rows_of_a_shorter_context_put_together_are_the_sequences(growing: Dataset) -> None:
+    for step, batch in enumerate(batches(growing, micro_batch=3)):
+        samples = growing.samples_at(growing.first_sample(step), len(batch.samples))
+        ids = growing.read(samples).ids
+        documents = read_doc_ids(growing, samples)
+        kept = [part.doc_ids for part in batch.micro_batches if part.doc_ids is not None]
+        for rows, expected in (
+            ([part.tokens for part in batch.micro_batches], ids[:, :-1]),
+            ([part.targets for part in batch.micro_batches], ids[:, 1:]),
+            (kept, documents[:, :-1]),
+        ):
+            assert torch.equal(torch.cat(rows).reshape(-1, SEQ_LEN), torch.from_numpy(expected))
+
+
+def test_weights_change_at_their_step_for_any_batch_size(growing: Dataset) -> None:
+    for step, batch in enumerate(batches(growing)):
+        sources = set((batch.samples >> np.uint64(SOURCE_SHIFT)).tolist())
+        assert sources == ({0, 1} if step < 5 else {0} if step < 10 else {1})
+
+
+def test_a_run_without_more_data_ends_with_its_last_complete_step(tokens: Path) -> None:
+    once = ["data.on_exhausted=stop", "train.batch_schedule={type: doubling, start: 32, every: 5}"]
+    short = opened(f"data.tokens={tokens}", *once)
+    sizes = [len(batch.samples) for batch in batches(short)]
+    assert sizes == [*[1] * 5, *[2] * 5, *[4] * 5, *[8] * ((len(short.sources[0]) - 35) // 8)]
+
+
+def test_a_growing_run_resumes_at_any_step_as_if_uninterrupted(growing: Dataset) -> None:
+    whole = list(batches(growing))
+    for first in (1, 7, 13, 39):
+        for a, b in zip(batches(growing, first_step=first), whole[first:], strict=True):
+            assert np.array_equal(a.samples, b.samples)
+            assert rows(a) == rows(b)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
+    growing: Dataset, mask_documents: bool
+) -> None:
+    arch = get_family("llama").architecture(
+        ModelConfig(dim=32, n_layers=2, n_heads=2), 512, SEQ_LEN
+    )
+    model = Decoder(arch)
+    initialize(model, seed=0)
+    batch = next(training_batches(growing, BatchReader(0, 1, 2, CPU, mask_documents), 0))
+    (part,) = batch.micro_batches
+    assert part.tokens.shape == (8, 8)
+    with torch.no_grad():
+        loss = model(part.tokens, part.targets, doc_ids_BT=part.doc_ids)
+        alone = [
+            model(
+                part.tokens[i : i + 1],
+                part.targets[i : i + 1],
+                doc_ids_BT=None if part.doc_ids is None else part.doc_ids[i : i + 1],
+            )
+            for i in range(8)
+        ]
+        (whole,) = BatchReader(0, 1, 2, CPU, mask_documents).read(growing, batch.samples)
+        longest = model(whole.tokens, whole.targets, doc_ids_BT=whole.doc_ids)
+    torch.testing.assert_close(loss, torch.stack(alone).sum())
+    assert abs(loss - longest) > 1e-3  # there the rows see each other
+
+
+def test_targets_are_the_tokens_that_follow(dataset: Dataset) -> None:
+    part = next(batches(dataset)).micro_batches[0]
+    assert part.tokens.shape == part.targets.shape == (4, SEQ_LEN)
+    assert torch.equal(part.tokens[:, 1:], part.targets[:, :-1])
+
+
+def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path) -> None:
+    packed = opened(f"data.tokens={tokens}", "data.packing=best-fit")
+    found = [part for batch in islice(batches(packed), 20) for part in batch.micro_batches]
+    padding = [part.targets == IGNORE_INDEX for part in found]
+    assert any(part.any() for part in padding)
+    assert all(part.tokens.min() >= 0 for part in found)
+    for part, padded in zip(found, padding, strict=True):
+        assert torch.equal(
+            part.tokens[:, 1:][~padded[:, :-1]], part.targets[:, :-1][~padded[:, :-1]]
+        )
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_first_token_of_a_document_can_be_left_out_of_the_targets(
+    any_dataset: Dataset, size: int, mask_documents: bool
+) -> None:
+    """Every rank counts the targets of all; tokens, samples and documents stay as they are."""
+    plain = [batches(any_dataset, rank, size, 3) for rank in range(size)]
+    readers = [
+        BatchReader(rank, size, 3, CPU, mask_documents, eod_mask_loss=True) for rank in range(size)
+    ]
+    masked = [training_batches(any_dataset, reader, 0) for reader in readers]
+    started = 0
+    for _ in range(12):
+        before, after = [next(rank) for rank in plain], [next(rank) for rank in masked]
+        left = 0
+        for old, new in zip(before, after, strict=True):
+            assert np.array_equal(old.samples, new.samples)
+            for was, now in zip(old.micro_batches, new.micro_batches, strict=True):
+                assert torch.equal(was.tokens, now.tokens)
+                assert was.doc_ids is not None
+                assert (now.doc_ids is None) is not mask_documents
+                changed = was.targets != now.targets
+                assert (now.targets[changed] == IGNORE_INDEX).all()
+                inside = was.doc_ids[:, 1:] != was.doc_ids[:, :-1]
+                assert torch.equal(changed[:, :-1], inside & (was.targets[:, :-1] != IGNORE_INDEX))
+                started += int(changed.sum())
+                left += int((now.targets != IGNORE_INDEX).sum())
+        assert {batch.targets for batch in after} == {left}
+    assert started > 12
+
+
+def test_documents_are_omitted_if_attention_crosses_them(dataset: Dataset) -> None:
+    reader = BatchReader(0, 1, 4, CPU, mask_documents=False)
+    assert next(training_batches(dataset, reader, 0)).micro_batches[0].doc_ids is None
+
+
+@pytest.mark.parametrize("skipped", [1, 5, 300])
+def test_starting_at_a_step_equals_skipping_to_it(any_dataset: Dataset, skipped: int) -> None:
+    direct = islice(batches(any_dataset, first_step=skipped), 3)
+    walked = islice(batches(any_dataset), skipped, skipped + 3)
+    for a, b in zip(direct, walked, strict=True):
+        assert rows(a) == rows(b)
+        assert np.array_equal(a.samples, b.samples)
+
+
+def test_data_that_cannot_be_read_is_reported_with_its_step(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "tokens")
+    cut = opened(f"data.tokens={copy}")
+    stem = next(s.stem for s in TokensManifest.read(copy).shards if s.split == "train")
+    with bin_path(copy / stem).open("r+b") as file:
+        file.truncate(10)
+    run, trained = batches(cut), 0
+    with pytest.raises(DamagedError, match=stem):
+        for trained, _ in enumerate(run, start=1):  # noqa: B007
+            pass
+    assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
+
+
+def test_the_run_ends_with_its_last_step(tokens: Path) -> None:
+    short = opened(f"data.tokens={tokens}", steps=5)
+    assert len(list(batches(short))) == 5
+    assert len(list(batches(short, first_step=3))) == 2
+
+
+def loaders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_the_thread_ends_with_the_generator(dataset: Dataset) -> None:
+    generator = batches(dataset)
+    next(generator)
+    assert len(loaders()) == 1
+    generator.close()  # type: ignore[attr-defined]
+    assert loaders() == []
+
+
+def test_the_thread_ends_when_the_loop_is_left_by_an_error(dataset: Dataset) -> None:
+    def loop() -> Tensor:
+        for batch in batches(dataset):
+            return batch.micro_batches[5].tokens
+        raise AssertionError
+
+    with pytest.raises(IndexError) as caught:
+        loop()
+    del caught
+    assert loaders() == []
+
+
+def test_an_error_while_reading_ahead_reaches_the_loop(tokens: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "tokens"
+    shutil.copytree(tokens, copy)
+    dataset = opened(f"data.tokens={copy}")
+    for ids in copy.glob("*.bin"):
+        ids.unlink()
+    with pytest.raises(InputError, match="missing"):
+        next(batches(dataset))
+    assert loaders() == []

@@ -1,0 +1,204 @@
+"""Mixtures: shares hold over every prefix, and all is a pure function of weights and sizes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtt.data.samples.mixture import LONGEST_PATTERN, Mixture, OnExhausted, Weights, pattern, shares
+
+DECIMALS = st.integers(1, 300).map(lambda n: Fraction(n, 100))
+SOME_WEIGHTS = st.lists(DECIMALS, min_size=1, max_size=6).map(tuple)
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
+
+
+def weights(*decimals: float) -> Weights:
+    return tuple(Fraction(str(decimal)) for decimal in decimals)
+
+
+def mixture(
+    sizes: list[int], given: Weights, on_exhausted: OnExhausted = "repeat", samples: int = 2000
+) -> Mixture:
+    return Mixture(sizes, [(0, given)], on_exhausted, samples)
+
+
+def order(mixed: Mixture) -> list[tuple[int, int]]:
+    """(source, place) of all positions."""
+    sources, places = mixed.places(0, mixed.end)
+    return list(zip(sources.tolist(), places.tolist(), strict=True))
+
+
+def prefix_counts(sources: list[int], number: int) -> np.ndarray:
+    """[positions + 1, sources]"""
+    taken = np.eye(number, dtype=np.int64)[sources]
+    return np.concatenate([np.zeros((1, number), np.int64), taken.cumsum(axis=0)])
+
+
+def assert_shares_hold(sources: list[int], given: Weights) -> None:
+    """After any number of samples each source has had its share, to within less than one sample."""
+    parts = np.array([int(weight * 100) for weight in given])
+    positions = np.arange(len(sources) + 1)[:, None]
+    counts = prefix_counts(sources, len(given))
+    assert np.all(np.abs(counts * parts.sum() - positions * parts) < parts.sum())
+
+
+@settings(max_examples=200, deadline=None)
+@given(given=SOME_WEIGHTS)
+def test_every_prefix_holds_each_share_to_within_one_sample(given: Weights) -> None:
+    mixed = mixture([7] * len(given), given, samples=3000)
+    assert_shares_hold([source for source, _ in order(mixed)], given)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    phases=st.lists(st.tuples(st.integers(1, 400), *[st.integers(0, 50)] * 3), max_size=4).filter(
+        lambda found: all(any(phase[1:]) for phase in found)
+    )
+)
+def test_shares_are_exact_in_every_phase_and_positions_continue(
+    phases: list[tuple[int, ...]],
+) -> None:
+    changes = [(0, weights(1, 1, 1))]
+    for length, *parts in phases:
+        changes.append((changes[-1][0] + length, weights(*parts)))
+    mixed = Mixture([5, 50, 500], changes, "repeat", changes[-1][0] + 300)
+    found = order(mixed)
+    ends = [start for start, _ in changes[1:]] + [mixed.end]
+    for (start, stated), end in zip(changes, ends, strict=True):
+        assert_shares_hold([source for source, _ in found[start:end]], stated)
+    for source in range(3):
+        places = [place for s, place in found if s == source]
+        assert places == list(range(len(places)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=SIZES,
+    data=st.data(),
+    on_exhausted=st.sampled_from(["repeat", "stop", "renormalise"]),
+)
+def test_any_position_of_the_run_is_computed_directly(
+    sizes: list[int], data: st.DataObject, on_exhausted: OnExhausted
+) -> None:
+    number = len(sizes)
+    many = st.lists(DECIMALS, min_size=number, max_size=number).map(tuple)
+    mixed = Mixture(sizes, [(0, data.draw(many)), (31, data.draw(many))], on_exhausted, 300)
+    whole = order(mixed)
+    for _ in range(5):
+        first = data.draw(st.integers(0, mixed.end))
+        count = data.draw(st.integers(0, mixed.end - first))
+        sources, places = mixed.places(first, count)
+        pairs = list(zip(sources.tolist(), places.tolist(), strict=True))
+        assert pairs == whole[first : first + count]
+        counts = prefix_counts([source for source, _ in whole], number)
+        assert mixed.counts(first).tolist() == counts[first].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES, data=st.data())
+def test_stop_ends_with_the_last_sample_of_the_first_source_exhausted(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    many = st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple)
+    given = data.draw(many)
+    endless = order(mixture(sizes, given, samples=5000))
+    last = next(k for k, (source, place) in enumerate(endless) if place == sizes[source] - 1)
+    assert order(mixture(sizes, given, "stop", 5000)) == endless[: last + 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES, data=st.data())
+def test_renormalise_sees_every_sample_once_and_keeps_the_proportions_of_those_left(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    many = st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple)
+    mixed = mixture(sizes, data.draw(many), "renormalise", 5000)
+    given = mixed.phases[0].weights
+    found = order(mixed)
+    assert sorted(found) == [(s, place) for s, size in enumerate(sizes) for place in range(size)]
+    assert mixed.end == sum(sizes)
+    starts = [phase.first for phase in mixed.phases] + [mixed.end]
+    for phase, (start, end) in zip(mixed.phases, pairwise(starts), strict=True):
+        left = tuple(
+            weight if phase.consumed[s] < sizes[s] else Fraction(0)
+            for s, weight in enumerate(given)
+        )
+        assert_shares_hold([source for source, _ in found[start:end]], left)
+
+
+def test_the_step_at_which_a_source_completes_an_epoch_is_known() -> None:
+    mixed = mixture([10, 20, 5000], weights(1, 2, 1), samples=100)
+    found = order(mixed)
+    for source, size in enumerate(mixed.sizes[:2]):
+        position = mixed.exhausted_after(source)
+        assert position is not None
+        assert found[position - 1] == (source, size - 1)
+    assert mixed.exhausted_after(2) is None
+
+
+def test_a_source_of_weight_zero_waits_for_its_phase() -> None:
+    changes = [(0, weights(1, 0)), (10, weights(1, 3))]
+    found = order(Mixture([100, 100], changes, "repeat", 18))
+    assert [source for source, _ in found[:10]] == [0] * 10
+    assert sorted(source for source, _ in found[10:]) == [0] * 2 + [1] * 6
+
+
+def test_decimals_are_taken_as_they_are_written() -> None:
+    assert shares(weights(0.1, 0.2, 0.7)) == (1, 2, 7)
+    assert shares(weights(3, 1e-3)) == (3000, 1)
+    assert shares(weights(0, 5)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "given", [(0.123456789, 0.2, 0.7), (1e12 + 1, 1, 3), (1, *[1e-9] * 30), (1 / 3, 1 / 7)]
+)
+def test_shares_with_a_long_period_are_rounded(given: tuple[float, ...]) -> None:
+    exact = weights(*given)
+    counts = shares(exact)
+    assert sum(counts) == LONGEST_PATTERN
+    assert min(counts) >= 1
+    for count, weight in zip(counts, exact, strict=True):
+        assert abs(count - LONGEST_PATTERN * weight / sum(exact)) < max(1, len(given))
+
+
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [
+        ((1, 1e-9), [1]),  # to 1e-5
+        ((0.5, 0.49990, 1.237e-4), [2]),  # to 12 parts of 100,000, 3 % less
+        ((1, 2.51e-3), []),
+        ((0.5, 0.3, 0.2), []),
+        ((1, 1e-5), []),
+    ],
+)
+def test_shares_that_rounding_changes_by_more_than_one_percent_are_reported(
+    given: tuple[float, ...], moved: list[int]
+) -> None:
+    mixed = mixture([10] * len(given), weights(*given), samples=100)
+    assert [one.source for one in mixed.rounded()] == moved
+    for one in mixed.rounded():
+        exact = weights(*given)
+        assert one.asked == exact[one.source] / sum(exact)
+        counts = mixed.counts(LONGEST_PATTERN)
+        assert one.taken * LONGEST_PATTERN == counts[one.source]
+
+
+def test_rounding_is_reported_in_every_phase() -> None:
+    changes = [(0, weights(1, 1)), (50, weights(1, 1e-9))]
+    (one,) = Mixture([10, 10], changes, "repeat", 100).rounded()
+    assert (one.source, one.phase.first) == (1, 50)
+
+
+def test_a_single_source_has_a_pattern_of_one_slot() -> None:
+    assert len(pattern(shares(weights(0.7))).sources) == 1
+
+
+def test_the_order_of_sources_is_the_same_in_every_version() -> None:
+    """A golden value: to change it is to change what every resumed job is trained on."""
+    sources, _ = mixture([9, 9, 9], weights(0.5, 0.3, 0.2)).places(0, 12)
+    assert "".join(map(str, sources.tolist())) == "010201010201"

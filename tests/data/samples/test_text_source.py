@@ -1,0 +1,341 @@
+"""Text tokenized on the way: every token once an epoch, the same order however it is read."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from token_files import read_doc_ids
+from tokenizers import Tokenizer
+
+from dtt.config.data import TrainedTokenizerConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.units import Corpus
+from dtt.data.samples import encoded_documents, text_stream
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.held_out import HeldOutText
+from dtt.data.samples.text_source import TextSource
+from dtt.data.tokenize.document_sampling import held_out
+from dtt.data.tokenize.encoder import Encoder
+from dtt.data.tokenize.pretokens import count_pre_tokens
+from dtt.data.tokenize.tokenizer import train_tokenizer
+from dtt.errors import DamagedError, InputError
+from dtt.targets import IGNORE_INDEX
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+TEXTS = [
+    f"{i}: " + " ".join(WORDS[(i * 7 + j * j) % 10] for j in range(5 + i * i % 90))
+    for i in range(600)
+]
+FRACTION = 0.1
+SEQ_LEN = 16
+
+
+def parquet(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=40)
+    return file.getvalue()
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def csv(texts: list[str]) -> bytes:
+    return b"text\n" + "".join(f'"{text}"\n' for text in texts).encode()
+
+
+FILES: dict[str, dict[str, bytes]] = {
+    "parquet": {"a.parquet": parquet(TEXTS[:300]), "b.parquet": parquet(TEXTS[300:])},
+    "jsonl": {"a.jsonl": jsonl(TEXTS)},
+    "jsonl.gz": {
+        "a.jsonl.gz": gzip.compress(jsonl(TEXTS[:500])),
+        "b.jsonl.gz": gzip.compress(jsonl(TEXTS[500:])),
+    },
+    "csv": {"a.csv": csv(TEXTS[:200]), "b.csv": csv(TEXTS[200:])},
+    "txt": {f"{i:03}.txt": text.encode() for i, text in enumerate(TEXTS)},
+}
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    counts = count_pre_tokens("gpt2", [[text.encode() for text in TEXTS]])
+    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), counts).encode()
+
+
+@pytest.fixture(scope="module")
+def encoder(content: bytes) -> Encoder:
+    return Encoder(content, None, "here")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many units, and files that take several parts."""
+    monkeypatch.setattr(encoded_documents, "UNIT_BYTES", 8_000)
+    monkeypatch.setattr(text_stream, "PART_BYTES", 10_000)
+
+
+@pytest.fixture(params=FILES)
+def corpus(request: pytest.FixtureRequest, corpora: Any) -> Corpus:
+    made: Corpus = corpora.make(FILES[request.param])
+    return made
+
+
+Open = Callable[..., TextSource]
+
+
+@pytest.fixture
+def open_source(encoder: Encoder) -> Open:
+    """Opens a corpus as training does, each time anew."""
+
+    def open_(corpus: Corpus, **changes: Any) -> TextSource:
+        options: dict[str, Any] = {
+            "name": "text", "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION,
+        } | changes  # fmt: skip
+        return TextSource(Documents(corpus), encoder, **options)
+
+    return open_
+
+
+def gone_through(source: TextSource, epochs: int) -> list[list[int]]:
+    """The samples of the first epochs, asked for by 50, and one by one where an epoch ends."""
+    found: list[list[int]] = [[] for _ in range(epochs)]
+    place = 0
+    while (epoch := source.state(place)["epoch"]) < epochs:
+        count = 50 if source.state(place + 49)["epoch"] == epoch else 1
+        found[epoch] += source.samples_at(place, count).tolist()
+        place += count
+    return found
+
+
+def borders(source: TextSource, places: int) -> list[int]:
+    """The places where a part begins."""
+    return sorted({source.state(place)["place"] for place in range(places)})
+
+
+def as_array(samples: list[int]) -> Any:
+    return np.array(samples, dtype=np.uint64)
+
+
+def by_file(kind: str) -> dict[tuple[str, int], str]:
+    """The text of each document, by its file and its number there."""
+    if kind == "txt":
+        return {(f"{i:03}.txt", 0): text for i, text in enumerate(TEXTS)}
+    cut = {"parquet": 300, "jsonl": 600, "jsonl.gz": 500, "csv": 200}[kind]
+    return {(f"a.{kind}", i): text for i, text in enumerate(TEXTS[:cut])} | {
+        (f"b.{kind}", i): text for i, text in enumerate(TEXTS[cut:])
+    }
+
+
+@pytest.mark.slow(except_for=["jsonl"])
+@pytest.mark.parametrize("kind", FILES)
+def test_every_token_of_every_document_is_a_target_once_an_epoch(
+    kind: str, corpora: Any, content: bytes, open_source: Open
+) -> None:
+    corpus = corpora.make(FILES[kind])
+    source = open_source(corpus)
+    tokenizer = Tokenizer.from_buffer(content)
+    expected = {
+        place: [*tokenizer.encode(text, add_special_tokens=False).ids, 0]
+        for place, text in by_file(kind).items()
+        if not held_out(text.encode(), FRACTION)
+    }
+    assert 0 < len(expected) < len(TEXTS)
+    epochs = gone_through(source, 2)
+    rows = len(borders(open_source(corpus), len(epochs[0])))
+    assert rows > 5
+    for samples in epochs:
+        assert len(set(samples)) == len(samples)
+        seen = {place: [IGNORE_INDEX] * len(ids) for place, ids in expected.items()}
+        times = {place: [0] * len(ids) for place, ids in expected.items()}
+        for sample, ids in zip(samples, source.read(as_array(samples)).ids.tolist(), strict=True):
+            for piece in source.locate(sample):
+                place = (piece.file.name, piece.document)
+                for i in range(piece.stop - piece.start):
+                    seen[place][piece.offset + i] = ids[piece.start + i]
+                    times[place][piece.offset + i] += piece.start + i > 0
+            filled = source.locate(sample)[-1].stop
+            assert IGNORE_INDEX not in ids[:filled]
+            assert set(ids[filled:]) <= {IGNORE_INDEX}
+            assert source.targets(as_array([sample])) == filled - 1
+        assert seen == expected
+        assert {n for counts in times.values() for n in counts} == {0, 1}
+        assert sum(counts.count(0) for counts in times.values()) == rows  # the first of each row
+        assert all(counts[1:].count(0) == 0 for counts in times.values())
+
+
+@pytest.mark.slow
+def test_epochs_differ_only_in_their_order(corpus: Corpus, open_source: Open) -> None:
+    first, second = gone_through(open_source(corpus), 2)
+    assert first != second
+    assert sorted(first) == sorted(second)
+    assert gone_through(open_source(corpus, seed=2), 1)[0] != first
+
+
+@pytest.mark.slow
+def test_the_order_does_not_depend_on_how_far_ahead_it_is_asked_for(
+    corpus: Corpus, open_source: Open
+) -> None:
+    expected = open_source(corpus).samples_at(0, 3000)
+    for step in (7, 250):
+        source = open_source(corpus)
+        parts = [source.samples_at(first, step) for first in range(0, 3000, step)]
+        assert np.concatenate(parts)[:3000].tolist() == expected.tolist()
+        assert source.samples_at(2000, 10).tolist() == expected[2000:2010].tolist()  # look back
+
+
+def test_ranks_read_the_rows_that_one_process_would(corpus: Corpus, open_source: Open) -> None:
+    alone = open_source(corpus)
+    samples = alone.samples_at(0, 900)
+    expected = alone.read(samples).ids
+    for rank in range(3):
+        source = open_source(corpus)
+        assert (
+            source.read(source.samples_at(0, 900)[rank::3]).ids.tolist()
+            == expected[rank::3].tolist()
+        )
+
+
+def test_a_sample_is_the_same_whenever_and_in_whatever_order_it_is_read(
+    corpus: Corpus, open_source: Open
+) -> None:
+    source = open_source(corpus)
+    samples = source.samples_at(0, 600)
+    expected = source.read(samples).ids
+    shuffled = np.random.default_rng(0).permutation(600)[:100]
+    assert open_source(corpus).read(samples[shuffled]).ids.tolist() == expected[shuffled].tolist()
+
+
+@pytest.mark.slow
+def test_a_few_integers_suffice_to_resume_at_any_position(
+    corpus: Corpus, open_source: Open
+) -> None:
+    source = open_source(corpus)
+    epochs = gone_through(source, 2)
+    end = len(epochs[0])
+    order = open_source(corpus).samples_at(0, 2 * end + 200)
+    begins = borders(source, 2 * end)
+    near = [place + d for place in (*begins[1:4], end, begins[-1]) for d in (-1, 0, 1)]
+    for place in {0, *near, end // 2, 2 * end - 1}:
+        state = json.loads(json.dumps(source.state(place)))
+        assert all(type(value) is int for value in state.values())
+        assert state["place"] <= place
+        later = open_source(corpus)
+        later.restore(state)
+        samples = later.samples_at(place, 200)
+        assert samples.tolist() == order[place : place + 200].tolist()
+        assert later.read(samples).ids.tolist() == source.read(samples).ids.tolist()
+        assert later.state(place) == state
+
+
+def test_documents_are_numbered_within_their_sample(corpus: Corpus, open_source: Open) -> None:
+    source = open_source(corpus, seq_len=200)
+    samples = source.samples_at(0, 20)
+    numbers = read_doc_ids(source, samples)
+    several = 0
+    for sample, row_ in zip(samples.tolist(), numbers.tolist(), strict=True):
+        pieces = source.locate(sample)
+        several += len(pieces) > 1
+        for number, piece in enumerate(pieces):
+            assert set(row_[piece.start : piece.stop]) == {number}
+    assert several > 10
+
+
+def test_held_out_documents_are_never_trained_on(
+    corpus: Corpus, encoder: Encoder, open_source: Open
+) -> None:
+    documents = Documents(corpus)
+    held = HeldOutText(
+        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
+        text_bytes=10**9,
+    )  # fmt: skip
+    samples = held.samples_at(0, len(held))
+    ids = held.read(samples).ids
+    row_ids = [*ids[:, :-1].ravel().tolist(), ids[-1, -1]]
+    texts = (d.text for unit in documents.units for d in documents.of(unit, BadDocuments()))
+    expected = [text for text in texts if held_out(text, FRACTION)]
+    assert [i for i in row_ids if i != IGNORE_INDEX] == encoder.encode(expected)[0].tolist()
+    assert held.targets(samples) == held.tokens - 1
+    some = HeldOutText(
+        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
+        text_bytes=1000,
+    )  # fmt: skip
+    assert some.read(some.samples_at(0, 5)).ids.tolist() == ids[:5].tolist()
+    assert 0 < len(some) < len(held)
+
+
+def test_sizes_are_estimated_to_within_20_percent(corpus: Corpus, open_source: Open) -> None:
+    source = open_source(corpus)
+    (samples,) = gone_through(source, 1)
+    if corpus.manifest.files[0].path.endswith(".gz"):
+        assert 0 < len(source) < 10 * len(samples)  # what is in it cannot be told
+    else:
+        assert len(source) == pytest.approx(len(samples), rel=0.2)
+
+
+def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_source: Open) -> None:
+    source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(jsonl(TEXTS * 10))}))
+    ahead = 0
+    for first in range(0, 8000, 40):
+        source.read(source.samples_at(first, 40))
+        ahead = max(ahead, len(source._rows))
+    assert source.state(8000)["part"] > 50
+    assert ahead <= 3
+
+
+BROKEN = jsonl(TEXTS[:200]) + b'{"text": 1}\n{broken\n' + jsonl(TEXTS[200:])
+
+
+def test_unreadable_documents_are_skipped(
+    corpora: Any, open_source: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = open_source(corpora.make({"a.jsonl": jsonl(TEXTS)}))
+    tokens = whole.targets(as_array(gone_through(whole, 1)[0]))
+    source = open_source(corpora.make({"a.jsonl": BROKEN}))
+    with caplog.at_level("INFO", "dtt"):
+        (samples,) = gone_through(source, 1)
+    assert source.targets(as_array(samples)) == pytest.approx(tokens, abs=5)
+    assert "skipped 2 documents, such as" in caplog.text
+    assert "a.jsonl:201: the text is int" in caplog.text
+
+
+def test_unreadable_documents_end_the_run_if_configured(corpora: Any, open_source: Open) -> None:
+    source = open_source(corpora.make({"a.jsonl": BROKEN}), stop_on_bad_document=True)
+    with pytest.raises(DamagedError, match=r"a\.jsonl:20[12]"):
+        gone_through(source, 1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "csv", "txt"])
+def test_a_failing_disk_is_not_reported_as_a_bad_document(
+    kind: str, corpora: Any, open_source: Open
+) -> None:
+    """One rank that left documents out would see other samples than the rest."""
+    corpus = corpora.make(FILES[kind])
+    source = open_source(corpus)
+    corpus.path(1).unlink()
+    with pytest.raises(FileNotFoundError):
+        gone_through(source, 1)
+
+
+def test_a_corpus_without_text_is_refused(corpora: Any, open_source: Open) -> None:
+    with pytest.raises(InputError, match="no documents to train on"):
+        open_source(corpora.make({"a.jsonl": b'{"text": ""}\n' * 5}))
+    corpora.folder /= "other"
+    with pytest.raises(InputError, match="contains no documents"):
+        open_source(corpora.make({"a.parquet": parquet([])}))
+
+
+def test_another_corpus_or_share_of_held_out_text_is_another_identity(
+    corpora: Any, open_source: Open
+) -> None:
+    corpus = corpora.make({"a.jsonl": jsonl(TEXTS)})
+    identity = open_source(corpus).identity
+    assert open_source(corpus, validation_fraction=0.2).identity != identity
+    assert open_source(corpora.make({"a.jsonl": jsonl(TEXTS[1:])})).identity != identity

@@ -1,0 +1,205 @@
+"""Token files as samples: the stream as it is, wherever shards and documents end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
+
+from dtt.artifacts import TokensManifest
+from dtt.config.data import SourceConfig
+from dtt.data.samples import token_buffer, token_source
+from dtt.data.samples.protocol import Samples
+from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.token_file import TokenFileWriter, bin_path
+from dtt.errors import DamagedError, InputError
+
+Stream = npt.NDArray[np.int64]
+
+
+def opened(path: Path, split: Any = "train", seq_len: int = 10, **options: Any) -> TokenSource:
+    return open_tokens(SourceConfig(path=path), split, seq_len=seq_len, seed=0, **options)
+
+
+def every(source: TokenSource) -> Samples:
+    return np.arange(len(source), dtype=np.uint64)
+
+
+def write_shards(folder: Path, sizes: list[int]) -> Stream:
+    """Train shards of so many tokens, and one validation shard among them."""
+    rng = np.random.default_rng(0)
+    shards, stream = {}, []
+    for number, size in enumerate(sizes):
+        ids = rng.integers(1, 60_000, size).tolist()
+        shards[f"train-{number}"] = [ids[: size // 3], ids[size // 3 :]]
+        stream += ids
+        if number == 0:
+            shards["validation-0"] = [rng.integers(1, 60_000, 50).tolist()]
+    write_folder(folder, shards)
+    return np.array(stream)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 16, 64, 500])
+@pytest.mark.parametrize("sizes", [[1000], [100, 3, 200, 64, 1, 133], [64, 64, 65]], ids=str)
+def test_samples_are_slices_of_the_shards_in_a_row(
+    tmp_path: Path, sizes: list[int], seq_len: int
+) -> None:
+    stream = write_shards(tmp_path, sizes)
+    source = opened(tmp_path, seq_len=seq_len)
+    assert source.tokens == len(stream)
+    assert len(source) == (len(stream) - 1) // seq_len
+    assert source.bytes_per_token == 4
+    order = np.random.default_rng(1).permutation(len(source)).astype(np.uint64)
+    batch = source.read(order).ids
+    assert batch.shape == (len(source), seq_len + 1)
+    assert source.targets(order) == len(source) * seq_len
+    for sample_ids, sample in zip(batch, order.tolist(), strict=True):
+        start = sample * seq_len
+        assert np.array_equal(sample_ids, stream[start : start + seq_len + 1])
+
+
+def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path) -> None:
+    stream = write_shards(tmp_path, [100, 30, 31])  # 161 = 1 + 16 windows of 10
+    source = opened(tmp_path)
+    batch = source.read(every(source)).ids
+    assert np.array_equal(batch[:, 1:].ravel(), stream[1:])
+    assert np.array_equal(batch[:, :-1].ravel(), stream[:-1])
+
+
+def test_a_split_shorter_than_a_sample_has_none(tmp_path: Path) -> None:
+    write_shards(tmp_path, [10])
+    assert len(opened(tmp_path, seq_len=10)) == 0
+    assert len(opened(tmp_path, seq_len=9)) == 1
+    assert len(opened(tmp_path, "validation", seq_len=49)) == 1
+    assert opened(tmp_path).read(np.array([], dtype=np.uint64)).ids.shape == (0, 11)
+
+
+def test_each_epoch_has_every_sample_once_in_a_different_order(tmp_path: Path) -> None:
+    write_shards(tmp_path, [2000])
+    source = opened(tmp_path)
+    first, second = source.samples_at(0, 199), source.samples_at(199, 199)
+    assert np.array_equal(np.sort(first), every(source))
+    assert np.array_equal(np.sort(second), every(source))
+    assert not np.array_equal(first, second)
+    other = open_tokens(SourceConfig(path=tmp_path), "train", seq_len=10, seed=1)
+    assert not np.array_equal(first, other.samples_at(0, 199))
+    named = open_tokens(SourceConfig(path=tmp_path, name="b"), "train", seq_len=10, seed=0)
+    assert not np.array_equal(first, named.samples_at(0, 199))
+
+
+def test_no_file_is_opened_before_it_is_read(tmp_path: Path) -> None:
+    write_shards(tmp_path, [100, 100])
+    bin_path(tmp_path / "train-1").unlink()
+    source = opened(tmp_path)
+    source.read(np.array([0, 8], dtype=np.uint64))
+    with pytest.raises(InputError, match=r"missing[\s\S]*train-1\.bin"):
+        source.read(np.array([9], dtype=np.uint64))  # its last token is in the second file
+
+
+def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, [100, 100])
+    with TokenFileWriter(tmp_path / "train-1", 60_000) as writer:
+        writer.append(np.arange(90), np.array([90]))
+        writer.close()
+    with pytest.raises(DamagedError, match=r"train-1\.bin[\s\S]*180 bytes for 100 tokens"):
+        opened(tmp_path).read(np.array([12], dtype=np.uint64))
+
+
+def test_a_folder_made_by_dtt_reads_as_its_manifest_counts(tokens: Path) -> None:
+    manifest = TokensManifest.read(tokens)
+    for split in ("train", "validation"):
+        source = opened(tokens, split, seq_len=32)
+        assert source.tokens == manifest.counts(split).tokens > 0
+        batch = source.read(every(source)).ids
+        assert 0 <= batch.min() <= batch.max() < manifest.vocab_size
+        assert (batch == manifest.end_of_document).any()
+
+
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5),
+    seq_len=st.integers(1, 25),
+)
+def test_documents_and_their_positions_equal_those_written(
+    tmp_path_factory: pytest.TempPathFactory, packing: Any, lengths: list[list[int]], seq_len: int
+) -> None:
+    """By the end token, by the index, and piece by piece: all three say the same."""
+    folder = tmp_path_factory.mktemp("t")
+    shards = {
+        f"train-{i}": [[1000 * i + 10 * j + 1] * n + [END] for j, n in enumerate(shard)]
+        for i, shard in enumerate(lengths)
+    }
+    write_folder(folder / "dtt", shards)
+    (folder / "others").mkdir()
+    for name, documents in shards.items():
+        write_pair(folder / "others" / name, documents)
+    ours, theirs = (
+        opened(folder / name, seq_len=seq_len, packing=packing) for name in ("dtt", "others")
+    )
+    assert len(ours) == len(theirs)
+    ids = ours.read(every(ours)).ids
+    assert np.array_equal(ids, theirs.read(every(theirs)).ids)
+    documents = read_doc_ids(ours, every(ours))
+    assert np.array_equal(documents, read_doc_ids(theirs, every(theirs)))
+    for sample in range(len(ours)):
+        pieces = ours.locate(sample)
+        assert [p.file.name for p in pieces] == [p.file.name for p in theirs.locate(sample)]
+        place = 0
+        for number, piece in enumerate(pieces):
+            assert piece.start == place < piece.stop
+            place = piece.stop
+            document = shards[piece.file.stem][piece.document]
+            part = document[piece.offset : piece.offset + piece.stop - piece.start]
+            assert ids[sample, piece.start : piece.stop].tolist() == part
+            assert set(documents[sample, piece.start : piece.stop].tolist()) == {number}
+        assert (ids[sample, place:] < 0).all()
+
+
+def test_an_id_outside_the_vocabulary_is_reported_with_its_position(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[5] * 40])
+    write_pair(tmp_path / "b", [[5] * 4015 + [700] + [5] * 20])  # beyond what opening checks
+    source = opened(tmp_path, vocab_size=700)
+    source.read(np.arange(10, dtype=np.uint64))
+    with pytest.raises(DamagedError, match=r"vocabulary of 700[\s\S]*b\.bin, token 4015[\s\S]*700"):
+        source.read(every(source))
+    opened(tmp_path, vocab_size=701).read(every(source))
+
+
+def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
+    np.array([3, 4] * 1000 + [-1, 5], dtype=np.int32).tofile(tmp_path / "a.bin")
+    cfg = SourceConfig(path=tmp_path / "a.bin", dtype="int32")
+    source = open_tokens(cfg, "train", seq_len=3, seed=0, vocab_size=10)
+    with pytest.raises(DamagedError, match=r"a\.bin, token 2000"):
+        source.read(every(source))
+
+
+def test_many_shards_need_no_descriptors(tmp_path: Path) -> None:
+    documents = random_documents(300, 30)
+    write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(documents)})
+    source = opened(tmp_path, seq_len=5)
+    before = len(list(Path("/dev/fd").iterdir()))
+    ids = source.read(every(source)).ids
+    pieces = [source.locate(sample) for sample in range(len(source))]
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert len({piece.file for found in pieces for piece in found}) > 250
+    assert np.array_equal(ids[:, :-1].ravel(), row(documents)[: ids[:, :-1].size])
+
+
+def test_the_maps_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(random_documents(50, 30))})
+    expected = opened(tmp_path, seq_len=5)
+    for module in (token_source, token_buffer):
+        monkeypatch.setattr(module, "MAPPED_SHARDS", 3)
+    source = opened(tmp_path, seq_len=5)
+    order = source.samples_at(0, 3 * len(source))
+    assert np.array_equal(source.read(order).ids, expected.read(order).ids)
+    for sample in order.tolist():
+        assert source.locate(sample) == expected.locate(sample)
+    assert len(source._ids._mapped) == len(source._documents) == 3

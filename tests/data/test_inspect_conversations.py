@@ -1,0 +1,136 @@
+"""Inspection of conversations shows what is trained, and warns of what users get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+from pathlib import Path
+
+import pytest
+from conversation_files import conversation, jsonl, write_tokenizer
+from running import Dtt
+
+from dtt.data.conversations.template import CHATML
+
+ROWS = [conversation(i) for i in range(1, 60)]
+STRIPS = CHATML.replace(
+    "{%- if message.reasoning_content %}", "{%- if message.reasoning_content and loop.last %}"
+)
+"""ChatML without the reasoning of earlier turns."""
+
+
+@pytest.fixture
+def dtt(tmp_path: Path) -> Dtt:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS))
+    dtt = Dtt(tmp_path)
+    dtt("download", "-d", "rows.jsonl", "data.type=chat", "download.out=corpus")
+    return dtt
+
+
+def tokenize(dtt: Dtt, *arguments: str) -> None:
+    dtt(
+        "tokenize", "data.type=chat", "download.out=corpus", "tokenizer.type=file",
+        "tokenizer.path=tokenizer", "tokenize.out=tokens", "tokenize.validation_fraction=0",
+        *arguments,
+    )  # fmt: skip
+
+
+def test_the_answer_of_a_conversation_is_between_the_marks(dtt: Dtt) -> None:
+    tokenize(dtt)
+    shown = dtt("data", "inspect", "tokens", "--samples", 1).stdout
+    answer = ROWS[0]["messages"][1]["content"]
+    text = "\n".join(line.removeprefix("    | ") for line in shown.splitlines())
+    assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in text
+    assert "trained tokens are between ⟦ and ⟧" in shown
+    assert "\x1b" not in shown  # not a terminal
+    assert "stop_tokens        <|im_end|> (2)" in shown
+    assert "anomalies" not in shown
+
+
+def test_a_terminal_shows_trained_tokens_in_color(dtt: Dtt) -> None:
+    tokenize(dtt)
+    shown = {color: in_terminal(dtt, NO_COLOR=color) for color in ("", "1")}
+    assert "\x1b[32m⟦" in shown[""]
+    assert "⟦" in shown["1"]
+    assert "\x1b[32m" not in shown["1"]
+
+
+def in_terminal(dtt: Dtt, **env: str) -> str:
+    """Return what `dtt data inspect` writes to a terminal; an empty variable is not set."""
+    env = {name: value for name, value in env.items() if value}
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(dtt.folder)
+        command = ["python", "-m", "dtt.main", "data", "inspect", "tokens", "--samples", "1"]
+        os.execvpe("python", command, os.environ | env)
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.waitpid(child, 0)
+    return shown.decode()
+
+
+def test_counts_and_lengths_are_those_of_the_conversations(dtt: Dtt) -> None:
+    tokenize(dtt)
+    facts = json.loads(dtt("data", "inspect", "tokens", "--json").stdout)["facts"]
+    counts = facts["splits"]["train"]
+    assert facts["trained_tokens"].startswith(f"{counts['trained']:,} (")
+    assert facts["fit in seq_len"][max(facts["fit in seq_len"], key=len)] == "100.0%"
+    assert facts["lengths up to"]["50 %"] < facts["lengths up to"]["99 %"]
+
+
+def test_a_template_that_rewrites_history_is_reported_unless_turns_are_expanded(dtt: Dtt) -> None:
+    (dtt.folder / "strips.jinja").write_text(STRIPS)
+    tokenize(dtt, "chat.template=strips.jinja")
+    assert (
+        "samples differ from inference: chat.turns=expand"
+        in dtt("data", "inspect", "tokens").stdout
+    )
+    tokenize(dtt, "chat.template=strips.jinja", "chat.turns=expand", "--overwrite")
+    assert "chat.turns=expand" not in dtt("data", "inspect", "tokens").stdout
+
+
+def test_a_doubled_start_token_is_reported(dtt: Dtt) -> None:
+    (dtt.folder / "double.jinja").write_text("<|endoftext|><|endoftext|>" + CHATML)
+    tokenize(dtt, "chat.template=double.jinja")
+    shown = dtt("data", "inspect", "tokens").stdout
+    assert "conversations that start with the same special token twice: 59" in shown
+
+
+def test_refused_rows_and_damaged_masks_are_reported(dtt: Dtt) -> None:
+    (dtt.folder / "rows.jsonl").write_bytes(jsonl(ROWS) + b'{"messages": []}\n')
+    dtt("download", "-d", "rows.jsonl", "data.type=chat", "download.out=corpus")
+    tokenize(dtt)
+    assert "refused rows: 1: messages is empty" in dtt("data", "inspect", "tokens").stdout
+    mask = dtt.folder / "tokens/train-00000.mask"
+    content = mask.read_bytes()
+    mask.write_bytes(content[:-1] + bytes([1 - content[-1]]))
+    done = dtt("data", "inspect", "tokens", "--verify", expect=65)
+    assert "train-00000.mask: its sha256 is" in done.stdout
+    mask.write_bytes(content[:-1])
+    assert "train-00000.mask" in dtt("data", "inspect", "tokens", expect=65).stdout
+
+
+def test_a_configuration_is_inspected_with_what_its_run_leaves_out(dtt: Dtt) -> None:
+    tokenize(dtt)
+    (dtt.folder / "run.yaml").write_text(
+        "data: {type: chat, tokens: tokens}\ntrain: {seq_len: 512, global_batch_tokens: 512}\n"
+    )
+    shown = dtt("data", "inspect", "run.yaml").stdout
+    assert shown.startswith("tokens: token files of dtt")
+    assert "of 59 conversations are longer than train.seq_len = 512: left out" in shown
+
+
+def test_rows_are_inspected_before_they_are_tokenized(dtt: Dtt) -> None:
+    for path in ("corpus", "rows.jsonl"):
+        shown = dtt("data", "inspect", path).stdout
+        assert "documents          59" in shown
+        assert '{"messages": ' in shown

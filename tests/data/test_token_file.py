@@ -1,0 +1,174 @@
+"""The `.bin`/`.idx` pair is Megatron's, whole or refused."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_dtype
+from dtt.errors import DamagedError, InputError
+
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [1, 2, 3, 4, 0]]
+
+
+def write(stem: Path, documents: list[list[int]], vocab_size: int = 300) -> None:
+    with TokenFileWriter(stem, vocab_size) as writer:
+        for document in documents:
+            writer.append(np.array(document), np.array([len(document)]))
+        writer.close()
+
+
+def megatron_index(
+    code: int, lengths: list[int], offsets: list[int], documents: list[int]
+) -> bytes:
+    """The index as Megatron's own writer lays it out, field by field."""
+    return (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", len(lengths))
+        + struct.pack("<Q", len(documents))
+        + np.array(lengths, np.int32).tobytes()
+        + np.array(offsets, np.int64).tobytes()
+        + np.array(documents, np.int64).tobytes()
+    )
+
+
+def test_documents_round_trip(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    file = TokenFile(tmp_path / "a")
+    assert [file[i].tolist() for i in range(len(file))] == DOCUMENTS
+    assert file.dtype == np.uint16
+    assert file.total == 11
+    assert file.lengths.tolist() == [4, 2, 5]
+    assert file.offsets.tolist() == [0, 4, 6]
+    assert file.documents.tolist() == [0, 1, 2, 3]
+    assert file.tokens.tolist() == [5, 6, 7, 0, 8, 0, 1, 2, 3, 4, 0]
+
+
+def test_index_is_byte_for_byte_megatrons(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    expected = megatron_index(8, [4, 2, 5], [0, 8, 12], [0, 1, 2, 3])
+    assert (tmp_path / "a.idx").read_bytes() == expected
+
+
+def test_dtype_follows_the_vocabulary_as_in_megatron(tmp_path: Path) -> None:
+    assert token_dtype(65_499) == "uint16"
+    assert token_dtype(65_500) == "int32"
+    write(tmp_path / "big", [[100_000, 0]], vocab_size=151_643)
+    assert TokenFile(tmp_path / "big")[0].tolist() == [100_000, 0]
+    assert bin_path(tmp_path / "big").stat().st_size == 8
+
+
+def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "a", 300) as writer:
+        writer.append(np.arange(10), np.array([4, 6]))
+        written = writer.close()
+    assert written.sequences == 2
+    assert written.tokens == 10
+    for path, digest in (
+        (bin_path(tmp_path / "a"), written.bin_sha256),
+        (idx_path(tmp_path / "a"), written.idx_sha256),
+    ):
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path) -> None:
+    for wrong in (300, 65_536 + 5, -1):
+        with (
+            pytest.raises(DamagedError, match="outside the vocabulary"),
+            TokenFileWriter(tmp_path / "a", 300) as writer,
+        ):
+            writer.append(np.array([1, wrong]), np.array([2]))
+        assert bin_path(tmp_path / "a").stat().st_size == 0
+
+
+def test_many_sequences_have_offsets_beyond_32_bits(tmp_path: Path) -> None:
+    """2^31 bytes of int32 tokens, in a sparse file."""
+    count, length = 3, 2**28
+    offsets = [i * length * 4 for i in range(count)]
+    idx_path(tmp_path / "a").write_bytes(megatron_index(4, [length] * count, offsets, [0, 1, 2, 3]))
+    with bin_path(tmp_path / "a").open("wb") as file:
+        file.truncate(count * length * 4)
+    file = TokenFile(tmp_path / "a")
+    assert file.total == count * length
+    assert file.offsets.tolist() == [0, 2**28, 2**29]
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
+)
+def test_every_integer_type_of_other_tools_is_read(tmp_path: Path, code: int, dtype: str) -> None:
+    ids = np.array([1, 2, 3], dtype)
+    bin_path(tmp_path / "a").write_bytes(ids.tobytes())
+    idx_path(tmp_path / "a").write_bytes(megatron_index(code, [3], [0], [0, 1]))
+    assert TokenFile(tmp_path / "a").tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "documents"),
+    [
+        ([2, 0, 1], [0, 4, 4], [0, 1, 2, 3]),  # a sequence of no tokens
+        ([2, 1], [0, 4], [0, 1, 1, 2]),  # a document of no sequences
+        ([2, 1, 0], [0, 4, 6], [0, 1, 2, 3]),  # at the end
+        ([2, 1], [0, 4], [0, 2]),  # two sequences, one document
+    ],
+)
+def test_empty_documents_of_other_tools_are_read(
+    tmp_path: Path, lengths: list[int], offsets: list[int], documents: list[int]
+) -> None:
+    bin_path(tmp_path / "a").write_bytes(np.array([7, 8, 9], np.uint16).tobytes())
+    idx_path(tmp_path / "a").write_bytes(megatron_index(8, lengths, offsets, documents))
+    file = TokenFile(tmp_path / "a")
+    assert file.tokens.tolist() == [7, 8, 9]
+    assert [len(file[i]) for i in range(len(file))] == lengths
+    assert file.documents.tolist() == documents
+
+
+def test_a_file_of_no_documents_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "a", [])
+    file = TokenFile(tmp_path / "a")
+    assert len(file) == file.total == len(file.tokens) == len(file.lengths) == 0
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    bin_path(tmp_path / "a").unlink()
+    with pytest.raises(InputError, match=r"a\.bin"):
+        TokenFile(tmp_path / "a")
+    with pytest.raises(InputError, match=r"b\.idx"):
+        TokenFile(tmp_path / "b")
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    for path in (bin_path(tmp_path / "a"), idx_path(tmp_path / "a")):
+        whole = path.read_bytes()
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            with pytest.raises(DamagedError, match=r"a\.idx"):
+                TokenFile(tmp_path / "a")
+        path.write_bytes(whole + b"\0\0")
+        with pytest.raises(DamagedError):
+            TokenFile(tmp_path / "a")
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        (b"not an index, but long enough to be one", "MMIDIDX"),
+        (megatron_index(8, [], [], [0])[:9] + struct.pack("<Q", 2) + bytes(17), "version 2"),
+        (megatron_index(7, [], [], [0]), "integer type"),
+        (megatron_index(99, [], [], [0]), "integer type"),
+    ],
+)
+def test_a_file_that_is_not_a_token_file_is_refused(tmp_path: Path, index: bytes, why: str) -> None:
+    bin_path(tmp_path / "a").write_bytes(b"")
+    idx_path(tmp_path / "a").write_bytes(index)
+    with pytest.raises(DamagedError, match=why):
+        TokenFile(tmp_path / "a")

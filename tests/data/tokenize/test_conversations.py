@@ -1,0 +1,426 @@
+"""Token files of conversations: the ids and masks of the encoder, whatever happened on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conversation_files import conversation, jsonl, write_tokenizer
+from running import Dtt
+
+from dtt.artifacts import CHAT_TEMPLATE, CorpusManifest, TokensManifest
+from dtt.config.chat import ChatConfig
+from dtt.config.data import (
+    DownloadConfig,
+    Engine,
+    GivenTokenizerConfig,
+    TokenizeConfig,
+    TrainedTokenizerConfig,
+)
+from dtt.data.conversations.chat_encoder import ChatEncoder
+from dtt.data.conversations.row_encoder import Conversations
+from dtt.data.conversations.rows import parse_row
+from dtt.data.conversations.template import CHATML
+from dtt.data.corpus.download import download
+from dtt.data.samples.compatibility import check_files
+from dtt.data.token_file import TokenFile, mask_path
+from dtt.data.tokenize.distributed import Tokenized, tokenize
+from dtt.data.tokenize.dry_run import explain
+from dtt.data.tokenize.tokenizer import train_tokenizer
+from dtt.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
+from dtt.runtime.comm import Serial
+
+ROWS = [conversation(i) for i in range(300)]
+Sequence = tuple[list[int], list[bool]]
+
+
+class Workshop:
+    """Rows, a tokenizer, and the token files made of them, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = write_tokenizer(folder / "tokenizer")
+
+    def corpus(self, content: bytes, name: str = "rows.jsonl") -> CorpusManifest:
+        """Write a file of rows, and the corpus of it."""
+        (self.folder / name).write_bytes(content)
+        cfg = DownloadConfig(dataset=str(self.folder / name))
+        return download(cfg, self.folder / "corpus", rows=True)
+
+    def run(
+        self,
+        out: str = "out",
+        chat: ChatConfig | None = None,
+        *,
+        overwrite: bool = False,
+        engine: Engine = "auto",
+        **cfg: Any,
+    ) -> Tokenized:
+        """Tokenize the corpus in this process."""
+        options = TokenizeConfig(**({"validation_fraction": 0.1, "unit_bytes": 20_000} | cfg))
+        kind = Conversations(chat or ChatConfig(), engine=engine)
+        result = tokenize(
+            options, self.tokenizer, self.folder / "corpus", self.folder / out, Serial(),
+            kind=kind, overwrite=overwrite,
+        )  # fmt: skip
+        assert result is not None
+        return result
+
+    def sequences(self, out: str = "out") -> dict[str, list[Sequence]]:
+        """Return the ids and the mask of each sequence of each split, in order."""
+        found: dict[str, list[Sequence]] = {"train": [], "validation": []}
+        for shard in TokensManifest.read(self.folder / out).shards:
+            file = TokenFile(self.folder / out / shard.stem)
+            mask = np.fromfile(mask_path(file.stem), np.uint8)
+            assert len(mask) == file.total
+            for i, start in enumerate(file.offsets.tolist()):
+                ids = file[i].tolist()
+                found[shard.split].append((ids, mask[start : start + len(ids)].tolist()))
+        return found
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.corpus(jsonl(ROWS))
+    return made
+
+
+def encoded(tokenizer: GivenTokenizerConfig, rows: list[dict[str, Any]]) -> list[Sequence]:
+    content = (Path(tokenizer.path) / "tokenizer.json").read_bytes()
+    encoder = ChatEncoder(content, ChatConfig(), "x", CHATML)
+    results = encoder.encode_batch(map(parse_row, rows))
+    assert all(isinstance(result, list) for result in results)
+    return [(one.ids.tolist(), one.mask.tolist()) for row in results for one in row]  # type: ignore[union-attr]
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """sha256 of each file below `folder`, but not what is known of their times."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock" and path.suffix != ".seen"
+    }
+
+
+def test_every_conversation_is_there_once_with_its_mask(workshop: Workshop) -> None:
+    manifest = workshop.run().manifest
+    found = workshop.sequences()
+    expected = encoded(workshop.tokenizer, ROWS)
+    assert sorted(found["train"] + found["validation"]) == sorted(expected)
+    assert len(manifest.shards) > 4
+    for split, sequences in found.items():
+        counts = manifest.counts(split)
+        assert counts.documents == len(sequences) > 0
+        assert counts.tokens == sum(len(ids) for ids, _ in sequences)
+        assert counts.trained == sum(sum(mask) for _, mask in sequences)
+    assert manifest.chat is not None
+    template = (workshop.folder / "out" / CHAT_TEMPLATE).read_bytes()
+    assert hashlib.sha256(template).hexdigest() == manifest.chat.template_sha256
+
+
+@pytest.mark.parametrize("engine", ["hf", "gigatoken"])
+def test_token_files_do_not_depend_on_the_engine(workshop: Workshop, engine: Engine) -> None:
+    assert workshop.run().engine == "gigatoken"
+    assert workshop.run("other", engine=engine).engine == engine
+    assert sums(workshop.folder / "other") == sums(workshop.folder / "out")
+
+
+def test_a_required_engine_that_cannot_encode_the_rows_is_an_error(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
+    with pytest.raises(EnvironmentUnfit, match="gigatoken is not installed"):
+        workshop.run(engine="gigatoken")
+    workshop.run("other", engine="auto")
+    assert workshop.sequences("other")["train"]
+
+
+def test_hashes_in_the_manifest_are_those_of_the_files(workshop: Workshop) -> None:
+    manifest = workshop.run().manifest
+    found = sums(workshop.folder / "out")
+    for shard in manifest.shards:
+        assert found[f"{shard.stem}.bin"] == shard.bin_sha256
+        assert found[f"{shard.stem}.idx"] == shard.idx_sha256
+        assert found[f"{shard.stem}.mask"] == shard.mask_sha256
+
+
+@pytest.mark.parametrize("unit_bytes", [4096, 50_000, 10**6])
+def test_any_size_of_units_makes_the_same_sequences_in_the_same_order(
+    workshop: Workshop, unit_bytes: int
+) -> None:
+    workshop.run()
+    workshop.run("other", unit_bytes=unit_bytes)
+    assert workshop.sequences("other") == workshop.sequences()
+
+
+def test_parquet_holds_the_same_conversations_as_json_lines(workshop: Workshop) -> None:
+    workshop.run()
+    tool = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = [
+        {"messages": [
+            {"role": "user", "content": f"{i}"},
+            {"role": "assistant", "tool_calls": [tool if i % 2 else {
+                "type": "function", "function": {"name": "sub", "arguments": {"b": 2}}}]},
+        ]}
+        for i in range(10)
+    ]  # fmt: skip
+    rows = [*ROWS, *calls]
+    workshop.corpus(jsonl(rows))
+    workshop.run("lines", validation_fraction=0)
+    path = workshop.folder / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=70)
+    assert b"null" in json.dumps(pq.read_table(path).to_pylist()).encode()  # padded by the format
+    shutil.rmtree(workshop.folder / "corpus")
+    download(DownloadConfig(dataset=str(path)), workshop.folder / "corpus", rows=True)
+    workshop.run("parquet", validation_fraction=0)
+    assert workshop.sequences("parquet") == workshop.sequences("lines")
+
+
+def test_equal_rows_are_in_the_same_split_and_added_rows_move_none(workshop: Workshop) -> None:
+    workshop.run()
+    before = workshop.sequences()
+    workshop.corpus(jsonl(ROWS + ROWS + [conversation(i) for i in range(1000, 1100)]))
+    workshop.run("more")
+    after = workshop.sequences("more")
+    for split in ("train", "validation"):
+        assert {tuple(ids) for ids, _ in before[split]} <= {tuple(ids) for ids, _ in after[split]}
+    assert not {tuple(i) for i, _ in after["train"]} & {tuple(i) for i, _ in after["validation"]}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "flip"])
+def test_only_the_unit_of_a_damaged_mask_is_encoded_again(workshop: Workshop, damage: str) -> None:
+    workshop.run()
+    out = workshop.folder / "out"
+    whole, victim = sums(out), out / "train-00002.mask"
+    content = victim.read_bytes()
+    if damage == "delete":
+        victim.unlink()
+    elif damage == "flip":
+        victim.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    else:
+        victim.write_bytes(content[:-1])
+    if damage != "flip":  # at the start of training, sizes are compared
+        with pytest.raises((DamagedError, InputError), match=r"train-00002\.mask"):
+            check_files([out])
+    reuse = explain(
+        TokenizeConfig(validation_fraction=0.1, unit_bytes=20_000), workshop.tokenizer,
+        workshop.folder / "corpus", out, Serial(), Conversations(ChatConfig()),
+    )  # fmt: skip
+    assert reuse is not None
+    assert list(reuse.faults) == [2]
+    assert workshop.run().units == 1
+    assert sums(out) == whole
+    assert workshop.run().units == 0
+
+
+def test_a_lost_template_is_written_again(workshop: Workshop) -> None:
+    workshop.run()
+    whole = sums(workshop.folder / "out")
+    (workshop.folder / "out" / CHAT_TEMPLATE).write_text("other")
+    assert workshop.run().units == 0
+    assert sums(workshop.folder / "out") == whole
+
+
+def test_changes_of_the_template_and_its_options_are_refused_by_name(workshop: Workshop) -> None:
+    workshop.run()
+    template = workshop.folder / "mine.jinja"
+    template.write_text(CHATML.replace("\\n", " "))
+    with pytest.raises(ConfigError, match=r"chat\.template_sha256 is"):
+        workshop.run(chat=ChatConfig(template=str(template)))
+    with pytest.raises(ConfigError, match=r"chat\.train_on is 'assistant' there, 'all' now"):
+        workshop.run(chat=ChatConfig(train_on="all"))
+    with pytest.raises(ConfigError, match=r"chat\.kwargs\.x is None there, 1 now"):
+        workshop.run(chat=ChatConfig(kwargs={"x": 1}))
+    assert workshop.run(chat=ChatConfig(too_long="stop")).units == 0  # matters to packing alone
+    workshop.run("fresh", ChatConfig(template=str(template)))
+    workshop.run(chat=ChatConfig(template=str(template)), overwrite=True)
+    assert sums(workshop.folder / "out") == sums(workshop.folder / "fresh")
+
+
+BAD = [
+    (b"broken", "not JSON"),
+    (b"[1]", "not a JSON object"),
+    (b'{"messages": "hi"}', "expected a list"),
+    (b'{"messages": []}', "messages is empty"),
+    (b'{"messages": [{"role": "user", "content": "no answer"}]}', "no message has the role"),
+    (b'{"messages": [{"role": "alien", "content": "x"}]}', "unknown role"),
+    (b'{"text": "plain"}', "no messages"),
+    (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "not Unicode text"),
+    (b"\xff\xfe", "not UTF-8"),
+    (b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", "deep"),
+]
+
+
+def test_bad_rows_are_counted_with_line_and_reason_and_end_nothing(workshop: Workshop) -> None:
+    good = ROWS[:20]
+    lines = jsonl(good[:10]) + b"".join(row + b"\n" for row, _ in BAD) + jsonl(good[10:])
+    workshop.corpus(lines)
+    result = workshop.run(validation_fraction=0)
+    assert workshop.sequences()["train"] == encoded(workshop.tokenizer, good)
+    assert result.manifest.left_out == len(BAD)
+    shown = "\n".join(result.problems)
+    for line, (_, why) in enumerate(BAD, 11):
+        if f"rows.jsonl:{line}:" in shown:
+            (problem,) = (one for one in result.problems if f"rows.jsonl:{line}:" in one)
+            assert why in problem
+    assert len(result.problems) >= 8
+    assert any("no message has the role" in why for why in result.manifest.refused)
+    assert workshop.run(validation_fraction=0).problems == result.problems
+    with pytest.raises(DamagedError, match=r"rows\.jsonl:1[1-9]"):
+        workshop.run(validation_fraction=0, on_bad_document="stop")
+    with pytest.raises(DamagedError, match=r"rows\.jsonl:1[1-9]"):
+        workshop.run("stopped", validation_fraction=0, on_bad_document="stop")
+
+
+def test_the_reasons_of_refused_rows_are_counted_without_their_numbers(workshop: Workshop) -> None:
+    rows = [
+        {"messages": [*ROWS[0]["messages"]] * i + [{"role": "alien", "content": "x"}]}
+        for i in range(5)
+    ]
+    workshop.corpus(jsonl([*ROWS[:5], *rows]))
+    refused = workshop.run(validation_fraction=0).manifest.refused
+    (why,) = refused
+    assert why.startswith("messages[N].role: unknown role 'alien'")
+    assert refused[why] == 5
+
+
+def test_a_corpus_without_a_single_conversation_is_an_error(workshop: Workshop) -> None:
+    workshop.corpus(b'{"text": "plain"}\n')
+    with pytest.raises(InputError, match=r"1 could not be used, such as .*\.jsonl:1: no messages"):
+        workshop.run()
+
+
+def test_one_sample_per_answer_with_expand(workshop: Workshop) -> None:
+    workshop.run(chat=ChatConfig(turns="expand"), validation_fraction=0)
+    answers = sum(m["role"] == "assistant" for row in ROWS for m in row["messages"])
+    assert len(workshop.sequences()["train"]) == answers > len(ROWS)
+
+
+def test_a_trained_tokenizer_is_refused_with_what_to_do(workshop: Workshop) -> None:
+    workshop.tokenizer = TrainedTokenizerConfig()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"tokenizer\.chat_tokens=true"):
+        workshop.run()
+
+
+def test_a_tokenizer_without_the_stop_token_is_refused(workshop: Workshop) -> None:
+    cfg = TrainedTokenizerConfig(vocab_size=260)
+    (workshop.folder / "tokenizer/tokenizer.json").write_text(train_tokenizer(cfg, {"Ġa": 5}))
+    with pytest.raises(ConfigError, match="does not end answers with a special token"):
+        workshop.run()
+
+
+def test_text_and_conversations_are_not_confused(workshop: Workshop) -> None:
+    options = TokenizeConfig(validation_fraction=0)
+    with pytest.raises(InputError, match="contains conversations, not text"):
+        tokenize(
+            options, TrainedTokenizerConfig(vocab_size=300), workshop.folder / "corpus",
+            workshop.folder / "out", Serial(),
+        )  # fmt: skip
+    (workshop.folder / "text.jsonl").write_text('{"text": "x"}\n')
+    cfg = DownloadConfig(dataset=str(workshop.folder / "text.jsonl"))
+    shutil.rmtree(workshop.folder / "corpus")
+    download(cfg, workshop.folder / "corpus")
+    with pytest.raises(InputError, match="contains text, not conversations"):
+        workshop.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"hi", "text files contain no conversations"),
+        ("a.json", b'[{"messages": []}]', "a JSON array is not JSON lines"),
+        ("a.jsonl", b"nothing\n", "no JSON object at the start"),
+    ],
+)
+def test_files_that_hold_no_rows_are_refused(
+    workshop: Workshop, name: str, content: bytes, message: str
+) -> None:
+    shutil.rmtree(workshop.folder / "corpus")
+    with pytest.raises((ConfigError, InputError), match=message):
+        workshop.corpus(content, name)
+
+
+# ---- real processes ------------------------------------------------------------------------------
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def arguments(folder: Path, out: str) -> list[str]:
+    return [
+        "tokenize", "data.type=chat", f"download.out={folder / 'corpus'}",
+        f"tokenize.out={folder / out}", "tokenizer.type=file",
+        f"tokenizer.path={folder / 'tokenizer'}", "tokenize.validation_fraction=0.1",
+        "tokenize.unit_bytes=20000",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_writes_the_same_bytes(workshop: Workshop, ranks: int) -> None:
+    workshop.corpus(jsonl(ROWS) + b'{"messages": []}\n')
+    workshop.run("alone")
+    assert MPIRUN is not None
+    command = [MPIRUN, "-n", str(ranks), sys.executable, "-m", "dtt.main"]
+    done = subprocess.run(
+        [*command, *arguments(workshop.folder, "out")],
+        cwd=workshop.folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1 rows: messages is empty" in done.stdout
+    assert sums(workshop.folder / "out") == sums(workshop.folder / "alone")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_no_byte(workshop: Workshop) -> None:
+    workshop.corpus(jsonl([conversation(i) for i in range(3000)]))
+    workshop.run("alone")
+    dtt = Dtt(workshop.folder)
+    rng, killed = random.Random(0), 0
+    for _ in range(12):
+        process = dtt.start(*arguments(workshop.folder, "out"))
+        work = workshop.folder / "out/.units"
+        while process.poll() is None and not (work / "identity.json").exists():
+            time.sleep(0.01)
+        time.sleep(rng.random())
+        killed += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert killed > 2
+    dtt(*arguments(workshop.folder, "out"))
+    assert sums(workshop.folder / "out") == sums(workshop.folder / "alone")
+
+
+def test_the_report_counts_conversations_and_trained_tokens(workshop: Workshop) -> None:
+    workshop.corpus(jsonl(ROWS) + b'{"messages": []}\n')
+    dtt = Dtt(workshop.folder)
+    done = dtt(*arguments(workshop.folder, "out"))
+    counts = TokensManifest.read(workshop.folder / "out").counts("train")
+    share = f"{counts.trained / counts.tokens:.1%}"  # type: ignore[operator]
+    assert f"{counts.documents:,} conversations, {counts.tokens:,} tokens" in done.stdout
+    assert f"{counts.trained:,} of them trained ({share})" in done.stdout
+    assert "refused     1 rows: messages is empty" in done.stdout
+    assert "rows.jsonl:301: messages is empty" in done.stderr
+    facts = json.loads(dtt(*arguments(workshop.folder, "out"), "--json").stdout)
+    assert facts["already_done"]
+    assert facts["refused_rows"] == {"messages is empty": 1}
+    assert facts["splits"]["train"]["trained_tokens"] == counts.trained
+    changed = dtt(*arguments(workshop.folder, "out"), "chat.turns=expand", "--explain")
+    assert "chat        chat.turns is 'all' there, 'expand' now" in changed.stdout

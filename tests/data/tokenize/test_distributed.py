@@ -1,0 +1,386 @@
+"""Token files are the same bytes whatever happened on the way, and hold what the documents hold."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from dtt.artifacts import TokensManifest
+from dtt.config.data import (
+    GivenTokenizerConfig,
+    TokenizeConfig,
+    TokenizerConfig,
+    TrainedTokenizerConfig,
+)
+from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.data.token_file import TokenFile
+from dtt.data.tokenize.distributed import Tokenized, tokenize
+from dtt.data.tokenize.document_sampling import SOME_BYTES, SOME_UNITS, held_out, some_text
+from dtt.data.tokenize.work_plan import Identity, WorkPlan
+from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.runtime.comm import Serial
+
+BPE = TrainedTokenizerConfig(vocab_size=300)
+WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "ünïcode", "字", "\n"]
+
+
+def text(number: int) -> str:
+    return " ".join(WORDS[(number * 31 + i * i) % len(WORDS)] for i in range(number % 50 + 1))
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
+
+
+TEXTS = [f"{i} {text(i)}" for i in range(2000)]
+
+
+def run(
+    corpus: Corpus,
+    out: Path,
+    tokenizer: TokenizerConfig = BPE,
+    *,
+    overwrite: bool = False,
+    **cfg: Any,
+) -> Tokenized:
+    options = TokenizeConfig(**({"validation_fraction": 0.1, "unit_bytes": 20_000} | cfg))
+    result = tokenize(options, tokenizer, corpus.folder, out, Serial(), overwrite=overwrite)
+    assert result is not None
+    return result
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """sha256 of each file below `folder`, but not what is known of their times."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock" and path.suffix != ".seen"
+    }
+
+
+def documents(folder: Path, split: str) -> list[list[int]]:
+    shards = [s for s in TokensManifest.read(folder).shards if s.split == split]
+    files = [TokenFile(folder / shard.stem) for shard in shards]
+    return [file[i].tolist() for file in files for i in range(len(file))]
+
+
+@pytest.fixture
+def corpus(corpora: Any) -> Corpus:
+    made: Corpus = corpora.make({"a.jsonl": jsonl(TEXTS)})
+    return made
+
+
+def test_every_document_is_there_once_and_ends_with_the_end_of_document(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    manifest = run(corpus, tmp_path / "out").manifest
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    splits = {split: documents(tmp_path / "out", split) for split in ("train", "validation")}
+    texts = {
+        split: [tokenizer.decode(ids[:-1], skip_special_tokens=False) for ids in found]
+        for split, found in splits.items()
+    }
+    assert sorted(texts["train"] + texts["validation"]) == sorted(TEXTS)
+    for split, found in splits.items():
+        assert all(ids[-1] == 0 and 0 not in ids[:-1] for ids in found)
+        counts = manifest.counts(split)
+        assert counts.documents == len(found)
+        assert counts.tokens == sum(map(len, found))
+        assert counts.bytes == sum(len(t.encode()) for t in texts[split])
+    assert len(manifest.shards) > 6
+
+
+def test_hashes_in_the_manifest_are_those_of_the_files(corpus: Corpus, tmp_path: Path) -> None:
+    manifest = run(corpus, tmp_path / "out").manifest
+    found = sums(tmp_path / "out")
+    for shard in manifest.shards:
+        assert found[f"{shard.stem}.bin"] == shard.bin_sha256
+        assert found[f"{shard.stem}.idx"] == shard.idx_sha256
+    assert found["tokenizer.json"] == manifest.tokenizer_sha256
+
+
+def test_validation_is_disjoint_and_stable_when_documents_are_added(
+    corpora: Any, tmp_path: Path
+) -> None:
+    held_out = []
+    for count in (1000, 2000):
+        corpora.folder = tmp_path / str(count)
+        corpus = corpora.make({"a.jsonl": jsonl(TEXTS[:count] * 2)})
+        out = tmp_path / f"out{count}"
+        run(corpus, out)
+        decode = Tokenizer.from_file(str(out / "tokenizer.json")).decode
+        train, validation = (
+            {decode(ids, skip_special_tokens=False) for ids in documents(out, split)}
+            for split in ("train", "validation")
+        )
+        assert not train & validation
+        assert 0.05 * count < len(validation) < 0.15 * count
+        held_out.append(validation)
+    assert held_out[0] <= held_out[1]
+
+
+def test_the_split_is_decided_by_the_documented_hash() -> None:
+    """XXH3 of nothing is 0x2d06800538d394c2: 0.17588 of all that 64 bits can hold."""
+    assert held_out(b"", 0.1759)
+    assert not held_out(b"", 0.1758)
+
+
+def test_the_engine_changes_no_byte_and_is_reported(corpus: Corpus, tmp_path: Path) -> None:
+    made = {engine: run(corpus, tmp_path / engine, engine=engine) for engine in ("hf", "gigatoken")}
+    assert {engine: result.engine for engine, result in made.items()} == {e: e for e in made}
+    assert bytes_of(tmp_path / "hf") == bytes_of(tmp_path / "gigatoken")
+    assert run(corpus, tmp_path / "hf", engine="gigatoken").units == 0
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """What all files hold that matter once the manifest is there."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
+
+
+def test_a_rerun_does_nothing_and_is_quick(corpus: Corpus, tmp_path: Path) -> None:
+    def times() -> dict[Path, int]:
+        files = (path for path in (tmp_path / "out").rglob("*") if path.name != ".lock")
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    first = run(corpus, tmp_path / "out")
+    before = times()
+    start = time.monotonic()
+    second = run(corpus, tmp_path / "out")
+    assert time.monotonic() - start < 1
+    assert second.units == 0
+    assert first.units > 0
+    assert second.manifest == first.manifest
+    assert times() == before
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "grow", "flip"])
+def test_only_a_damaged_shard_is_encoded_again(corpus: Corpus, tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    whole = sums(out)
+    victim = out / "train-00002.bin"
+    if damage == "delete":
+        victim.unlink()
+    elif damage == "flip":
+        content = victim.read_bytes()
+        victim.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    else:
+        os.truncate(victim, victim.stat().st_size + (2 if damage == "grow" else -2))
+    assert run(corpus, out).units == 1
+    assert sums(out) == whole
+
+
+def test_an_unfinished_run_is_continued(corpus: Corpus, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    total = run(corpus, out).units
+    whole = sums(out)
+    (out / "manifest.json").unlink()
+    (out / ".units/00001.json").unlink()
+    (out / ".units/00003.json").write_text("{")
+    (out / ".units/00003.train.bin").write_bytes(b"half")
+    assert run(corpus, out).units == 2 < total
+    assert sums(out) == whole
+
+
+def test_manifest_and_shards_are_enough_to_be_done(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/.units")
+    assert run(corpus, tmp_path / "out").units == 0
+
+
+def test_other_options_in_the_same_folder_are_refused_by_name(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    with pytest.raises(ConfigError, match=r"validation_fraction is 0.1 there, 0.2 now"):
+        run(corpus, out, validation_fraction=0.2)
+    with pytest.raises(ConfigError, match=r"tokenizer.vocab_size is 300 there, 310 now"):
+        run(corpus, out, TrainedTokenizerConfig(vocab_size=310))
+
+
+def test_overwrite_removes_all_previous_files(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "fresh", unit_bytes=50_000)
+    run(corpus, tmp_path / "out")
+    run(corpus, tmp_path / "out", unit_bytes=50_000, overwrite=True)
+    assert sums(tmp_path / "out") == sums(tmp_path / "fresh")
+
+
+def test_a_split_without_documents_is_reported_with_what_to_type(
+    corpora: Any, tmp_path: Path
+) -> None:
+    corpus = corpora.make({"a.jsonl": jsonl(TEXTS[:5])})
+    with pytest.raises(InputError, match=r"no document fell into the validation split"):
+        run(corpus, tmp_path / "out", validation_fraction=1e-9)
+    with pytest.raises(InputError, match=r"or 0 to hold out none"):
+        run(corpus, tmp_path / "out", validation_fraction=1e-9)
+    manifest = run(corpus, tmp_path / "out", validation_fraction=0.0).manifest
+    assert manifest.counts("train").documents == 5
+    assert not any(shard.split == "validation" for shard in manifest.shards)
+
+
+def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None:
+    lines = jsonl(TEXTS[:100]) + b'broken\n{"text": ""}\n{"text": 3}\n' + jsonl(TEXTS[100:200])
+    corpus = corpora.make({"a.jsonl": lines})
+    with pytest.raises(DamagedError, match=r"a\.jsonl:101") as stopped:
+        run(corpus, tmp_path / "out", on_bad_document="stop")
+    assert stopped.tb is not None  # what it holds is not freed yet
+    opened = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in opened if path.startswith(str(tmp_path / "out"))]
+    result = run(corpus, tmp_path / "out")
+    assert result.manifest.skipped_documents == 2
+    assert result.manifest.empty_documents == 1
+    assert "a.jsonl:101" in result.problems[0]
+    assert "a.jsonl:103" in result.problems[1]
+    assert result.manifest.counts("train").documents > 150
+    assert run(corpus, tmp_path / "out").problems == result.problems
+    with pytest.raises(DamagedError, match=r"a\.jsonl:101"):
+        run(corpus, tmp_path / "out", on_bad_document="stop")
+
+
+@pytest.mark.parametrize("content", [b'{"text": ""}\n', b'{"text": 1}\n{"text": 2}\n'])
+def test_a_corpus_without_documents_is_reported(
+    corpora: Any, tmp_path: Path, content: bytes
+) -> None:
+    first = b'{"text": "x"}\n'
+    corpus = corpora.make({"a.jsonl": first + content}, text_column="text")
+    path, record = corpus.path(0), corpus.manifest.files[0]
+    path.write_bytes(content.ljust(record.bytes, b"\n"))
+    with pytest.raises(InputError, match="contains no documents"):
+        run(corpus, tmp_path / "out")
+
+
+def test_the_engine_sample_is_small_and_spread_over_the_corpus(corpora: Any) -> None:
+    texts = [f"{i:03} " + "x" * 10**5 for i in range(100)]
+    corpus = corpora.make({"a.jsonl": jsonl(texts)})
+    sample = some_text(corpus, corpus.units(10**6))
+    assert len(sample) == SOME_UNITS
+    assert sample[0][:3] == b"000"
+    assert sample[-1][:3] > b"070"
+    assert sum(map(len, sample)) <= 2 * SOME_BYTES
+
+
+def test_units_are_distributed_evenly() -> None:
+    units = [Unit(i, (Span(0, i, i + 1, size),)) for i, size in enumerate([9, 1, 5, 3, 8, 2, 7])]
+    plan = WorkPlan(Identity(key_parts={}, tokenizer_sha256=""), units, units, complete=False)
+    shares = [plan.units_of(rank, 3) for rank in range(3)]
+    assert sorted(u.index for units_of in shares for u in units_of) == list(range(7))
+    loads = [sum(unit.text_bytes for unit in units_of) for units_of in shares]
+    assert max(loads) - min(loads) <= 2
+
+
+@pytest.mark.parametrize("file", ["web/c4_sample.jsonl", "techdocs/val-00000-of-00001.jsonl.gz"])
+def test_gpt2_ids_are_those_of_tokenizers_on_real_text(
+    shared: Path, corpora: Any, tmp_path: Path, file: str
+) -> None:
+    """Every document; those that hold the string of a special token must be none here."""
+    corpora.download(dataset=str(shared / "data" / file))
+    corpus = Corpus(corpora.folder / "corpus")
+    given = shared / "data/tokenizers/gpt2/tokenizer.json"
+    run(corpus, tmp_path / "out", GivenTokenizerConfig(path=str(given)), validation_fraction=0.05)
+    reference = Tokenizer.from_file(str(given))
+    content = (shared / "data" / file).read_bytes()
+    content = gzip.decompress(content) if file.endswith(".gz") else content
+    texts = [json.loads(line)["text"] for line in content.splitlines()]
+    assert sum("<|endoftext|>" in text for text in texts) == 0
+    expected = [[*reference.encode(t, add_special_tokens=False).ids, 50256] for t in texts]
+    found = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "validation")
+    assert sorted(found) == sorted(expected)
+
+
+# ---- real ranks ----------------------------------------------------------------------------------
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+needs_mpi = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
+)
+
+
+def start(ranks: int, corpus: Corpus, out: Path, *options: str) -> subprocess.Popen[str]:
+    assert MPIRUN is not None
+    command = [
+        *(MPIRUN, "-n", str(ranks), sys.executable, "-m", "dtt.main", "tokenize"),
+        *(f"download.out={corpus.folder}", f"tokenize.out={out}", "tokenizer.vocab_size=300"),
+        *("tokenize.validation_fraction=0.1", "tokenize.unit_bytes=20000", *options),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent
+    )
+
+
+@needs_mpi
+def test_any_number_of_ranks_writes_the_same_bytes(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "alone")
+    expected = sums(tmp_path / "alone")
+    for ranks in (1, 2, 3):
+        process = start(ranks, corpus, tmp_path / f"out{ranks}")
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert sums(tmp_path / f"out{ranks}") == expected
+        assert output.count("speed ") == 1
+
+
+@pytest.mark.slow(except_for=["0-1"])
+@needs_mpi
+@pytest.mark.parametrize(("killed", "then"), [(0, 1), (1, 3)])
+def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
+    corpora: Any, tmp_path: Path, killed: int, then: int
+) -> None:
+    corpus = corpora.make({"a.jsonl": jsonl([f"{i} {text(i)}" for i in range(5000)])})
+    run(corpus, tmp_path / "alone")
+    out = tmp_path / "out"
+    (out / ".units").mkdir(parents=True)
+    blocked = out / ".units/00010.train.bin"
+    os.mkfifo(blocked)  # without a reader: the rank that comes to this unit cannot finish it
+    job = start(2, corpus, out)
+    rank = None
+    while rank is None or not any(out.glob(".units/0*.json")):
+        assert job.poll() is None, job.communicate()
+        rank = rank or find_rank(job, killed)
+    os.kill(rank, signal.SIGKILL)
+    job.communicate(timeout=60)
+    blocked.unlink()
+    assert job.returncode != 0
+    assert not TokensManifest.exists(out)
+    finished = len(list(out.glob(".units/0*.json")))
+    again = start(then, corpus, out)
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert finished >= 1
+    assert sums(out) == sums(tmp_path / "alone")
+
+
+def find_rank(job: subprocess.Popen[str], rank: int) -> int | None:
+    """Process id of a rank; None while it is not there yet."""
+    for process in psutil.Process(job.pid).children(recursive=True):
+        try:
+            if "dtt.main" in process.cmdline() and process.environ().get("PMI_RANK") == str(rank):
+                return process.pid
+        except psutil.Error:
+            continue
+    return None
+
+
+@needs_mpi
+def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path: Path) -> None:
+    corpus = corpora.make({"a.jsonl": jsonl(TEXTS) + b"broken\n" + jsonl(TEXTS)})
+    job = start(3, corpus, tmp_path / "out", "tokenize.on_bad_document=stop")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 65, errors
+    assert "a.jsonl:2001" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,384 @@
+"""The formulas of a plan against the memory and communication that torch uses."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor
+
+from dtt.config.load import resolve
+from dtt.errors import ConfigError
+from dtt.estimate import advice, gpus
+from dtt.estimate.case import Case, make_case
+from dtt.estimate.communication import collective_costs
+from dtt.estimate.duration import run_of, step_of
+from dtt.estimate.gpus import GIB, Gpu
+from dtt.estimate.memory import (
+    FP32,
+    checkpoint_bytes,
+    fits,
+    kept_by_block,
+    memory,
+    moments,
+    optimizer_state,
+)
+from dtt.model import count
+from dtt.model.decoder import Decoder, roles
+from dtt.optim import groups
+from dtt.optim.ema import Ema
+from dtt.parallel.apply import apply, autocast
+from dtt.parallel.mesh import make_layout
+from dtt.runtime.dist import World
+
+CPU = Gpu("CPU", 16 * GIB, 1e12, 1e11, 1e10, 1e10, 1e10, kind="cpu")
+H100 = gpus.find("H100", 8)
+SMALL = ("model.dim=64", "model.n_layers=3", "model.n_heads=4", "model.vocab_size=320")
+LLAMA_8B = (
+    "model.dim=4096", "model.n_layers=32", "model.n_heads=32", "model.n_kv_heads=8",
+    "model.ffn_dim=14336", "model.vocab_size=128256",
+)  # fmt: skip
+
+
+def case(*arguments: str, gpu: Gpu = CPU, nodes: int = 1, gpus_per_node: int = 1) -> Case:
+    ours = [
+        "train.seq_len=128", "train.micro_batch=2", "train.global_batch_tokens=1024",
+        "train.precision=bf16", *arguments,
+    ]  # fmt: skip
+    cfg = resolve(None, ours).config
+    assert cfg.model.vocab_size is not None
+    return make_case(cfg, gpu, nodes, gpus_per_node, cfg.model.vocab_size, cfg.train.steps)
+
+
+def large(*arguments: str, nodes: int = 1, gpus_per_node: int = 8) -> Case:
+    batch = ("train.seq_len=8192", "train.micro_batch=4", "train.global_batch_tokens=4194304")
+    return case(*LLAMA_8B, *batch, *arguments, gpu=H100, nodes=nodes, gpus_per_node=gpus_per_node)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_parameters_and_states_are_those_of_real_optimizers(family: str, optim: str) -> None:
+    one = case(*SMALL, f"model.family={family}", f"optim.type={optim}")
+    model = Decoder(one.arch)
+    parameters = dict(model.named_parameters())
+    optimizers = groups.build(one.cfg.optim, parameters, roles(model), torch.float32)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter.data.zero_())
+    for optimizer in optimizers.values():
+        optimizer.step()
+    states = [value for o in optimizers.values() for s in o.state.values() for value in s.values()]
+    of_numbers = sum(state.nbytes for state in states if isinstance(state, Tensor) and state.ndim)
+    assert optimizer_state(one) == of_numbers
+    whole = sum(parameter.nbytes for parameter in parameters.values())
+    assert memory(one).parts["parameters"] == whole == FP32 * count.parameters(one.arch)
+    assert checkpoint_bytes(one) == whole + of_numbers
+
+
+def test_parameters_that_an_entry_moves_to_another_optimizer_are_counted_there() -> None:
+    all_muon = case(*SMALL, "optim.type=muon")
+    entry = "optim.groups=[{match: layers.*.mlp.*.weight, optimizer: adamw}]"
+    some = case(*SMALL, "optim.type=muon", entry)
+    moved = sum(w.numel for w in all_muon.muons if ".mlp." in w.name)
+    assert optimizer_state(some) == optimizer_state(all_muon) + FP32 * moved
+    with pytest.raises(ConfigError, match="no parameter has a name that matches"):
+        _ = case(*SMALL, "optim.type=muon", "optim.groups=[{match: nothing, lr: 1.0}]").weights
+
+
+@contextmanager
+def kept(model: Decoder) -> Iterator[dict[int, Tensor]]:
+    """What autograd keeps inside, by where it is; not parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield storages
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_a_block_keeps_the_bytes_of_the_formula(family: str, precision: str) -> None:
+    """The difference that a third block makes, so that all else is left out."""
+    sizes = []
+    one = with_layers(3, family, precision)
+    for case_of in (with_layers(2, family, precision), one):
+        model = Decoder(case_of.arch).to(one.precision.weights)
+        tokens = torch.randint(one.arch.vocab_size, (one.micro_batch, 512))
+        with kept(model) as storages, autocast(torch.device("cpu"), one.precision):
+            model(tokens, tokens)
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+    casts = 0
+    if one.autocast:
+        casts = sum(2 * prod(weight.shape) for weight in one.block if len(weight.shape) > 1)
+    assert kept_by_block(one) == pytest.approx(sizes[1] - sizes[0] - casts, rel=0.02)
+
+
+def with_layers(layers: int, family: str, precision: str) -> Case:
+    windows = ("model.window=512", "model.window_pattern=9") if family == "gemma3" else ()
+    return case(
+        *SMALL, f"model.family={family}", f"train.precision={precision}", *windows,
+        f"model.n_layers={layers}", "train.seq_len=512", "train.global_batch_tokens=2048",
+    )  # fmt: skip
+
+
+def test_each_device_holds_its_share_of_a_sharded_model() -> None:
+    one = large("parallel.replicate=1", "parallel.shard=-1", "optim.type=adamw", nodes=8)
+    whole = FP32 * count.parameters(one.arch)
+    parts = memory(one).parts
+    assert parts["parameters"] == pytest.approx(whole / 64, rel=1e-3)
+    assert parts["optimizer state"] == 2 * parts["parameters"]
+    cut = large("parallel.replicate=1", "parallel.shard=-1", "parallel.tensor=8", nodes=8)
+    assert memory(cut).parts["parameters"] == pytest.approx(whole / 64, rel=2e-3)
+
+
+def test_a_run_that_does_not_fit_fits_with_the_suggested_change() -> None:
+    alone = large("optim.type=adamw", "train.micro_batch=1", gpus_per_node=1)
+    assert not fits(alone)  # 16 bytes a parameter are more than an H100 has
+    change = advice.remedy(alone)
+    assert change is not None
+    assert change["nodes"] > 1
+    changed = advice.changed_by(alone, change)
+    assert changed is not None
+    assert fits(changed)
+
+
+def test_the_smallest_change_comes_first() -> None:
+    sharded = ("parallel.replicate=1", "parallel.shard=-1", "train.global_batch_tokens=33554432")
+    most = 1
+    while fits(large(*sharded, f"train.micro_batch={2 * most}", nodes=8)):
+        most *= 2
+    too_many = large(*sharded, f"train.micro_batch={4 * most}", nodes=8)
+    assert too_many.micro_batch == 4 * most
+    change = advice.remedy(too_many)
+    assert change == {"train.micro_batch": most}
+
+
+def test_no_change_is_suggested_if_the_run_fits() -> None:
+    one = case(*SMALL)
+    peak = memory(one).total
+    assert fits(replace(one, gpu=replace(CPU, memory=int(peak / 0.9) + 1)))
+    assert not fits(replace(one, gpu=replace(CPU, memory=int(peak / 0.9) - 1)))
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_remat_trades_memory_for_operations(remat: str) -> None:
+    sharded = ("parallel.replicate=1", "parallel.shard=-1")
+    plain, one = large(*sharded, nodes=8), large(*sharded, f"train.remat={remat}", nodes=8)
+    less = memory(one).total < memory(plain).total
+    more = step_of(one).compute > step_of(plain).compute
+    assert less == more == (remat != "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "published"),
+    [
+        (["train.precision=bf16"], 6667),
+        (["train.precision=bf16", "train.compile=false"], 5762),
+        (["train.precision=fp8"], 8532),
+    ],
+)
+def test_speed_is_what_torchtitan_publishes_for_llama_3_8b(
+    settings: list[str], published: int
+) -> None:
+    one = large(
+        "parallel.replicate=1", "parallel.shard=-1", "train.micro_batch=2",
+        "train.global_batch_tokens=131072", "train.remat=selective", "optim.type=adamw", *settings,
+    )  # fmt: skip
+    assert 131_072 / 8 / step_of(one).seconds == pytest.approx(published, rel=0.02)
+
+
+def test_ddp_sends_each_gradient_twice_and_fsdp_gathers_weights_twice() -> None:
+    ddp = large()
+    (all_reduce,) = [one for one in collective_costs(ddp) if "gradients" in one.kind]
+    assert all_reduce.bytes == 2 * FP32 * count.parameters(ddp.arch) * 7 / 8
+    fsdp = large("parallel.replicate=1", "parallel.shard=-1", "train.micro_batch=64")
+    by_kind = {one.kind: one.bytes for one in collective_costs(fsdp)}
+    weights = count.parameters(fsdp.arch)
+    outside = 2 * 128256 * 4096 + 4096
+    gathered = 2 * (2 * weights - outside) * fsdp.accumulation
+    assert by_kind["all-gather of weights"] == gathered * 7 / 8
+    assert by_kind["reduce-scatter of gradients"] == FP32 * weights * 7 / 8
+
+
+def test_links_between_nodes_are_slower() -> None:
+    sharded = ("parallel.replicate=1", "parallel.shard=-1")
+    near, far = large(*sharded), large(*sharded, nodes=8)
+    near_gather, far_gather = (
+        next(e for e in collective_costs(one) if "gather of weights" in e.kind)
+        for one in (near, far)
+    )
+    assert far_gather.seconds / far_gather.bytes > 5 * near_gather.seconds / near_gather.bytes
+
+
+def test_a_run_is_cut_into_jobs_by_its_time_limit() -> None:
+    one = large("parallel.replicate=1", "parallel.shard=-1", "launch.time=10:00:00", nodes=8)
+    whole = run_of(one, step_of(one))
+    usable = 36_000 - 240
+    assert whole.slices == -(-whole.seconds // usable)
+    assert run_of(large(nodes=8), step_of(one)).slices is None
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="n_kv_heads 8 is not a multiple of tensor 16"):
+        large("parallel.tensor=16", "parallel.shard=-1", "parallel.replicate=1", nodes=2)
+
+
+def test_an_unknown_gpu_is_reported_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown GPU 'V100'") as caught:
+        gpus.find("V100", 1)
+    for name in gpus.GPUS:
+        assert name in str(caught.value)
+
+
+MESHES = (
+    "parallel.replicate=4",
+    "parallel.replicate=2 parallel.shard=2",
+    "parallel.replicate=1 parallel.shard=2 parallel.tensor=2",
+)
+
+
+def of_four(mesh: str) -> Case:
+    return case(*SMALL, "model.family=llama", "optim.type=muon", *mesh.split(), gpus_per_node=4)
+
+
+def muon_step(world: World, mesh: str) -> tuple[int, int]:
+    """Bytes that one step of Muon really sends other ranks, and receives of them."""
+    one, sent, received = of_four(mesh), 0, 0
+    layout = make_layout(one.sizes, world)
+    model = Decoder(one.arch)
+    apply(model, world, layout, compile_blocks=False)
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    exchange: Any = torch.distributed.all_to_all_single
+
+    def counted(
+        new: Tensor, old: Tensor, expected: list[int], counts: list[int], **how: Any
+    ) -> Any:
+        nonlocal sent, received
+        sent += old.nbytes - old.itemsize * counts[world.rank]
+        received += new.nbytes - new.itemsize * expected[world.rank]
+        return exchange(new, old, expected, counts, **how)
+
+    muon = groups.build(one.cfg.optim, parameters, roles(model), one.precision.compute_dtype)[
+        "muon"
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_to_all_single", counted)
+        muon.step()
+    return sent, received
+
+
+def muon_steps(world: World) -> list[tuple[int, int]]:
+    torch.set_num_threads(1)
+    return [muon_step(world, mesh) for mesh in MESHES]
+
+
+@pytest.mark.slow
+def test_muon_sends_as_much_as_real_ranks_do() -> None:
+    by_rank = on_ranks(4, muon_steps)
+    for mesh, counts in zip(MESHES, zip(*by_rank, strict=True), strict=True):
+        (planned,) = (
+            e.bytes for e in collective_costs(of_four(mesh)) if e.kind == "Muon's matrices"
+        )
+        assert planned == max(max(count) for count in counts), mesh
+
+
+def _step_peaks(pipe: object) -> None:
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from simulate import Trace
+
+    found = []
+    for settings in STEPS:
+        one = of_step(settings)
+        model = Decoder(one.arch).to(one.precision.weights)
+        parameters = dict(model.named_parameters())
+        dtype = one.precision.compute_dtype
+        optimizers = groups.build(one.cfg.optim, parameters, roles(model), dtype).values()
+        with Trace() as trace:
+            for parameter in parameters.values():
+                trace.see(parameter.data.zero_())
+            ema = Ema(parameters, 0.9)  # made of what is seen
+            for _ in range(2):  # the first one makes the state
+                for parameter in parameters.values():
+                    parameter.grad = torch.zeros_like(parameter)
+                trace.forget_peak()
+                for optimizer in optimizers:
+                    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ema.update(torch.zeros(()))
+        found.append(trace.peak)
+    pipe.send(found)  # type: ignore[attr-defined]
+
+
+STEPS = [
+    [f"model.family={family}", f"train.precision={precision}", *muon]
+    for family in ("llama", "gemma3")
+    for precision in ("bf16", "fp32")
+    for muon in ([], ["optim.normuon_beta2=0.95"], ["optim.cautious_weight_decay=true"])
+]
+
+
+def of_step(settings: list[str]) -> Case:
+    return case(*SMALL, "model.dim=128", "optim.type=muon", "train.ema_decay=0.9", *settings)
+
+
+@pytest.mark.slow
+def test_a_step_of_muon_holds_what_the_formulas_say_of_its_variants() -> None:
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_step_peaks, args=(there,))
+    process.start()
+    there.close()
+    peaks = here.recv()  # EOFError: see its traceback
+    process.join()
+    for settings, peak in zip(STEPS, peaks, strict=True):
+        step = next(m for m in moments(of_step(settings)) if m.moment == "the optimizer's step")
+        planned = step.total - step.parts["framework"] - step.parts["batches"]
+        assert planned == pytest.approx(peak, rel=0.02), settings
+
+
+def _simulate(pipe: object) -> None:
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import simulate
+
+    arguments = "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3"
+    sys.argv = ["simulate", *arguments.split(), "--optimizer", "muon"]
+    one = simulate.case_of(simulate.parse_arguments())
+    *peaks, received = simulate.simulate(one)
+    *passes, step = (
+        moment.total - moment.parts["framework"] - moment.parts["batches"]
+        for moment in moments(one)
+    )
+    planned = max(passes), step, sum(e.bytes for e in collective_costs(one))
+    pipe.send((planned, (*peaks, sum(received.values()))))  # type: ignore[attr-defined]
+
+
+def test_simulated_ranks_hold_and_receive_what_the_formulas_say() -> None:
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there,))
+    process.start()
+    there.close()
+    planned, simulated = here.recv()  # EOFError: see its traceback
+    process.join()
+    *peaks, received = (a / b for a, b in zip(planned, simulated, strict=True))
+    assert peaks == pytest.approx([1, 1], abs=0.05)
+    assert received == pytest.approx(1, abs=0.01)

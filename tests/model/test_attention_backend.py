@@ -1,0 +1,410 @@
+"""Attention within documents and windows, against a dense mask that is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from dtt.config.model import ModelConfig
+from dtt.model import attention_backend, families
+from dtt.model.architecture import Architecture
+from dtt.model.block_sparse import TILE, tiled_attention
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.model.kv_cache import KVCache
+from dtt.runtime.compilation import compiler
+from dtt.runtime.log import log
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SCALE = 0.3
+
+
+def heads(
+    rows: int, length: int, n_heads: int, n_kv_heads: int, width: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as projections give them, with the heads of a token together."""
+    shapes = [(rows, length, n, width) for n in (n_heads, n_kv_heads, n_kv_heads)]
+    q, k, v = (torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def documents_of(rows: int, length: int, share: float) -> Tensor:
+    """Numbers of documents, a new one beginning at about `share` of the tokens."""
+    return (torch.rand(rows, length) < share).cumsum(1)
+
+
+def may_attend(length: int, documents: Tensor | None, window: int | None) -> Tensor:
+    """[B or 1, 1, T, T]."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    if documents is None:
+        return seen[None, None]
+    return seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (SCALE * q @ k.transpose(2, 3)).masked_fill(~mask.to(q.device), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def assert_the_same(
+    got: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], tolerance: float
+) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    weights = torch.randn_like(got)
+    grads = torch.autograd.grad((got * weights).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance)
+
+
+@given(
+    seed=st.integers(0, 999),
+    rows=st.integers(1, 3),
+    length=st.integers(1, 2 * TILE + 40),
+    window=st.none() | st.integers(1, TILE + 20),
+    share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
+    groups=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+)
+@settings(max_examples=40, deadline=None)
+def test_tiles_equal_a_dense_mask_in_output_and_gradients(
+    seed: int,
+    rows: int,
+    length: int,
+    window: int | None,
+    share: float | None,
+    groups: tuple[int, int],
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = heads(rows, length, *groups)
+    documents = None if share is None else documents_of(rows, length, share)
+    got = tiled_attention(q, k, v, documents, window, SCALE)
+    expected = dense(q, k, v, may_attend(length, documents, window))
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
+def chunks_of(rank: int, ranks: int, length: int) -> list[range]:
+    """One from either end, as `length` tokens are shared by processes."""
+    starts = rank * length, (2 * ranks - 1 - rank) * length
+    return [range(start, start + length) for start in starts]
+
+
+@given(
+    seed=st.integers(0, 999),
+    rank=st.integers(0, 2),
+    length=st.integers(1, TILE + 20),
+    window=st.none() | st.integers(1, 3 * TILE),
+    share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
+)
+@settings(max_examples=40, deadline=None)
+def test_tiles_of_some_queries_give_their_rows_of_a_dense_mask(
+    seed: int, rank: int, length: int, window: int | None, share: float | None
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = heads(2, 6 * length, 4, 2)
+    documents = None if share is None else documents_of(2, 6 * length, share)
+    chunks = chunks_of(rank, 3, length)
+    places = [place for chunk in chunks for place in chunk]
+    starts = [chunk.start for chunk in chunks]
+    got = tiled_attention(q[:, :, places], k, v, documents, window, SCALE, starts)
+    expected = dense(q, k, v, may_attend(6 * length, documents, window))[:, :, places]
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 4e-2)])
+def test_tiles_take_every_precision_of_training(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in heads(2, 300, 4, 2))
+    documents = documents_of(2, 300, 0.01)
+    got = tiled_attention(q, k, v, documents, 40, SCALE)
+    mask = may_attend(300, documents, 40)
+    expected = dense(q.double(), k.double(), v.double(), mask).to(dtype)
+    assert_the_same(got, expected, (q, k, v), tolerance)
+
+
+def test_tiles_accept_heads_with_strides() -> None:
+    """As they do where RoPE has joined halves of one number, and in the gradient of a sum."""
+    q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in heads(2, 40, 4, 2))
+    assert q.stride(-1) != 1
+    got, expected = (
+        attention.sum()
+        for attention in (
+            tiled_attention(q, k, v, None, 7, SCALE),
+            dense(q, k, v, may_attend(40, None, 7)),
+        )
+    )
+    assert_the_same(got, expected, (q, k, v), 1e-5)
+
+
+def test_the_operators_are_what_torch_expects_of_one() -> None:
+    q, k, v = heads(2, 300, 4, 2)
+    some = q.detach()[:, :, :100].requires_grad_()
+    arguments = (some, k, v, documents_of(2, 300, 0.01), 100, SCALE, [50, 200])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.dtt.tiled_attention.default, arguments, test_utils=checks)
+
+
+MEMORY = """
+import resource, torch
+from dtt.model.block_sparse import tiled_attention
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def run(length):
+    q = torch.randn(1, 1, length, 16, requires_grad=True)
+    documents = (torch.arange(length) // 500)[None]
+    for limits in ((None, 256), (documents, None), (documents, 256)):
+        tiled_attention(q, q, q, *limits, 0.25).sum().backward()
+    some, starts = q[:, :, : length // 4], (length // 8, length // 4 * 3)
+    tiled_attention(some, q, q, None, None, 0.25, starts).sum().backward()
+
+run(600)
+before = peak()
+run(16384)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_at_16_thousand_tokens_is_an_eighth_of_what_a_mask_would_take() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 16384**2 / 2**20 / 8
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("share", [None, 0.03])
+@torch.no_grad()
+def test_flex_attention_equals_tiles(window: int | None, share: float | None) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
+    documents = None if share is None else documents_of(2, 200, share)
+    rule = attention_backend.visible(documents, window)
+    blocks = create_block_mask(rule, 2, None, 200, 200, device="cpu", BLOCK_SIZE=16)
+    got = flex_attention(q, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
+    assert isinstance(got, Tensor)
+    torch.testing.assert_close(got, tiled_attention(q, k, v, documents, window, SCALE))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("share", [None, 0.03])
+@torch.no_grad()
+def test_flex_attention_of_some_queries_equals_tiles(
+    window: int | None, share: float | None
+) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
+    documents = None if share is None else documents_of(2, 200, share)
+    chunks = chunks_of(1, 2, 50)
+    places = torch.tensor([place for chunk in chunks for place in chunk])
+    rule = attention_backend.visible(documents, window, places)
+    blocks = create_block_mask(rule, 2, None, 100, 200, device="cpu", BLOCK_SIZE=16)
+    some = q[:, :, places]
+    got = flex_attention(some, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
+    assert isinstance(got, Tensor)
+    starts = [chunk.start for chunk in chunks]
+    expected = tiled_attention(some, k, v, documents, window, SCALE, starts)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
+def test_on_a_gpu_some_queries_give_their_rows_of_a_dense_mask(
+    window: int | None, share: float | None, rank: int
+) -> None:
+    torch.manual_seed(1)
+    arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
+    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 800, 4, 2, 64))
+    documents = None if share is None else documents_of(2, 800, share)
+    chunks = chunks_of(rank, 2, 200)
+    tokens = torch.zeros(2, 800, device="cuda")
+    on_gpu = None if documents is None else documents.cuda()
+    (made,) = attention_backend.make_context_attention_fns(
+        arch, tokens, on_gpu, chunks, lambda x: x
+    )
+    places = [place for chunk in chunks for place in chunk]
+    got = made(q[:, :, places], k, v)
+    expected = dense(q, k, v, may_attend(800, documents, window))[:, :, places]
+    assert_the_same(got, expected, (q, k, v), 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize(("window", "share"), [(30, None), (None, 0.03), (30, 0.03)])
+def test_on_a_gpu_documents_and_windows_are_those_of_a_dense_mask(
+    window: int | None, share: float | None, width: int
+) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 200, 4, 2, width))
+    documents = None if share is None else documents_of(2, 200, share)
+    tokens = torch.zeros(2, 200, device="cuda")
+    on_gpu = None if documents is None else documents.cuda()
+    got = attention_backend.flex(SCALE, tokens, on_gpu, window)(q, k, v)
+    assert_the_same(got, dense(q, k, v, may_attend(200, documents, window)), (q, k, v), 1e-3)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled yet, and nothing has failed to."""
+    monkeypatch.setattr(compiler, "failure", "")
+    monkeypatch.setattr(log, "propagate", True)
+    for made in (attention_backend._flex_kernel, attention_backend._block_mask_maker):
+        made.cache_clear()
+    torch.compiler.reset()
+    yield
+    for made in (attention_backend._flex_kernel, attention_backend._block_mask_maker):
+        made.cache_clear()
+    torch.compiler.reset()
+
+
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=backend, **how))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@torch.no_grad()
+def test_every_length_of_flex_attention_is_compiled_with_static_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert not any(isinstance(i, torch.SymInt) for i in inputs)
+        graphs.append(graph)
+        return graph.forward
+
+    compile_with(monkeypatch, record)
+    counts = []
+    for length in (64, 128, 256, 1024, 256):
+        q, k, v = (x.detach() for x in heads(2, length, 4, 2, 16))
+        documents = documents_of(2, length, 0.03)
+        got = attention_backend.flex(SCALE, torch.zeros(2, length), documents, 50)(q, k, v)
+        torch.testing.assert_close(got, tiled_attention(q, k, v, documents, 50, SCALE))
+        counts.append(len(graphs))
+    # The kernel for each length; from 256 on a mask, too, which is compiled for all documents.
+    assert counts == [1, 2, 4, 6, 6]
+
+
+@pytest.mark.slow(except_for=["None-None-100"])
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("length", [100, 200])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
+def test_flex_attention_that_cannot_be_compiled_warns_and_uses_a_dense_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    length: int,
+    window: int | None,
+    share: float | None,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no valid Triton configuration")
+
+    compile_with(monkeypatch, fail)
+    chunks = chunks_of(0, 2, length // 4)
+    places = torch.tensor([place for chunk in chunks for place in chunk])
+    documents = None if share is None else documents_of(2, length, share)
+    arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
+    monkeypatch.setattr(attention_backend, "choose", lambda *_, **__: "FlexAttention")
+    q, k, v = heads(2, length, 4, 2)
+    tokens = torch.zeros(2, length)
+    (made,) = attention_backend.make_context_attention_fns(
+        arch, tokens, documents, chunks, lambda x: x
+    )
+    expected = dense(q, k, v, may_attend(length, documents, window))[:, :, places]
+    with torch.no_grad():  # FlexAttention refuses gradients on a CPU before it is compiled
+        torch.testing.assert_close(made(q[:, :, places], k, v), expected)
+    assert_the_same(made(q[:, :, places], k, v), expected, (q, k, v), 1e-5)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "dtt"]
+    assert said.startswith("training continues uncompiled: ")
+    assert "no valid Triton configuration" in said
+
+
+def test_plain_causal_attention_is_left_to_sdpa() -> None:
+    assert attention_backend.choose(CPU, 100, False, None) == "SDPA"
+    assert attention_backend.choose(GPU, 100, False, 100) == "SDPA"
+    assert attention_backend.choose(CPU, 101, False, 100) == "block-sparse SDPA"
+    assert attention_backend.choose(CPU, 100, True, None) == "block-sparse SDPA"
+    assert attention_backend.choose(GPU, 101, False, 100) == "FlexAttention"
+    assert attention_backend.choose(GPU, 100, True, None) == "FlexAttention"
+
+
+def test_ranks_that_share_a_sequence_use_block_sparse_attention() -> None:
+    assert (
+        attention_backend.choose(CPU, 100, False, None, full_sequence=False) == "block-sparse SDPA"
+    )
+    assert attention_backend.choose(GPU, 100, False, 100, full_sequence=False) == "FlexAttention"
+    arch = windowed(16, None)
+    assert (
+        attention_backend.describe(arch, CPU, 16, False, full_sequence=False)
+        == "attention: block-sparse SDPA"
+    )
+
+
+def windowed(*windows: int | None) -> Architecture:
+    cfg = ModelConfig(family="mistral", dim=32, n_layers=len(windows), n_heads=4, n_kv_heads=2)
+    arch = families.get("mistral").architecture(cfg, 100, 64)
+    return dataclasses.replace(arch, windows=windows)
+
+
+@torch.no_grad()
+def test_a_kernel_chosen_for_training_does_not_limit_generation() -> None:
+    """cuDNN's, which computes nothing on a CPU, stands for one that refuses fp32 on a GPU."""
+    model = Decoder(windowed(None))
+    initialize(model, seed=1)
+    prompt = torch.randint(100, (1, 8))
+    expected = model(prompt)[:, -1:]
+    model.attention = "cudnn"
+    with pytest.raises(RuntimeError):
+        model(prompt)
+    cache = KVCache(model.arch, 1, 9, CPU, torch.float32)
+    torch.testing.assert_close(model(prompt, cache=cache), expected)
+    assert model(prompt[:, :1], cache=cache).isfinite().all()
+
+
+def test_the_backend_of_each_kind_of_layer_is_described() -> None:
+    arch = windowed(16, 16, None)
+    assert attention_backend.describe(arch, CPU, 16, False) == "attention: SDPA (flash)"
+    assert attention_backend.describe(arch, CPU, 64, False) == (
+        "attention: block-sparse SDPA within a window of 16 (2 of 3 layers), "
+        "SDPA (flash) (1 of 3 layers)"
+    )
+    assert attention_backend.describe(windowed(16), GPU, 64, True) == (
+        "attention: FlexAttention within documents and a window of 16"
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_block_serves_the_documents_of_every_batch() -> None:
+    model = Decoder(windowed(16))
+    initialize(model, seed=1)
+    compiled = Decoder(model.arch)
+    compiled.load_state_dict(model.state_dict())
+    torch.compiler.reset()
+    for layer in compiled.layers:
+        layer.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+    tokens = torch.randint(100, (2, 64))
+    compiled(tokens, tokens, doc_ids_BT=documents_of(2, 64, 0.1)).backward()
+    for share in (0.02, 0.5):
+        documents = documents_of(2, 64, share)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            got = compiled(tokens, tokens, doc_ids_BT=documents)
+        torch.testing.assert_close(got, model(tokens, tokens, doc_ids_BT=documents))

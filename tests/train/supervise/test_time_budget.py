@@ -1,0 +1,220 @@
+"""Budgets: a run ends in time, annealed, validated and saved, at whatever speed it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import in_this_process
+
+from dtt.checkpoint import store
+from dtt.commands import train
+from dtt.config.load import load_job
+from dtt.config.schedule import WsdConfig
+from dtt.config.train import TrainConfig
+from dtt.errors import ConfigError, Preempted
+from dtt.optim.schedule import Decay, Schedule, resolve
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+from dtt.train.supervise.clock import Clock
+from dtt.train.supervise.time_budget import SHORTEST, SPARE_SECONDS, TimeBudget
+
+Settings = Callable[..., list[str]]
+LIMIT, EVALUATION, TASKS, SAVE, WHOLE_SAVE = 1000, 3.0, 4.0, 0.5, 2.0
+
+
+def tokens_before(step: int) -> int:
+    return 100 * step
+
+
+@dataclass
+class Simulated:
+    """A run on a clock of its own, whose steps take what `seconds` says."""
+
+    budget: TimeBudget
+    seconds: Callable[[float], float]
+    """Of a step, by the time that has passed."""
+    passed: float = 0.0
+    step: int = 0
+    rates: list[float] = field(default_factory=list)
+    begun: int | None = None
+
+    def run(self) -> None:
+        schedule = resolve(self.budget.schedule, self.budget.limit, tokens_before)
+        schedule = Schedule(**(vars(schedule) | {"decay": None}))
+        worked = 0.0
+        while self.step < (schedule.decay.end if schedule.decay else self.budget.limit):
+            pauses = {"evaluate": EVALUATION, "tasks": TASKS, "save": SAVE} if self.step else {}
+            left = LIMIT - self.passed
+            self.budget.measure(self.step, left, worked, pauses)
+            if end := self.budget.end(self.step, left, schedule.decay):
+                if schedule.decay is None:
+                    self.begun = self.step
+                    self.budget.set_durations(whole_save=WHOLE_SAVE)
+                schedule = schedule.ending(self.step, end)
+            self.rates.append(schedule.multiplier(self.step))
+            took = self.seconds(self.passed)
+            worked += took
+            self.passed += took
+            self.step += 1
+            self.passed += EVALUATION * (self.step % 50 == 0) + TASKS * (self.step % 80 == 0)
+            self.passed += SAVE * (self.step % 100 == 0)
+        self.passed += EVALUATION + TASKS + WHOLE_SAVE
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
+    job = JobDir(tmp_path_factory.mktemp("job"))
+    clock = Clock(job, job.begin_attempt())
+    yield clock
+    clock.close()
+
+
+def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -> Simulated:
+    timed = TrainConfig(budget=f"{LIMIT}s", eval_every=50)
+    schedule, limit = changes.get("schedule", WsdConfig(decay=0.2)), changes.get("limit", 10**6)
+    budget = TimeBudget(timed, schedule, 100, tokens_before, limit, clock, tasks_every=80)
+    run = Simulated(budget, seconds)
+    run.run()
+    return run
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.floats(0.3, 3),
+    st.floats(0.4, 2.5),
+    st.floats(0, 1000),
+    st.sampled_from([20, 200, 0.1, 0.4, "30%", "10k tokens"]),
+    st.integers(0, 10**6),
+)
+def test_at_any_speed_it_ends_annealed_just_in_time(
+    clock: Clock, usual: float, factor: float, change: float, decay: Any, seed: int
+) -> None:
+    """The speed changes once for good, and from step to step."""
+
+    rng = random.Random(seed)
+
+    def seconds(passed: float) -> float:
+        return usual * (factor if passed > change else 1.0) * rng.uniform(0.8, 1.2)
+
+    run = simulated(clock, seconds, schedule=WsdConfig(decay=decay, shape="linear"))
+    slowest = 1.2 * usual * max(1.0, factor)
+    assert run.passed <= LIMIT + (SHORTEST + 1) * slowest
+    assert run.passed >= LIMIT - 4 * SPARE_SECONDS - EVALUATION - TASKS - 0.02 * LIMIT - 3 * slowest
+    assert all(a - b >= -1e-9 for a, b in pairwise(run.rates))
+    assert run.begun is not None
+    assert 0.0 < run.rates[-1] <= 1 / SHORTEST + 1e-9
+
+
+def test_the_decay_takes_the_share_it_should(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 1.0, schedule=WsdConfig(decay=0.2))
+    assert run.begun is not None
+    assert (run.step - run.begun) / run.step == pytest.approx(0.2, abs=0.01)
+    assert run.rates[-1] == pytest.approx(1 - math.sqrt(1 - 1 / (run.step - run.begun)), rel=0.5)
+
+
+def test_a_run_that_reaches_its_last_step_first_ends_there(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 0.1, limit=400)
+    assert (run.step, run.begun) == (400, 320)
+
+
+def test_a_pause_that_does_not_come_again_is_not_expected(clock: Clock) -> None:
+    budget = simulated(clock, lambda _: 1.0).budget
+    budget.measure(1, 100.0, 1.0, {"profile": 9.0, "save": 2.0})
+    assert budget.speed.save == 2.0
+
+
+def test_after_the_time_limit_a_short_decay_remains(clock: Clock) -> None:
+    run = simulated(clock, lambda _: 2000.0)
+    assert (run.step, run.begun) == (1 + SHORTEST, 1)
+
+
+def test_setting_the_wall_clock_does_not_change_the_budget(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = TrainConfig(budget="2h"), TrainConfig(finish_by="2100-01-01 07:00")
+    before = [clock.left(limit) for limit in limits]
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    budget_left, time_left = map(clock.left, limits)
+    assert before[0] - 60 < budget_left <= before[0]
+    assert time_left <= before[1] - 3600
+
+
+def test_an_attempt_of_which_nothing_can_be_read_counts_as_no_time(
+    tmp_path: Path, clock: Clock
+) -> None:
+    job, timed = JobDir(tmp_path), TrainConfig(budget="1h")
+    for seconds in (100.0, None, None):
+        path = job.clock(job.begin_attempt())
+        path.write_text("" if seconds is None else json.dumps({"began": 0.0, "seconds": seconds}))
+    job.clock(3).unlink()
+    after = Clock(job, job.begin_attempt())
+    after.close()
+    assert after.left(timed) == pytest.approx(clock.left(timed) - 100.0, abs=10.0)
+
+
+def test_a_time_limit_before_the_start_of_the_job_is_refused(clock: Clock) -> None:
+    with pytest.raises(ConfigError, match="2026-11-20 07:00 had passed before the job was started"):
+        clock.left(TrainConfig(finish_by="2026-11-20 07:00"))
+
+
+@pytest.fixture
+def _here(tmp_path: Path) -> Iterator[None]:
+    with in_this_process(tmp_path):
+        yield
+
+
+def budget(seconds: float) -> str:
+    """That ends so many seconds from now: the time of an attempt is that of its process."""
+    return f"train.budget={time.time() - psutil.Process().create_time() + seconds:.1f}s"
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_run_interrupted_in_its_decay_resumes_the_decay(tiny: Settings) -> None:
+    arguments = tiny(
+        train__steps=10**6, schedule__decay="99.9%", schedule__shape="linear", train__eval_every=50,
+        train__sample_tokens=0, checkpoint__every=10**6,
+    )  # fmt: skip
+    job = JobDir(Path("jobs/t"))
+    stopper = Thread(target=stop_when_saved, args=(job,))
+    stopper.start()
+    with pytest.raises(Preempted):
+        train.run(None, [*arguments, budget(300)], [], None)
+    stopper.join()
+    stopped = store.newest(job.checkpoints)
+    assert stopped is not None
+    decay = Decay(**stopped.position()["decay"])
+    assert decay.begin < stopped.step < decay.end
+
+    before = json.loads(job.clock(1).read_bytes())["seconds"]
+    train.run(None, [*arguments, budget(before + 5)], ["train.budget"], None)
+    newest = store.newest(job.checkpoints)
+    assert newest is not None
+    last = Decay(**newest.position()["decay"])
+    assert last.begin == decay.begin
+    assert newest.step == newest.position()["evaluated"] == last.end < decay.end
+    rates = [record["lr"] for record in jsonl.read(job.metrics, "train")]
+    peak = load_job(job.root).optim.lr
+    assert rates[stopped.step] == pytest.approx(peak * (1 - decay.progress(stopped.step)))
+    assert all(a >= b for a, b in pairwise(rates[decay.begin :]))
+    assert rates[-1] <= peak / SHORTEST
+
+
+def stop_when_saved(job: JobDir) -> None:
+    """Ask for a stop as soon as there is a checkpoint: one is saved where the decay begins."""
+    while not store.steps(job.checkpoints):
+        time.sleep(0.01)
+    job.stop.touch()

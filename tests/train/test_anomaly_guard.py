@@ -1,0 +1,497 @@
+"""Anomalous steps change nothing, on all ranks alike, and never wait for the host.
+
+Whole runs are made in one process for each rank. Hooks on the model spoil what it returns in
+training, at chosen steps: its loss, or the gradient that comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtt.checkpoint import store
+from dtt.commands.build import build as wire
+from dtt.config.guard import GuardConfig
+from dtt.config.load import resolve
+from dtt.data.samples.dataset import open_dataset
+from dtt.errors import Diverged, ExitCode
+from dtt.optim.groups import set_learning_rate
+from dtt.runtime.dist import World
+from dtt.runtime.jobdir import JobDir
+from dtt.runtime.ranks import Ranks
+from dtt.track import jsonl
+from dtt.train import anomaly_guard as guard_module
+from dtt.train.anomaly_guard import FINE, NON_FINITE, SPIKE, WINDOW, Guard
+from dtt.train.run_plan import make_plan
+from dtt.train.state import AnomalousStep, Position, optimizer_tensors
+from dtt.train.supervise.attempt import Attempt
+from dtt.train.supervise.stop import Requests
+from dtt.train.supervise.watchdog import Watchdog
+from dtt.train.trainer import Trainer
+
+ALONE = World(Ranks(), torch.device("cpu"), None)
+BAD = 10
+STEPS = 12
+Poison = Mapping[int, str]
+"""What is spoilt, by step."""
+
+
+def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
+    """A run in `folder`, made as `dtt train` makes it."""
+    os.chdir(folder)
+    cfg = resolve(None, [
+        f"data.tokens={tokens}", "model.dim=16", "model.n_layers=1", "model.n_heads=2",
+        "train.precision=fp32", f"train.steps={STEPS}", "train.seq_len=32", "train.micro_batch=4",
+        "train.global_batch_tokens=256", "train.eval_every=0", "train.eval_tokens=64",
+        "train.log_every=3", "train.ema_decay=0.9", "train.sample_tokens=0", "train.hang_seconds=0",
+        "checkpoint.every=4", "checkpoint.keep_last=9", "schedule.type=constant",
+        "guard.rewind_around=1", *settings,
+    ]).config  # fmt: skip
+    job = JobDir(cfg.job_dir)
+    number = world.from_first(job.begin_attempt() if world.first else 0)
+    dataset = open_dataset(cfg)
+    plan = make_plan(cfg, dataset, world)
+    watchdog = Watchdog(job, world.ranks, plan.steps, attempt=number)
+    attempt = Attempt(job, Requests(), number)
+    resume = world.from_first(store.newest(job.checkpoints) if world.first else None)
+    return wire(cfg, plan, attempt, world, dataset, watchdog, resume, None)
+
+
+def poison(trainer: Trainer, at: Poison, rank: int | None = None) -> None:
+    """Spoil what the model returns in training, on one rank or all."""
+
+    def spoil(module: nn.Module, _: Any, loss: Tensor) -> Tensor | None:
+        kind = at.get(trainer.position.step + 1)
+        if kind is None or not module.training or rank not in (None, trainer.world.rank):
+            return None
+        if kind == "nan":
+            return loss * math.nan
+        factor = {"inf": math.inf, "spike": 1000.0}[kind]
+        loss = loss * 1.0
+        loss.register_hook(lambda gradient: factor * gradient)
+        return loss
+
+    trainer.state.model.register_forward_hook(spoil)
+
+
+def without(trainer: Trainer, *steps: int) -> None:
+    """Take the batches of these steps out of the order."""
+    every = trainer.data.batches_from
+    trainer.schedule.steps -= len(steps)
+
+    def batches(first: int) -> Any:
+        with closing(every(first)) as all_batches:
+            numbered = zip(itertools.count(first + 1), all_batches, strict=False)
+            yield from (batch for number, batch in numbered if number not in steps)
+
+    trainer.data = replace(trainer.data, batches_from=batches)
+
+
+def finish(trainer: Trainer) -> dict[str, Any]:
+    """Run to the end; what came out, and what the job says of it."""
+    error = None
+    folder = trainer.job.checkpoints
+    try:
+        assert trainer.run(trainer.world.from_first(store.newest(folder)))
+    except Diverged as diverged:
+        error = str(diverged)
+    trainer.control.saver.close()
+    for tracker in trainer.observers.trackers:
+        tracker.close()
+    assert trainer.state.ema is not None
+    state = dict(trainer.state.model.state_dict()) | optimizer_tensors(trainer.state.optimizers)
+    state |= trainer.state.ema.tensors()
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode() + state[name].numpy().tobytes())
+    return {
+        "state": digest.hexdigest(),
+        "finite": all(bool(t.isfinite().all()) for t in state.values()),
+        "error": error,
+        "position": trainer.position.to_json(),
+        "records": [r for r in jsonl.read(trainer.job.metrics) if r["kind"] in ("train", "guard")],
+        "checkpoints": store.steps(folder),
+    }
+
+
+class Case(NamedTuple):
+    """A run to look at."""
+
+    poison: Poison = MappingProxyType({})
+    settings: tuple[str, ...] = ()
+    leave_out: tuple[int, ...] = ()
+    """Steps whose batches are not in the order."""
+    rank: int | None = None
+    """The only one whose share is spoilt; None: all are."""
+    resume: bool = False
+    """Take up the run of this name as after a kill: with the records of its end, the newest
+    checkpoint from before the bad step."""
+
+
+SKIP = ("guard.non_finite=skip", "guard.spike=skip")
+REWIND = ("guard.non_finite=rewind", "guard.spike=rewind")
+ADAMW = "optim.type=adamw"
+NAN, INF, SPIKED = {BAD: "nan"}, {BAD: "inf"}, {BAD: "spike"}
+EVERY_STEP = dict.fromkeys(range(BAD, STEPS + 1), "nan")
+AROUND = (BAD - 1, BAD, BAD + 1)
+CASES = {
+    "nan": Case(NAN, SKIP),
+    "inf": Case(INF, SKIP),
+    "spike": Case(SPIKED, SKIP),
+    "first": Case({1: "nan"}, SKIP),
+    "nan-adamw": Case(NAN, (*SKIP, ADAMW)),
+    "first-adamw": Case({1: "nan"}, (*SKIP, ADAMW)),
+    "without": Case(leave_out=(BAD,)),
+    "without-first": Case(leave_out=(1,)),
+    "without-adamw": Case(settings=(ADAMW,), leave_out=(BAD,)),
+    "without-first-adamw": Case(settings=(ADAMW,), leave_out=(1,)),
+    "unguarded": Case(),
+    "clean": Case(settings=SKIP),
+    "stop": Case(NAN),
+    "stop-spike": Case(SPIKED, ("guard.spike=stop",)),
+    "rewind": Case(NAN, REWIND),
+    "rewind-first": Case({2: "nan"}, REWIND),
+    "without-three": Case(leave_out=AROUND),
+    "without-first-three": Case(leave_out=(1, 2, 3)),
+    "hopeless": Case(EVERY_STEP, (*SKIP, "guard.max_skips=3")),
+    "hopeless-rewind": Case({BAD - 1: "nan"} | EVERY_STEP, (*REWIND, "guard.rewind_around=0")),
+    "nan resumed": Case(NAN, SKIP, resume=True),
+    "spike resumed": Case(SPIKED, SKIP, resume=True),
+    "rewind resumed": Case(NAN, REWIND, resume=True),
+}
+ON_TWO_RANKS = {
+    "nan": Case(NAN, SKIP, rank=1),
+    "spike": Case(SPIKED, SKIP, rank=1),
+    "stop": Case(NAN, rank=0),
+    "rewind": Case(NAN, REWIND, rank=1),
+    **{name: CASES[name] for name in ("without", "without-three", "unguarded", "rewind resumed")},
+}
+
+
+def runs(world: World, folder: Path, tokens: Path) -> dict[str, dict[str, Any]]:
+    """What all cases come to, by name; and how often a step takes a number off the device."""
+    guard_module.SPIKE_WINDOW = 8  # the runs are short; this is a process of its own
+    cases = CASES if world.size == 1 else ON_TWO_RANKS
+    found = {name: run(world, folder, tokens, name, case) for name, case in cases.items()}
+    step = one_step(build(world, folder, tokens, "name=one-step", *SKIP))
+    with Fetches() as fetches:
+        step()
+    return found | {"one step": {"fetches": fetches.count}}
+
+
+def run(world: World, folder: Path, tokens: Path, name: str, case: Case) -> dict[str, Any]:
+    """What one comes to."""
+    job = name.split()[0]
+    if case.resume:
+        if world.first:
+            shutil.rmtree(folder / f"jobs/{job}/checkpoints/step-{STEPS:06d}")
+        world.barrier()
+    trainer = build(world, folder, tokens, f"name={job}", *case.settings)
+    poison(trainer, case.poison, case.rank)
+    if case.leave_out:
+        without(trainer, *case.leave_out)
+    return finish(trainer)
+
+
+Found = Callable[[int], dict[str, dict[str, Any]]]
+
+
+def on_two(*values: object) -> Any:
+    """Return the parameters of a slow case on two ranks."""
+    return pytest.param(2, *values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def found(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the cases come to on so many ranks: the same on every rank."""
+
+    @cache
+    def on(ranks: int) -> dict[str, dict[str, Any]]:
+        by_rank = on_ranks(ranks, runs, tmp_path_factory.mktemp("jobs"), tokens)
+        for other in by_rank:
+            for name, its in other.items():
+                for fact in its.keys() - {"records"}:  # only the first rank closes them
+                    assert its[fact] == by_rank[0][name][fact], (name, fact)
+        return by_rank[0]
+
+    return on
+
+
+def guard_records(run: Mapping[str, Any]) -> list[tuple[int, str, int, str]]:
+    records = (r for r in run["records"] if r["kind"] == "guard")
+    return [(r["step"], r["why"], r["bad_step"], r["action"]) for r in records]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "reference"),
+    [
+        (1, "nan", "without"), (1, "inf", "without"), (1, "spike", "without"),
+        (1, "first", "without-first"), (1, "nan-adamw", "without-adamw"),
+        (1, "first-adamw", "without-first-adamw"), on_two("nan", "without"),
+        on_two("spike", "without"),
+    ],
+)  # fmt: skip
+def test_a_skipped_step_changes_no_state(
+    found: Found, ranks: int, run: str, reference: str
+) -> None:
+    cases = found(ranks)
+    assert cases[run]["state"] == cases[reference]["state"]
+    assert cases[run]["state"] != cases["unguarded"]["state"]
+    bad = 1 if run.startswith("first") else BAD
+    why = "spike" if run == "spike" else "non_finite"
+    assert guard_records(cases[run]) == [(bad, why, bad, "skip")]
+
+
+@pytest.mark.parametrize("ranks", [1, on_two()])
+def test_the_data_order_continues_after_a_skipped_step(found: Found, ranks: int) -> None:
+    """Ledger, tokens and rate of every step are those of a run in which nothing was bad."""
+    facts = [
+        [(r["step"], r["ledger"], r["tokens"], r["lr"]) for r in found(ranks)[run]["records"]
+         if r["kind"] == "train"]
+        for run in ("nan", "spike", "rewind", "unguarded")
+    ]  # fmt: skip
+    assert all(some == facts[-1] for some in facts)
+
+
+def test_records_name_the_batch_and_are_json_without_nan(found: Found) -> None:
+    by_kind = {r["kind"]: r for r in found(1)["nan"]["records"] if r["step"] == BAD}
+    assert by_kind["train"]["skipped"] is True
+    assert by_kind["train"]["loss"] is None
+    assert by_kind["train"]["grad_norm"] is None
+    assert by_kind["guard"]["ledger"] == by_kind["train"]["ledger"]
+    usual, spiked = (
+        next(r for r in found(1)["spike"]["records"] if r["step"] == step)
+        for step in (BAD - 1, BAD)
+    )
+    assert spiked["skipped"] is True
+    assert spiked["grad_norm"] > 100 * usual["grad_norm"]
+    assert spiked["loss"] == pytest.approx(usual["loss"], rel=0.5)
+    for run in CASES:
+        json.dumps(found(1)[run]["records"], allow_nan=False)
+
+
+def test_a_good_run_is_the_same_with_and_without_a_guard(found: Found) -> None:
+    clean, unguarded = found(1)["clean"], found(1)["unguarded"]
+    assert clean["state"] == unguarded["state"]
+    assert clean["records"] == unguarded["records"]
+    assert guard_records(clean) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "what"),
+    [(1, "stop", "loss is nan"), (1, "stop-spike", "grad_norm is"), on_two("stop", "loss is nan")],
+)
+def test_stop_keeps_the_state_before_and_explains_how_to_resume(
+    found: Found, ranks: int, run: str, what: str
+) -> None:
+    stopped = found(ranks)[run]
+    assert stopped["error"].startswith(f"training diverged: {what}")
+    assert stopped["checkpoints"] == [4, 8]
+    assert stopped["finite"]
+    last = stopped["records"][-1]
+    assert (last["kind"], last["step"], last["action"]) == ("guard", BAD, "stop")
+    for part in (last["ledger"], f"dtt data at-step jobs/{run} {BAD}", "lower optim.lr", "=skip"):
+        assert part in stopped["error"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "reference", "bad"),
+    [
+        (1, "rewind", "without-three", BAD),
+        (1, "rewind-first", "without-first-three", 2), on_two("rewind", "without-three", BAD),
+    ],
+)  # fmt: skip
+def test_a_rewind_ends_as_if_the_batches_around_had_been_skipped(
+    found: Found, ranks: int, run: str, reference: str, bad: int
+) -> None:
+    rewound = found(ranks)[run]
+    assert rewound["state"] == found(ranks)[reference]["state"]
+    around = [(step, "non_finite", bad, "rewind") for step in range(bad - 1, bad + 2)]
+    assert guard_records(rewound) == around
+    steps = [r["step"] for r in rewound["records"] if r["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run"), [(1, "nan"), (1, "spike"), (1, "rewind"), on_two("rewind")]
+)
+def test_a_resumed_run_reaches_the_same_verdicts(found: Found, ranks: int, run: str) -> None:
+    assert found(ranks)[f"{run} resumed"] == found(ranks)[run]
+
+
+def test_too_many_bad_steps_end_the_run(found: Found) -> None:
+    skipped, rewound = found(1)["hopeless"], found(1)["hopeless-rewind"]
+    assert f"loss is nan at step {BAD + 2}" in skipped["error"]
+    assert f"3 of the last 100 steps were anomalous, the first {BAD}" in skipped["error"]
+    assert f"loss is nan at step {BAD + 2}" in rewound["error"]
+    assert "gone back to the weights of step 8 3 times" in rewound["error"]
+    assert skipped["finite"]
+    assert rewound["finite"]
+
+
+def test_rewinds_to_checkpoints_of_the_same_weights_count_as_one() -> None:
+    """Otherwise a run whose weights are beyond repair would skip all steps to its end."""
+    config = GuardConfig(non_finite="rewind", rewind_around=1)
+    guard, position = Guard(config, ALONE, Path("jobs/t")), Position()
+
+    def go_back(step: int, checkpoint: int) -> None:
+        bad = AnomalousStep(step, "non_finite", "loss is nan", "ab")
+        position.steps_to_skip = guard.steps_to_skip(bad, checkpoint, position)
+
+    for step, checkpoint in ((5, 4), (7, 4), (9, 8)):
+        go_back(step, checkpoint)
+    with pytest.raises(Diverged, match="gone back to the weights of step 4 3 times"):
+        go_back(11, 8)
+    go_back(15, 12)  # step 11 was trained on
+
+
+# ---- the judgement alone -------------------------------------------------------------------------
+
+
+def verdicts(guard: Guard, norms: list[float], loss: float = 2.0) -> list[float]:
+    judged = (guard.judge(torch.tensor([loss, norm])) for norm in norms)
+    return [float(judgement.values[2]) for judgement in judged]
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "SPIKE_WINDOW", 8)
+
+
+def watching() -> Guard:
+    return Guard(GuardConfig(spike="skip"), ALONE, Path("jobs/t"))
+
+
+def test_nothing_is_a_spike_until_the_window_is_full() -> None:
+    assert verdicts(watching(), [1.0] * 7 + [1e6]) == [FINE] * 8
+    assert verdicts(watching(), [1.0] * 8 + [1e6]) == [FINE] * 8 + [SPIKE]
+
+
+def test_less_than_four_times_the_usual_norm_is_not_a_spike() -> None:
+    assert verdicts(watching(), [1.0] * 8 + [3.99]) == [FINE] * 9
+    assert verdicts(watching(), [1.0] * 8 + [4.01]) == [FINE] * 8 + [SPIKE]
+
+
+def test_where_norms_vary_more_a_spike_is_larger() -> None:
+    uneven = [0.5, 2.0] * 4  # ln: 0 ± 0.74, of which 6 are a factor of 85
+    assert verdicts(watching(), [*uneven, 80.0]) == [FINE] * 9
+    assert verdicts(watching(), [*uneven, 90.0]) == [FINE] * 8 + [SPIKE]
+
+
+def test_a_spike_does_not_hide_the_next_nor_does_a_norm_of_zero() -> None:
+    norms = [1.0] * 8 + [1e6, 1e6, math.nan, 0.0, 1e6, 1.0]
+    assert verdicts(watching(), norms)[8:] == [SPIKE, SPIKE, NON_FINITE, FINE, SPIKE, FINE]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_without_a_window_no_finite_norm_is_a_spike(value: float) -> None:
+    guard = Guard(GuardConfig(), ALONE, Path("jobs/t"))
+    assert verdicts(guard, [1.0, value, 1e9]) == [FINE, NON_FINITE, FINE]
+    assert verdicts(guard, [1.0], loss=value) == [NON_FINITE]
+    assert guard.tensors() == {}
+
+
+def test_a_window_of_another_size_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, same = watching(), watching()
+    verdicts(old, [1.0] * 8)
+    same.load(old.tensors())
+    assert torch.equal(same.tensors()[WINDOW], old.tensors()[WINDOW])
+    monkeypatch.setattr(guard_module, "SPIKE_WINDOW", 16)
+    new = watching()
+    new.load(old.tensors())
+    assert bool(new.tensors()[WINDOW].isnan().all())
+
+
+def test_diverged_is_its_own_exit_code() -> None:
+    guard = Guard(GuardConfig(), ALONE, Path("jobs/t"))
+    record = {"kind": "train", "step": 3, "ledger": "ab"}
+    with pytest.raises(Diverged, match="grad_norm is inf at step 3") as caught:
+        list(guard.review(record, (2.0, math.inf, NON_FINITE), Position()))
+    assert caught.value.exit_code == ExitCode.DIVERGED == 76
+
+
+def test_skips_long_ago_do_not_count() -> None:
+    guard, position = Guard(GuardConfig(non_finite="skip"), ALONE, Path("jobs/t")), Position()
+    seen = (2.0, math.inf, NON_FINITE)
+    for step in range(1, 2000, 12):
+        list(guard.review({"step": step, "ledger": "ab"}, seen, position))
+    assert len(position.recent_skips) == 9
+    with pytest.raises(Diverged, match="10 of the last 100 steps"):
+        list(guard.review({"step": step + 1, "ledger": "ab"}, seen, position))
+
+
+def test_a_position_comes_back_from_json_and_from_an_older_checkpoint() -> None:
+    bad = AnomalousStep(9, "spike", "grad_norm is 99", "ab")
+    position = Position(step=12, trained=8, recent_skips=[3, 7], steps_to_skip={8: bad, 9: bad})
+    record = json.loads(json.dumps(position.to_json()))
+    assert Position.from_json(record) == position
+    del record["skipped"], record["avoided"], record["trained"]
+    assert Position.from_json(record) == Position(step=12, trained=12)
+
+
+# ---- no waiting for the device -------------------------------------------------------------------
+
+
+class Fetches(TorchDispatchMode):
+    """Counts how often a number is taken off a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def one_step(trainer: Trainer) -> Callable[[], None]:
+    """Two steps are made; the next is ready."""
+    trainer.restore(None)
+    batches = trainer.data.batches_from(0)
+    set_learning_rate(trainer.state.optimizers, 1.0)
+    ready = list(itertools.islice(batches, 3))
+    for batch in ready[:2]:
+        trainer.step(batch, 1.0)
+    return lambda: trainer.step(ready[2], 1.0)
+
+
+def test_host_synchronisations_are_counted() -> None:
+    with Fetches() as fetches:
+        torch.ones(()).item()
+        bool(torch.ones(()) > 0)
+    assert fetches.count == 2
+
+
+@pytest.mark.parametrize("ranks", [1, on_two()])
+def test_a_guarded_step_does_not_synchronise_with_the_device(found: Found, ranks: int) -> None:
+    assert found(ranks)["one step"] == {"fetches": 0}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_a_guarded_step_never_synchronises(tokens: Path, tmp_path: Path) -> None:
+    world = World(Ranks(), torch.device("cuda", 0), None)
+    step = one_step(build(world, tmp_path, tokens, *SKIP, "train.compile=false"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device="cuda").item()  # this is how a wait would fail
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,216 @@
+"""Benchmark tasks in the training loop: recorded when due, again after a stop, without a trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import run
+from running import Dtt
+
+from dtt.checkpoint import store
+from dtt.commands.train import is_done
+from dtt.config.load import load_job, resolve
+from dtt.runtime.jobdir import JobDir
+from dtt.track import jsonl
+from dtt.train.state import Position, kinds_due, tasks_due
+
+Settings = Callable[..., list[str]]
+QUESTIONS = 24
+
+
+def write_tasks(folder: Path) -> str:
+    """Write a task with choices and a generated one; return the value of `eval.tasks`."""
+    words = ["one", "two", "three", "four", "five", "six"]
+    rows = [
+        {"text": f"{words[i % 6]} {words[i * i % 6]}", "a": words[(i + 1) % 6], "b": "seven eight"}
+        for i in range(QUESTIONS)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "words.yaml").write_text(
+        "type: multiple_choice\ndata: {file: rows.jsonl}\nprompt: '{text}'\n"
+        "choices: ['{a}', '{b}']\ngold: 0\nchance: 0.5\n"
+    )
+    (folder / "answers.yaml").write_text(
+        "type: generation\ndata: {file: rows.jsonl}\nprompt: '{text}'\nanswer: '{a}'\n"
+        "max_tokens: 3\nuntil: [' ']\n"
+    )
+    return f"[{folder / 'words.yaml'}, {folder / 'answers.yaml'}]"
+
+
+def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
+    wanted = kinds or ("train", "eval", "task", "sample")
+    return [record for record in jsonl.read(job / "metrics.jsonl") if record["kind"] in wanted]
+
+
+def reached(job: Path) -> int:
+    """Return the newest step, whose record is written right before it is evaluated."""
+    return max((record["step"] for record in records(job, "train")), default=0)
+
+
+def weights_and_state(job: Path, step: int) -> dict[str, bytes]:
+    files = store.folder_of(job / "checkpoints", step).glob("*.safetensors")
+    return {file.name: file.read_bytes() for file in sorted(files)}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny: Settings, tasks: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 12 steps that is evaluated every 5 steps."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    changes = {"eval__tasks": tasks, "eval__every": 5, "model__dropout": 0.1}
+    done = Dtt(folder)("train", *tiny(**changes))
+    assert "step 12: words acc " in done.stderr
+    return folder / "jobs/t"
+
+
+def test_tasks_are_recorded_when_they_are_due(evaluated: Path) -> None:
+    found = records(evaluated, "task")
+    steps = [0, 5, 10, 12]
+    assert [(r["step"], r["task"]) for r in found] == [
+        (step, task) for step in steps for task in ("words", "answers")
+    ]
+    assert all(r["n"] == QUESTIONS for r in found)
+    words = [r for r in found if r["task"] == "words"]
+    assert all(0 <= r["acc"] <= 1 and 0 <= r["acc_stderr"] < 0.2 for r in words)
+    assert words[-1]["bits_per_byte"] < words[0]["bits_per_byte"]
+    assert not (evaluated / "evals").exists()
+
+
+def test_evaluation_changes_no_bit_of_the_training(
+    evaluated: Path, tiny: Settings, tmp_path: Path
+) -> None:
+    """Also of the generators, as the run has dropout."""
+    Dtt(tmp_path)("train", *tiny(model__dropout=0.1))
+    plain = tmp_path / "jobs/t"
+    assert weights_and_state(plain, 12) == weights_and_state(evaluated, 12)
+    kinds = ("train", "eval", "sample")
+    assert records(plain, *kinds) == records(evaluated, *kinds)
+
+
+def test_a_finished_job_is_evaluated_on_tasks_that_are_added(
+    tiny: Settings, tasks: str, evaluated: Path, tmp_path: Path
+) -> None:
+    dtt = Dtt(tmp_path)
+    dtt("train", *tiny(model__dropout=0.1))
+    job, metrics = tmp_path / "jobs/t", tmp_path / "jobs/t/metrics.jsonl"
+    before = records(job)
+    dtt("train", "jobs/t", f"eval.tasks={tasks}")
+    expected = [r for r in records(evaluated, "task") if r["step"] == 12]
+    assert records(job, "task") == expected
+    assert [r for r in records(job) if r["kind"] != "task"] == before
+    again = dtt("train", "jobs/t")
+    assert "is done" in again.stderr
+    assert records(job, "task") == expected
+
+    lines = metrics.read_text().splitlines(keepends=True)
+    [*_, last] = (n for n, line in enumerate(lines) if '"kind": "task"' in line)
+    metrics.write_text("".join(lines[:last] + lines[last + 1 :]))  # as after a kill in between
+    dtt("train", "jobs/t")
+    assert records(job, "task") == expected
+
+
+def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    """As after a divergence: it would be evaluated again at every start."""
+    job = JobDir(shutil.copytree(evaluated, tmp_path / "t"))
+    lines = job.metrics.read_text().splitlines(keepends=True)
+    job.metrics.write_text("".join(line for line in lines if '"kind": "task"' not in line))
+    newest = store.newest(job.checkpoints)
+    assert newest is not None
+    assert is_done(load_job(job.root), job, newest, 12)
+
+
+def test_only_what_is_computed_again_is_dropped_from_the_records() -> None:
+    cfg = resolve(None, ["eval.tasks=[piqa]", "train.steps=12", "train.sample_every=4"]).config
+
+    def due(step: int, **position: Any) -> set[str]:
+        at = Position(step=step, **position)
+        return kinds_due(cfg, 12, at, validates=True, has_tasks=True)
+
+    assert due(12) == {"eval", "task", "sample"}
+    assert due(12, tasks_evaluated=12) == {"eval", "sample"}
+    assert due(12, evaluated=12) == {"task", "sample"}
+    assert due(12, evaluated=12, tasks_evaluated=12) == set()
+    each = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"every": 5})})
+    assert kinds_due(each, 12, Position(step=5), validates=True, has_tasks=True) == {"task"}
+
+
+def test_a_timed_run_that_gets_tasks_when_it_resumes_measures_them_once() -> None:
+    timed = ["train.budget=5m", "schedule.type=wsd", "eval.tasks=[piqa]"]
+    cfg = resolve(None, timed).config
+    assert cfg.train.timed
+    assert tasks_due(cfg, 12, Position(step=7))
+    assert not tasks_due(cfg, 12, Position(step=8, tasks_evaluated=7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shard", "context"])
+def test_ranks_share_the_questions_and_train_as_without_tasks(
+    dtt: Dtt, tiny: Settings, tasks: str, evaluated: Path, layout: str
+) -> None:
+    settings = tiny(model__dropout=0.1, train__steps=3, **{f"parallel__{layout}": 2})
+    done = {}
+    for name, more in (("plain", []), ("tasks", [f"eval.tasks={tasks}", "eval.every=3"])):
+        run(dtt, "train", *settings, f"name={name}", *more, ranks=2)
+        done[name] = dtt.folder / "jobs" / name
+    assert weights_and_state(done["plain"], 3) == weights_and_state(done["tasks"], 3)
+    assert records(done["plain"], "train", "eval") == records(done["tasks"], "train", "eval")
+    found = records(done["tasks"], "task")
+    assert [r["step"] for r in found] == [0, 0, 3, 3]
+    alone = records(evaluated, "task")[0]  # the initial weights are equal
+    assert found[0]["bits_per_byte"] == pytest.approx(alone["bits_per_byte"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_was_cut_short_is_due_again(
+    dtt: Dtt, tiny: Settings, tasks: str
+) -> None:
+    """Most of the time is spent on tasks, so that is when the stop requests come."""
+    settings = tiny(
+        eval__tasks=tasks, eval__every=1, eval__batch_tokens=1, train__steps=6,
+        train__eval_every=0, checkpoint__every=1000,
+    )  # fmt: skip
+    dtt("train", *settings, "name=whole")
+    whole, job = dtt.folder / "jobs/whole", dtt.folder / "jobs/t"
+    cut = 0
+    for attempt in range(1, 20):
+        process = dtt.start("train", *settings)
+        while reached(job) < attempt and process.poll() is None:
+            time.sleep(0.005)
+        process.terminate()
+        stopped = Dtt.wait(process)
+        if stopped.returncode == 0:
+            break
+        assert stopped.returncode == 75, stopped.stderr
+        newest = store.newest(job / "checkpoints")
+        assert newest is not None
+        cut += newest.position()["tasks_evaluated"] != newest.step
+    assert cut > 0
+    assert records(job) == records(whole)
+    assert weights_and_state(job, 6) == weights_and_state(whole, 6)
+
+
+def test_a_task_that_is_missing_ends_the_run_before_it_starts(dtt: Dtt, tiny: Settings) -> None:
+    done = dtt("train", *tiny(eval__tasks="[hellaswagg]"), expect=2)
+    assert "hellaswag" in done.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+def test_questions_are_fetched_with_the_documents_or_without(dtt: Dtt, tasks: str) -> None:
+    """For nodes without a network. Here the questions are local, and only read."""
+    both = dtt("download", "-d", "python-stdlib", f"eval.tasks={tasks}").stdout
+    assert f"tasks   2 with {2 * QUESTIONS} questions, in data/eval" in both
+    assert "corpus  data/corpus/python-stdlib" in both
+    assert "corpus" not in dtt("download", f"eval.tasks={tasks}").stdout
+    dtt("download", "eval.tasks=[missing.yaml]", expect=66)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtt.config.model import ModelConfig
+from dtt.errors import ConfigError
+from dtt.model import families
+from dtt.model.decoder import Decoder
+from dtt.model.init import initialize
+from dtt.train.warm_start import take_weights
+
+
+def make(vocab_size: int = 64, seq_len: int = 16, seed: int = 0, **sizes: object) -> Decoder:
+    cfg = ModelConfig.model_validate({"dim": 16, "n_layers": 2, "n_heads": 2, **sizes})
+    model = Decoder(families.get(cfg.family).architecture(cfg, vocab_size, seq_len))
+    initialize(model, seed)
+    return model
+
+
+def state(model: Decoder) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_all_of_an_equal_model_is_taken() -> None:
+    theirs = make(seed=1)
+    ours = make()
+    report = take_weights(ours, state(theirs), "there")
+    assert report.splitlines() == ["weights from there: 21 of 21 tensors, 0.01M parameters"]
+    assert all(torch.equal(tensor, state(theirs)[name]) for name, tensor in state(ours).items())
+
+
+def test_a_head_that_is_tied_there_is_initialised_from_the_embedding() -> None:
+    theirs = make(seed=1, tie_embeddings=True)
+    ours = make()
+    report = take_weights(ours, state(theirs), "there")
+    assert "head.weight: initialised from the embedding, to which the head is tied there" in report
+    assert "21 of 21 tensors" in report
+    assert torch.equal(state(ours)["head.weight"], state(theirs)["embed.weight"])
+    ids = torch.arange(10)[None]
+    assert torch.equal(ours(ids), theirs(ids))
+
+
+def test_a_head_that_is_tied_here_is_not_loaded() -> None:
+    theirs = make(seed=1)
+    ours = make(tie_embeddings=True)
+    report = take_weights(ours, state(theirs), "there")
+    assert "20 of 20 tensors" in report
+    assert "head.weight: none here, [64, 16] there" in report
+
+
+def test_of_a_larger_vocabulary_the_common_rows_are_taken() -> None:
+    theirs, ours = make(128, seed=1), make(64)
+    report = take_weights(ours, state(theirs), "there")
+    assert "embed.weight: 64 rows copied, 64 here, 128 there" in report
+    for name in ("embed.weight", "head.weight"):
+        assert torch.equal(state(ours)[name], state(theirs)[name][:64])
+
+
+def test_tokens_that_are_new_hardly_change_the_probabilities_of_the_others() -> None:
+    theirs, ours = make(64, seed=1), make(128)
+    with torch.no_grad():  # all logits far below zero, as those of GPT-2 are
+        theirs.norm.weight.fill_(5.0)
+        direction = torch.ones(16) / 16
+        theirs.get_parameter("embed.weight").add_(direction * 8)
+        theirs.get_parameter("head.weight").sub_(direction * 8)
+    ids = torch.arange(10)[None]
+    report = take_weights(ours, state(theirs), "there")
+    line = "head.weight: 64 rows copied, 128 here, 64 there; the others get their mean"
+    assert line in report
+    before = theirs(ids).log_softmax(-1)
+    assert theirs(ids).max() < -10
+    after = ours(ids).log_softmax(-1)[..., :64]
+    assert (before - after).abs().max() < 0.75  # twice as many tokens as likely as the mean: ln 2
+    assert ours.get_parameter("head.weight")[64:].std(0).max() == 0
+
+
+def test_of_more_positions_the_first_are_taken() -> None:
+    theirs, ours = make(seq_len=32, seed=1, family="gpt2"), make(seq_len=16, family="gpt2")
+    assert "pos_embed.weight: 16 rows copied, 16 here, 32 there" in take_weights(
+        ours, state(theirs), "there"
+    )
+    ids = torch.arange(16)[None]
+    assert torch.equal(ours(ids), theirs(ids))
+
+
+def test_another_width_fits_nowhere() -> None:
+    with pytest.raises(ConfigError, match=r"norm.weight: \[16\] here, \[32\] there"):
+        take_weights(make(), state(make(dim=32)), "there")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_untrained_tokens_and_new_ones_start_from_the_mean_of_the_trained_ones(tied: bool) -> None:
+    theirs, ours = make(64, seed=1, tie_embeddings=tied), make(70, tie_embeddings=tied)
+    before = state(theirs)
+    report = take_weights(ours, before, "there", {7: "<|im_start|>", 63: "<|im_end|>"})
+    names = ["embed.weight"] if tied else ["embed.weight", "head.weight"]
+    trained = [i for i in range(64) if i not in (7, 63)]
+    for name in names:
+        line = f"  {name}: the mean of the other rows for untrained tokens: "
+        assert f"{line}<|im_start|> (7), <|im_end|> (63)" in report
+        rows, mean = state(ours)[name], before[name][trained].mean(0)
+        assert torch.equal(rows[trained], before[name][trained])
+        for i in (7, 63, *range(64, 70)):
+            torch.testing.assert_close(rows[i], mean)
+
+
+def test_untrained_tokens_of_a_model_of_the_same_size_start_from_the_mean() -> None:
+    theirs, ours = make(64, seed=1), make(64)
+    report = take_weights(ours, state(theirs), "there", {63: "<|im_end|>"})
+    assert "63 rows" not in report
+    mean = state(theirs)["head.weight"][:63].mean(0)
+    torch.testing.assert_close(state(ours)["head.weight"][63], mean)
