@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,8 @@ def in_terminal(dtt: Dtt, **env: str) -> str:
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(dtt.folder)
-        command = ["python", "-m", "dtt.main", "data", "inspect", "tokens", "--samples", "1"]
-        os.execvpe("python", command, os.environ | env)
+        command = [sys.executable, "-m", "dtt.main", "data", "inspect", "tokens", "--samples", "1"]
+        os.execvpe(sys.executable, command, os.environ | env)
     shown = b""
     while True:
         try:
