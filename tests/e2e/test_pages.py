@@ -158,7 +158,7 @@ def case_of(line: str) -> Case:
     if "stages.yaml" in line:
         return STAGES
     if line.startswith("torchrun"):
-        return Case(unfinished=True, instead=TWO_RANKS)
+        return Case(unfinished=" train " in line, instead=TWO_RANKS)
     if line.startswith("dtt mup"):
         return VERDICT
     return TRIALS if "sweep" in line or "jobs/lr/" in line else Case()
