@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dtt.data.samples.loader import BatchReader, MicroBatch
-from dtt.evaluate.validation import HeldOut, chunks, evaluating
+from dtt.evaluate.validation import HeldOut, Means, chunks, eval_record, evaluating
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
 from dtt.runtime.dist import World
 from dtt.track.base import Record
-
-Means = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -35,32 +33,13 @@ class PreferenceEvaluator:
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
     ) -> Record | None:
-        """Evaluate and return the `eval` record: the means of the loss and of each metric.
-
-        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
-        the averaged weights. Return None as soon as `stop()`, which every rank calls between
-        batches, is true.
-        """
-        means = self._means(model, stop)
-        if means is None:
-            return None
-        record: Record = {"kind": "eval", "step": step, **self._overall(means)}
-        record["bits_per_byte"] = None
-        if len(means) > 1:
-            names = [part.source.name for part in self.parts]
-            record["losses"] = dict(zip(names, (one["loss"] for one in means), strict=True))
-        if ema is not None:
-            with ema.swapped():
-                averaged = self._means(model, stop)
-            if averaged is None:
-                return None
-            record["ema_loss"] = self._overall(averaged)["loss"]
-        return record
+        """Return the record of the means of the loss and of each metric; `eval_record`."""
+        return eval_record(self.parts, step, lambda: self._means(model, stop), ema)
 
     @torch.no_grad()
-    def _means(self, model: nn.Module, stop: Callable[[], bool]) -> list[Means] | None:
-        """Return the means of each source; None as soon as `stop()` is true."""
-        found = []
+    def _means(self, model: nn.Module, stop: Callable[[], bool]) -> Means | None:
+        """Measure each source; return None as soon as `stop()` is true."""
+        found: list[dict[str, float]] = []
         with evaluating(model):
             for part in self.parts:
                 totals: dict[str, Tensor] = {}
@@ -77,12 +56,9 @@ class PreferenceEvaluator:
                 found.append(
                     {n: s / self.same_values / pairs for n, s in zip(totals, sums, strict=True)}
                 )
-        return found
-
-    def _overall(self, means: Sequence[Means]) -> Means:
-        """Return the means over all sources, weighted by their shares."""
         shares = [part.share for part in self.parts]
-        return {
-            name: sum(share * one[name] for share, one in zip(shares, means, strict=True))
-            for name in means[0]
+        overall = {
+            name: sum(share * one[name] for share, one in zip(shares, found, strict=True))
+            for name in found[0]
         }
+        return Means(overall | {"bits_per_byte": None}, [one["loss"] for one in found])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,13 +64,38 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
 
 
 @dataclass(frozen=True)
-class MeanLoss:
-    """Means over the evaluated targets of a source."""
+class Means:
+    """Means over the held-out samples of a run."""
 
-    loss: float
-    """Loss in nats per token."""
-    bytes_per_token: float | None
-    """UTF-8 bytes of text per target; None if unknown."""
+    overall: Mapping[str, float | None]
+    """The loss and other metrics by name, over all sources."""
+    losses: Sequence[float]
+    """Loss of each source."""
+
+
+def eval_record(
+    parts: Sequence[HeldOut], step: int, measure: Callable[[], Means | None], ema: Ema | None
+) -> Record | None:
+    """Evaluate with `measure` and return the `eval` record.
+
+    With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of the
+    averaged weights. Return None as soon as `measure` does: the evaluation was stopped, as every
+    rank finds between batches.
+    """
+    means = measure()
+    if means is None:
+        return None
+    record: Record = {"kind": "eval", "step": step, **means.overall}
+    if len(parts) > 1:
+        names = [part.source.name for part in parts]
+        record["losses"] = dict(zip(names, means.losses, strict=True))
+    if ema is not None:
+        with ema.swapped():
+            averaged = measure()
+        if averaged is None:
+            return None
+        record["ema_loss"] = averaged.overall["loss"]
+    return record
 
 
 @dataclass(frozen=True)
@@ -89,26 +114,8 @@ class Evaluator:
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
     ) -> Record | None:
-        """Evaluate and return the `eval` record: mean loss in nats per token and in bits per byte.
-
-        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
-        the averaged weights. Return None as soon as `stop()`, which every rank calls between
-        batches, is true.
-        """
-        losses = self._losses(model, stop)
-        if losses is None:
-            return None
-        record: Record = {"kind": "eval", "step": step, **self._overall(losses)}
-        if len(losses) > 1:
-            names = [part.source.name for part in self.parts]
-            record["losses"] = dict(zip(names, (one.loss for one in losses), strict=True))
-        if ema is not None:
-            with ema.swapped():
-                averaged = self._losses(model, stop)
-            if averaged is None:
-                return None
-            record["ema_loss"] = self._overall(averaged)["loss"]
-        return record
+        """Return the record of mean loss, in nats per token and in bits per byte; `eval_record`."""
+        return eval_record(self.parts, step, lambda: self._means(model, stop), ema)
 
     @cached_property
     def _token_bytes(self) -> Tensor | None:
@@ -118,7 +125,7 @@ class Evaluator:
         return torch.from_numpy(self.token_bytes).to(self.world.device)
 
     @torch.no_grad()
-    def _losses(self, model: nn.Module, stop: Callable[[], bool]) -> list[MeanLoss] | None:
+    def _means(self, model: nn.Module, stop: Callable[[], bool]) -> Means | None:
         """Measure each source; return None as soon as `stop()` is true."""
         totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
         with evaluating(model):
@@ -128,16 +135,15 @@ class Evaluator:
                         return None
                     for micro_batch in self.reader.read_on_all(part.source, samples):
                         total += self._loss(model, micro_batch)
-        return [
+        losses, bytes_per_token = [], []
+        for part, (loss, tokens, text_bytes) in zip(
+            self.parts, self.world.sum_(totals).tolist(), strict=True
+        ):
+            losses.append(loss / tokens)
             # Without a table of bytes per token, use the mean over the source's text.
-            MeanLoss(
-                loss / tokens,
-                part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens,
-            )
-            for part, (loss, tokens, text_bytes) in zip(
-                self.parts, self.world.sum_(totals).tolist(), strict=True
-            )
-        ]
+            known = part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens
+            bytes_per_token.append(known)
+        return Means(self._overall(losses, bytes_per_token), losses)
 
     def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Return [3]: the summed loss, the number of targets, and the bytes of their text.
@@ -155,14 +161,15 @@ class Evaluator:
         counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
         return torch.cat([loss.double()[None], counts.double()])
 
-    def _overall(self, losses: Sequence[MeanLoss]) -> dict[str, float | None]:
+    def _overall(
+        self, losses: Sequence[float], bytes_per_token: Sequence[float | None]
+    ) -> dict[str, float | None]:
         shares = [part.share for part in self.parts]
-        loss = sum(share * one.loss for share, one in zip(shares, losses, strict=True))
-        known = [one.bytes_per_token for one in losses]
+        loss = sum(share * one for share, one in zip(shares, losses, strict=True))
         bits_per_byte = None
-        if all(known):
-            bytes_per_token = sum(s * (b or 0) for s, b in zip(shares, known, strict=True))
-            bits_per_byte = loss / math.log(2) / bytes_per_token
+        if all(bytes_per_token):
+            mean = sum(s * (b or 0) for s, b in zip(shares, bytes_per_token, strict=True))
+            bits_per_byte = loss / math.log(2) / mean
         return {"loss": loss, "bits_per_byte": bits_per_byte}
 
 
