@@ -489,7 +489,11 @@ def test_a_watch_of_a_job_in_another_folder_finds_the_files_of_its_tasks(
     dtt("submit", "train", *tiny(eval__tasks="[words.yaml]"), **slurm)
     other = dtt.folder / "other"
     other.mkdir()
-    Dtt(other)("submit", "eval", dtt.folder / "jobs/t", "--dry-run", **slurm)
+    job = dtt.folder / "jobs/t"
+    printed = Dtt(other)("submit", "eval", job, "--print-script", **slurm).stdout
+    assert f"command=(eval {job} --watch)\n" in printed
+    checked = Dtt(other)("submit", "eval", job, "--dry-run", **slurm).stdout
+    assert f"script     {dtt.folder}/jobs/t-eval/slurm.sh\n" in checked
 
 
 def test_invalid_submissions_are_refused(dtt: Dtt, slurm: dict[str, str]) -> None:

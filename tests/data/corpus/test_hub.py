@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from script_process import ScriptProcess
 
 from dtt.data.corpus.hub import MODEL_FILES
 
@@ -37,7 +35,6 @@ def parquet(texts: list[str]) -> bytes:
     return stream.getvalue()
 
 
-# One process runs many downloads: `datasets` takes a second to import.
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -54,39 +51,15 @@ for line in sys.stdin:
 """
 
 
-class Downloads:
+class Downloads(ScriptProcess):
     """A process that downloads from a Hub on the loopback interface."""
 
     def __init__(self, hub: Any, folder: Path, **env: str) -> None:
+        super().__init__(SCRIPT, hub.endpoint, folder, **env)
         self.hub, self.folder = hub, folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {
-                "HF_ENDPOINT": hub.endpoint,
-                "HF_HUB_DISABLE_XET": "1",
-                "HF_HOME": str(folder / "hf"),
-                "HF_TOKEN": "",
-                "HF_HUB_OFFLINE": "0",
-            }
-            | env,
-        )
 
     def __call__(self, out: str, **options: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps([str(self.folder / out), options]) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        return self.answer(str(self.folder / out), options)
 
 
 FILES = {

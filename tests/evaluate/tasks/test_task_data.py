@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from loopback_hub import LoopbackHub
+from script_process import ScriptProcess
 
 from dtt.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.evaluate.tasks import task_data
 from dtt.evaluate.tasks.definition import Task, TaskSource, load_tasks
 from dtt.evaluate.tasks.task_data import TaskData, open_task
 
-# One process opens many tasks: `datasets` takes seconds to import, and reads HF_ENDPOINT then.
 SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
@@ -42,35 +39,17 @@ for line in sys.stdin:
 """
 
 
-class Tasks:
+class Tasks(ScriptProcess):
     """A process that opens tasks from a Hub on the loopback interface."""
 
     def __init__(self, hub: LoopbackHub, folder: Path, **env: str) -> None:
+        super().__init__(SCRIPT, hub.endpoint, folder, **env)
         self.hub, self.folder = hub, folder
-        hub_env = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
-        home = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | hub_env | home | env,
-        )
 
     def __call__(self, text: str, shots: int | None = None, data: str = "data") -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
         file = self.folder / "task.yaml"
         file.write_text(text)
-        self._process.stdin.write(json.dumps([str(file), str(self.folder / data), shots]) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        return self.answer(str(file), str(self.folder / data), shots)
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
