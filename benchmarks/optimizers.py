@@ -45,7 +45,7 @@ def optimizers(layers: int, dim: int, dtype: torch.dtype) -> dict[str, Optimizer
         ns_coefficients="polar-express",
         momentum_warmup=100,
         normuon_beta2=0.95,
-        cautious_weight_decay=True,
+        weight_decay="cautious 0.1",
     )
     return {
         "dtt Muon": Muon(matrices(layers, dim), MuonConfig(), dtype),

@@ -192,9 +192,17 @@ record_decision() {
     echo "$1: ${*:2}" >"$_dtt_job/.decision" && mv -- "$_dtt_job/.decision" "$_dtt_job/decision"
 }
 
+# write_report CODE: write the page that shows how the run ended; a run that is done has written its own.
+# Nothing depends on the page, so it comes last and may fail.
+write_report() {
+    if [[ $1 == 0 || $(largest "$trained/attempts/") == -1 ]]; then return; fi
+    (_dtt_set_up && timeout 120 python -m dtt.main report "$trained") >>"$_dtt_job/logs/report.log" 2>&1
+}
+
 # end_job CODE MESSAGE…: end this job, so that it does not continue.
 end_job() {
     record_decision over "${@:2}"
+    write_report "$1"
     exit "$1"
 }
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import compileall
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from forked import PACKAGE
 from hypothesis import settings
 from running import ROOT, Dtt, write_documents
+
+if TYPE_CHECKING:  # keeps playwright out of tests that open no page
+    from playwright.sync_api import Browser
 
 # Tests share cores, and must not reach for a network or an account.
 os.environ.update(
@@ -62,6 +68,25 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenize.validation_fraction=0.1", "tokenize.out=tokens", "tokenize.unit_bytes=8192",
     )  # fmt: skip
     return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for `browser.OpenPage`. It ends with the module, because playwright keeps an event
+    loop running in this thread, which asyncio.run refuses to share."""
+    from browser import launched
+
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from this clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
 
 
 Settings = Callable[..., list[str]]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
+NAME = re.compile(r"(?:query|mutation)\s+(\w+)")
+"""Name of a GraphQL operation."""
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -18,18 +22,35 @@ class Run:
 
     name: str
     group: str | None
+    job_type: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     finished: int = 0
+    opened: int = 0
+    """How often a client began or resumed it."""
 
 
 class LoopbackWandb:
-    """A context manager; `url` and KEY are what a client needs, `runs` is what arrived, by id."""
+    """A context manager; `url` and KEY are what a client needs, `runs` is what arrived, by
+    `entity/project/id`. The default entity is `me`.
+
+    Like the real server it accepts no run with the id of a deleted one.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.deleted: list[str] = []
         self.silent = threading.Event()
         """From when this is set on, requests are taken and never answered."""
+        self.refuses_after: int | None = None
+        """Number of rows of a run after which the rest is refused, with status 403."""
+        self.hangs_up_after: int | None = None
+        """Number of rows of a run after which the server closes every connection."""
+        self.gone = threading.Event()
+        """Set from when the server closes every connection."""
+        self.bodies: list[str] = []
+        """Everything that arrived, as it arrived."""
         self._closing = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -54,22 +75,32 @@ class LoopbackWandb:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                wandb.bodies.append(body.decode(errors="replace"))
                 if wandb.silent.is_set():
                     wandb._closing.wait()
                     return
                 answer: dict[str, Any] = {}
+                status = 200
                 if self.path == "/graphql":
                     query = json.loads(body)
-                    variables = query.get("variables", {})
-                    answer["data"] = wandb.answer(query["operationName"], variables)
+                    name = query.get("operationName") or NAME.search(query["query"])[1]
+                    try:
+                        answer["data"] = wandb.answer(name, query.get("variables") or {})
+                    except ValueError as error:
+                        status, answer["errors"] = 409, [{"message": str(error)}]
                 elif self.path.endswith("/file_stream"):
-                    wandb.receive(self.path.split("/")[-2], json.loads(body))
+                    path = "/".join(self.path.split("/")[-4:-1])
+                    status = wandb.receive(path, json.loads(body))
+                if wandb.gone.is_set():
+                    self.close_connection = True
+                    return
                 content = json.dumps(answer).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                with suppress(BrokenPipeError):  # a client that ends does not wait
+                    self.wfile.write(content)
 
             do_GET = do_PUT = do_POST  # files that are uploaded are dropped
 
@@ -81,11 +112,30 @@ class LoopbackWandb:
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL operation's response."""
         match operation:
-            case "Viewer":
+            case "Viewer" | "GetDefaultEntity":
                 viewer = {"id": "u", "username": "me", "entity": "me", "flags": None}
                 return {"viewer": viewer | {"teams": {"edges": []}}}
             case "RunResumeStatus":
-                return {"model": {"id": "p", "bucket": self._bucket(variables["name"])}}
+                return {"model": {"id": "p", "bucket": self._bucket(variables)}}
+            case "Run":
+                return {"project": {"run": self._public(variables)}}
+            case "RunHistoryKeys":
+                rows = self.runs[self._path(variables)].history
+                return {"project": {"run": {"historyKeys": {"lastStep": len(rows) - 1}}}}
+            case "RunParquetHistory":
+                live = {"parquetUrls": [], "liveData": [{"_step": 0}]}
+                return {"project": {"run": {"parquetHistory": live}}}
+            case "SampledHistoryPage":
+                return {"project": {"run": {"sampledHistory": [self._sampled(variables)]}}}
+            case "Runs":
+                edges = [{"node": node, "cursor": ""} for node in self._listed(variables)]
+                page = {"endCursor": None, "hasNextPage": False}
+                runs = {"edges": edges, "pageInfo": page}
+                return {"project": {"runCount": len(edges), "runs": runs, "internalId": "1"}}
+            case "DeleteRun":
+                self.deleted.append(variables["id"])
+                del self.runs[variables["id"]]
+                return {"deleteRun": {"clientMutationId": None}}
             case "UpsertBucket":
                 return {"upsertBucket": self._upsert(variables)}
             case "CreateRunFiles":
@@ -95,34 +145,87 @@ class LoopbackWandb:
             case _:
                 return {}
 
-    def _bucket(self, run_id: str) -> dict[str, Any] | None:
+    @staticmethod
+    def _path(variables: dict[str, Any]) -> str:
+        return f"{variables['entity'] or 'me'}/{variables['project']}/{variables['name']}"
+
+    def _bucket(self, variables: dict[str, Any]) -> dict[str, Any] | None:
         """What a client needs to resume a run; None for one that is new."""
-        run = self.runs.get(run_id)
+        run, run_id = self.runs.get(self._path(variables)), variables["name"]
         if run is None:
             return None
         last = json.dumps(run.history[-1]) if run.history else "{}"
         return {
             "id": run_id, "name": run_id, "displayName": run.name, "tags": [], "notes": "",
-            "config": json.dumps(run.config), "summaryMetrics": last,
+            "config": json.dumps(run.config), "summaryMetrics": json.dumps(run.summary),
             "historyLineCount": len(run.history), "historyTail": json.dumps([last]),
             "eventsLineCount": 0, "eventsTail": "[]", "logLineCount": 0, "wandbConfig": '{"t": 1}',
         }  # fmt: skip
 
+    def _public(self, variables: dict[str, Any]) -> dict[str, Any] | None:
+        """What the client's public API shows of a run; None for one that does not exist."""
+        run, run_id = self.runs.get(self._path(variables)), variables["name"]
+        if run is None:
+            return None
+        return {
+            "id": self._path(variables), "projectId": "1", "name": run_id, "tags": [],
+            "displayName": run.name, "jobType": run.job_type,
+            "sweepName": None, "state": "finished", "config": json.dumps(run.config),
+            "summaryMetrics": json.dumps(run.summary), "historyLineCount": len(run.history),
+            "user": {"name": "me", "username": "me"}, "historyKeys": None,
+        }  # fmt: skip
+
+    def _sampled(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows from a step to another, inclusive, that have all of some keys."""
+        spec = json.loads(variables["spec"])
+        rows = self.runs[self._path(variables | {"name": variables["run"]})].history
+        return [
+            {key: row[key] for key in spec["keys"]}
+            for row in rows
+            if spec["minStep"] <= row["_step"] <= spec["maxStep"]
+            and set(spec["keys"]) <= row.keys()
+        ]
+
+    def _listed(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
+        """The runs of a project whose ids match the filter, in no useful order."""
+        pattern = json.loads(variables["filters"])["name"]["$regex"]
+        folder = f"{variables['entity']}/{variables['project']}/"
+        ids = [path.removeprefix(folder) for path in self.runs if path.startswith(folder)]
+        found = (self._public(variables | {"name": id}) for id in ids if re.search(pattern, id))
+        return [run for run in found if run is not None][::-1]
+
     def _upsert(self, variables: dict[str, Any]) -> dict[str, Any]:
-        run_id = variables["name"]
-        inserted = run_id not in self.runs
-        run = self.runs.setdefault(run_id, Run(variables["displayName"], variables["groupName"]))
+        path = self._path(variables)
+        if path in self.deleted:
+            raise ValueError(f"run {path} was previously created and deleted")
+        inserted = path not in self.runs
+        run = self.runs.setdefault(path, Run(variables["displayName"], variables["groupName"]))
+        run.job_type = variables["jobType"] or run.job_type
         if variables.get("config"):
             run.config = json.loads(variables["config"])
-        project = {"name": variables["project"], "entity": {"name": "me"}}
+        run.opened += variables["displayName"] is not None
+        entity, project_name, run_id = path.split("/")
+        project = {"name": project_name, "entity": {"name": entity}}
         bucket = {"id": run_id, "name": run_id, "displayName": run.name, "project": project}
         return {"bucket": bucket | {"historyLineCount": len(run.history)}, "inserted": inserted}
 
-    def receive(self, run_id: str, stream: dict[str, Any]) -> None:
-        """Take a piece of a run's history: lines from an offset on."""
-        run = self.runs[run_id]
-        piece = stream.get("files", {}).get("wandb-history.jsonl")
+    def receive(self, path: str, stream: dict[str, Any]) -> int:
+        """Take a piece of a run's history: lines from an offset on. Return the HTTP status."""
+        run, files = self.runs[path], stream.get("files", {})
+        piece = files.get("wandb-history.jsonl")
         if piece is not None:
             lines = [json.loads(line) for line in piece["content"]]
-            run.history[piece["offset"] :] = lines
+            end = piece["offset"] + len(lines)
+            for limit in (self.refuses_after, self.hangs_up_after):
+                if limit is not None:
+                    lines = lines[: max(0, limit - piece["offset"])]
+            run.history[piece["offset"] : piece["offset"] + len(lines)] = lines
+            if self.refuses_after is not None and end > self.refuses_after:
+                return 403
+            if self.hangs_up_after is not None and end > self.hangs_up_after:
+                self.gone.set()
+                return 200
+        for line in files.get("wandb-summary.json", {}).get("content", []):
+            run.summary = json.loads(line)
         run.finished += bool(stream.get("complete"))
+        return 200

@@ -68,6 +68,16 @@ def test_no_file_and_no_function_is_too_long() -> None:
     assert {name: n for name, n in functions.items() if n > 60} == {}
 
 
+def test_no_script_and_no_style_sheet_of_a_page_is_too_long_or_wide() -> None:
+    """Those of other projects are excepted."""
+    files = [p for suffix in ("js", "css") for p in SOURCE.rglob(f"*.{suffix}")]
+    own = {path: path.read_text("utf-8") for path in files if ".min." not in path.name}
+    lengths = {path.name: len(text.splitlines()) for path, text in own.items()}
+    assert {name: n for name, n in lengths.items() if n > 450} == {}
+    lines = [(p, n, x) for p, text in own.items() for n, x in enumerate(text.splitlines(), 1)]
+    assert [f"{p.name}:{n}" for p, n, line in lines if len(line) > 100] == []
+
+
 def test_a_name_has_one_meaning_in_the_package() -> None:
     """Modules of cli, commands and config are named after their command or section."""
     modules: Counter[str] = Counter()
@@ -79,15 +89,6 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
         classes.update(n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
     assert {name for name, n in modules.items() if n > 1} == {"base", "collectives"}
     assert {name for name, n in classes.items() if n > 1} == {"Documents", "Phase", "Values"}
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from this clone."""
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    return next(folder.glob("*.whl"))
 
 
 def test_a_wheel_carries_the_shipped_configs_and_the_type_marker(wheel: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from running import in_this_process
 
 from dtt.checkpoint import store
-from dtt.commands import branch, job, train
+from dtt.commands import branch, job_listing, train
 from dtt.errors import ConfigError, DamagedError, InputError, Preempted
 from dtt.runtime.files import sha256_file
 from dtt.runtime.jobdir import JobDir
@@ -90,15 +90,16 @@ def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
     shutil.rmtree(PARENT.checkpoints / "step-000008")
     run("schedule.decay=20%", branch_of="jobs/t@8")  # is done, and says so
     capsys.readouterr()
-    job.ls(Path("jobs"), as_json=False, tree=True)
+    job_listing.ls(Path("jobs"), as_json=False, tree=True)
     shown = [line.split("  done")[0].rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert shown[0] == "jobs/t"
-    assert set(shown[1:]) == {"  jobs/t-branch-8-10", "  jobs/t-branch-8-12"}
-    job.status(Path("jobs/t-branch-8-10"), as_json=True)
+    assert shown[0].startswith("job ")
+    assert shown[1] == "jobs/t"
+    assert set(shown[2:]) == {"  jobs/t-branch-8-10", "  jobs/t-branch-8-12"}
+    job_listing.status(Path("jobs/t-branch-8-10"), as_json=True)
     assert json.loads(capsys.readouterr().out)["parent"]["step"] == 8
     shutil.rmtree(PARENT.root)
-    job.ls(Path("jobs"), as_json=False, tree=True)
-    assert all(line.startswith("jobs/") for line in capsys.readouterr().out.splitlines())
+    job_listing.ls(Path("jobs"), as_json=False, tree=True)
+    assert all(line.startswith("job") for line in capsys.readouterr().out.splitlines())
 
 
 def test_invalid_branches_are_refused_and_create_nothing() -> None:

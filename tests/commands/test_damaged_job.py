@@ -18,8 +18,7 @@ from running import Dtt, in_this_process
 
 from dtt.artifacts import CheckpointManifest
 from dtt.checkpoint import store
-from dtt.commands import ckpt, train
-from dtt.commands import job as commands
+from dtt.commands import ckpt, job_listing, train
 from dtt.errors import DttError, ExitCode
 from dtt.runtime.files import remove
 from dtt.runtime.jobdir import JobDir
@@ -146,10 +145,10 @@ def outcome(command: Callable[[], object]) -> DttError | None:
 
 def commands_of(job: Path) -> dict[str, Callable[[], object]]:
     return {
-        "status": lambda: commands.status(job, as_json=False),
-        "status --json": lambda: commands.status(job, as_json=True),
-        "ls": lambda: commands.ls(job.parent, as_json=False, tree=True),
-        "ls --json": lambda: commands.ls(job.parent, as_json=True, tree=False),
+        "status": lambda: job_listing.status(job, as_json=False),
+        "status --json": lambda: job_listing.status(job, as_json=True),
+        "ls": lambda: job_listing.ls(job.parent, as_json=False, tree=True),
+        "ls --json": lambda: job_listing.ls(job.parent, as_json=True, tree=False),
         "ckpt ls": lambda: ckpt.ls(job, as_json=False),
     }
 

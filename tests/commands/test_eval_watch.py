@@ -190,13 +190,13 @@ def test_results_are_a_wandb_run_of_their_own_over_the_number_of_tokens(
     records: list[dict[str, Any]] = [{"kind": "train", "step": 3}]  # incomplete
     records += ({"kind": "train", "step": step, "tokens": 64 * step} for step in (5, 10))
     job.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run_id = f"{job.run_id()}-eval"
+    path = f"me/dtt/{job.run_id()}-eval"
     with LoopbackWandb() as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
         for times in (1, 2):
             dtt("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml", **env)
-            assert list(server.runs) == [run_id]
-            run = server.runs[run_id]
+            assert list(server.runs) == [path]
+            run = server.runs[path]
             assert (run.name, run.group, run.finished) == ("tiny-eval", "tiny", times)
             sent = [(h["step"], h["tokens"]) for h in run.history if "task/sums/acc" in h]
             assert sent == [(5, 320), (10, 640)] * times

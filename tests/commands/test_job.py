@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 from fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
 from running import Dtt
 
+from dtt.errors import ExitCode
 from dtt.launch.sweep.trials import SweepManifest, TrialRecord
+from dtt.runtime.jobdir import JobDir
 
 Settings = Callable[..., list[str]]
 ALONE = {"PATH": "/nonexistent"}
@@ -125,11 +128,50 @@ def test_ls_lists_all_jobs_and_trials_newest_first(dtt: Dtt) -> None:
         folder.write_text(json.dumps({"time": ended, "job_id": "7", "command": "x"}) + "\n")
     listed = dtt("job", "ls", **ALONE)
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
-        "jobs/sweep/0001", "jobs/new", "jobs/old",
+        "job", "jobs/sweep/0001", "jobs/new", "jobs/old",
     ]  # fmt: skip
     assert "squeue is not installed" in listed.stderr
     facts = json.loads(dtt("job", "ls", "jobs/sweep", "--json", **ALONE).stdout)
     assert [fact["job"] for fact in facts] == ["jobs/sweep/0001"]
+
+
+def test_ls_shows_the_progress_of_a_running_job_and_the_last_loss_of_an_ended_one(dtt: Dtt) -> None:
+    for name, code in (("ended", 75), ("running", None), ("new", None)):
+        job = JobDir(made(dtt, name))
+        if name == "new":
+            continue
+        job.begin_attempt()
+        records = [
+            {"kind": "train", "step": 8, "loss": 2.34567, "tokens": 1_234_567_890},
+            {"kind": "perf", "step": 8, "tokens_per_second": 45_678.9},
+        ]
+        job.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        beat = {
+            "time": time.time(), "progress": time.time(), "attempt": 1, "phase": "train",
+            "step": 8, "steps": 20, "seconds_per_step": 300.0, "world_size": 2, "node": "n1",
+            "pid": 1,
+        }  # fmt: skip
+        job.heartbeat.write_text(json.dumps(beat))
+        if code is not None:
+            job.end_attempt(ExitCode(code), "stopped by a user", 0, attempt=1, asked_by="bob")
+    header, *lines = dtt("job", "ls", **ALONE).stdout.splitlines()
+    table = {line.split()[0]: line for line in lines}
+    assert header.split("  ")[0] == "job"
+    assert re.split(r"\s{2,}", header)[1:] == [
+        "state", "step", "loss", "tokens", "tokens/s", "time left", "detail",
+    ]  # fmt: skip
+    cells = {name: re.split(r"\s{2,}", line)[1:7] for name, line in table.items()}
+    assert cells["jobs/running"] == ["running", "8 of 20", "2.3457", "1.23B", "45.7k", "1 h 0 min"]
+    assert cells["jobs/ended"] == ["stopped", "8 of 20", "2.3457", "1.23B", "-", "-"]
+    assert cells["jobs/new"][1:] == ["-"] * 5
+    ends = [header.index(name) + len(name) for name in ("step", "loss", "tokens", "time left")]
+    assert all(re.fullmatch(r"\S( |)", line[end - 1 : end + 1]) for end in ends for line in lines)
+    report = dtt("job", "status", "jobs/running", **ALONE).stdout
+    assert "step        8 of 20, 45,679 tokens/s, 1 h 0 min left" in report
+    ended = dtt("job", "status", "jobs/ended", **ALONE).stdout
+    assert "step        8 of 20\n" in ended
+    for text in (report, ended):
+        assert "loss        2.3457 after 1,234,567,890 tokens" in text
 
 
 def test_resume_submits_the_script_from_its_own_folder(dtt: Dtt) -> None:
@@ -234,7 +276,7 @@ def test_without_an_answer_of_slurm_ls_works_and_stop_leaves_its_request(dtt: Dt
     (by_hand / "attempts/1").mkdir(parents=True)
     os.utime(by_hand / "attempts/1", (1, 1))
     listed = dtt("job", "ls", PATH=path)
-    assert {line.split()[0]: line.split()[1] for line in listed.stdout.splitlines()} == {
+    assert {line.split()[0]: line.split()[1] for line in listed.stdout.splitlines()[1:]} == {
         "jobs/t": "unknown", "jobs/by-hand": "lost",
     }  # fmt: skip
     stdout = dtt("job", "stop", "jobs/t", PATH=path).stdout

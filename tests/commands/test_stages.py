@@ -218,12 +218,12 @@ def test_a_job_of_the_same_name_is_not_taken_for_a_stage(
 
 def test_the_states_of_stages_are_shown_in_order(dtt: Dtt, tiny_stages: str) -> None:
     train(dtt, tiny_stages, "pretrain", "midtrain")
-    lines = dtt("job", "status", "jobs/s").stdout.splitlines()
+    lines = dtt("job", "status", "jobs/s").stdout.splitlines()[1:]
     assert [line.split(maxsplit=1)[0] for line in lines] == list(LAST)
     assert ["done" in line for line in lines] == [True, True, False]
     assert "never started" in lines[2]
     listed = dtt("job", "ls").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == ["jobs/s/pretrain", "jobs/s/midtrain"]
+    assert [line.split()[0] for line in listed] == ["job", "jobs/s/pretrain", "jobs/s/midtrain"]
     states = json.loads(dtt("job", "status", "jobs/s", "--json").stdout)["stages"]
     assert [stage["state"] for stage in states] == ["done", "done", "never started"]
 

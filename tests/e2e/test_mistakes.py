@@ -452,7 +452,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and "attempts" not in path.parts and path.name != "heartbeat.json"
+        if path.is_file()
+        and "attempts" not in path.parts
+        and path.name not in ("heartbeat.json", "report.html")
     }
 
 

@@ -48,6 +48,7 @@ class Case:
     """Parts of the line, and what is run for them on two cores."""
 
 
+NO_WANDB = Case((78,), env={"WANDB_BASE_URL": "http://127.0.0.1:9"})
 FEW = Case(env={"DTT_TRAIN__STEPS": "2", "DTT_SCHEDULE__WARMUP": "0"})
 TRIALS = Case(env=sandbox.TRIALS)
 STOPPED = Case((75,), stop=True)
@@ -137,6 +138,9 @@ CASES = {
     "dtt submit train -c run.yaml --cluster lumi launch.nodes=4": Case(
         instead={"--cluster lumi": "--cluster lumi launch.container.image=prompt.txt"}
     ),
+    # No server of Weights & Biases can be reached.
+    "dtt wandb jobs/stories": NO_WANDB,
+    "dtt wandb jobs/lr/* --project sweeps --json": NO_WANDB,
     # They talk to a job that trains, or to one that Slurm has.
     "dtt job stop jobs/stories": RUNNING,
     "dtt job stop jobs/run": RUNNING,
@@ -144,6 +148,7 @@ CASES = {
     "dtt job profile jobs/stories": RUNNING,
     "dtt job profile jobs/run": RUNNING,
     "dtt job logs jobs/run -f": Case((130,), interrupt=True),
+    "dtt report --serve": Case((0, 130), interrupt=True),
     "dtt eval jobs/run --tasks arc_easy --watch": Case((75, 130), interrupt=True),
     # It has a number of steps of its own; and this checkpoint has been set aside by a line before.
     "dtt sweep submit quickstart-lr --local 2": Case(),

@@ -327,12 +327,20 @@ def _step_peaks(pipe: object) -> None:
     pipe.send(found)  # type: ignore[attr-defined]
 
 
-STEPS = [
-    [f"model.family={family}", f"train.precision={precision}", *muon]
-    for family in ("llama", "gemma3")
-    for precision in ("bf16", "fp32")
-    for muon in ([], ["optim.normuon_beta2=0.95"], ["optim.cautious_weight_decay=true"])
-]
+STEPS = (
+    [
+        [f"model.family={family}", f"train.precision={precision}", *muon]
+        for family in ("llama", "gemma3")
+        for precision in ("bf16", "fp32")
+        for muon in ([], ["optim.normuon_beta2=0.95"], ["optim.weight_decay=cautious 0.1"])
+    ]
+    + [
+        ["optim.scale=hyperball", "optim.weight_decay=0", f"train.precision={precision}", *more]
+        for precision in ("bf16", "fp32")
+        for more in ([], ["optim.normuon_beta2=0.95"])
+    ]
+    + [["train.precision=fp32", "optim.type=adamw", "optim.weight_decay=cautious 0.1"]]
+)
 
 
 def of_step(settings: list[str]) -> Case:
@@ -340,7 +348,7 @@ def of_step(settings: list[str]) -> Case:
 
 
 @pytest.mark.slow
-def test_a_step_of_muon_holds_what_the_formulas_say_of_its_variants() -> None:
+def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_step_peaks, args=(there,))
     process.start()

@@ -4,17 +4,22 @@ import hashlib
 import math
 from typing import Any
 
+import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
+from dtt.config.scaling import MupConfig
+from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
-from dtt.model.init import fill_normal, init_std, initialize
+from dtt.model.init import RESIDUAL_WRITERS, fill_normal, init_std, initialize
+from dtt.model.scaling import scaled
 from dtt.runtime.dist import World
 from dtt.runtime.sharding import local, local_shard
 
@@ -36,6 +41,65 @@ def test_weights_have_the_published_spread() -> None:
             std = 0.02 / math.sqrt(16) if writes_residual else 0.02
             assert abs(value.std().item() / std - 1) < 0.03, name
             assert abs(value.mean().item()) < 0.05 * std, name
+
+
+BY_ROLE = "model.init_std={matrix: 0.03, embed: 1.0, head: 0.01, output: 0.05}"
+
+
+def test_each_role_has_its_own_spread() -> None:
+    """The reference draws with torch's own initialisers and compares the moments."""
+    cfg = resolve(None, [BY_ROLE, "model.dim=256", "model.n_heads=4"], env={}).config.model
+    arch = families.get("llama").architecture(cfg, 1024, 64)
+    stds = {"embed.weight": 1.0, "head.weight": 0.01}
+    for name, value in state(arch, 0).items():
+        if value.ndim == 2:
+            std = stds.get(name, 0.05 if name.endswith(RESIDUAL_WRITERS) else 0.03)
+            reference = nn.init.normal_(torch.empty_like(value), std=std)
+            assert abs(value.std() / reference.std() - 1) < 0.03, name
+            assert abs(value.mean().item()) < 0.05 * std, name
+
+
+def test_roles_left_out_have_the_spread_of_matrices_and_the_values_of_one_number() -> None:
+    cfg = ModelConfig(init_std=0.03)
+    arch = families.get("llama").architecture(cfg, 100, 24)
+    assert arch == families.get("llama").architecture(
+        cfg.model_copy(update={"init_std": {"matrix": 0.03}}), 100, 24
+    )
+    zero = cfg.model_copy(update={"init_std": {"matrix": 0.03, "output": 0.0, "head": 0.0}})
+    values = state(families.get("llama").architecture(zero, 100, 24), 7)
+    for name, value in state(arch, 7).items():
+        is_zero = name == "head.weight" or name.endswith(RESIDUAL_WRITERS)
+        assert torch.equal(values[name], torch.zeros_like(value) if is_zero else value), name
+
+
+def test_mup_multiplies_the_spread_of_outputs_as_that_of_matrices() -> None:
+    cfg = resolve(None, [BY_ROLE, "model.dim=256", "model.n_heads=4"], env={}).config
+    wide = scaled(cfg.model_copy(update={"scaling": MupConfig(base_dim=64)}), 100)
+    names = ("embed.weight", "head.weight", "layers.0.mlp.up.weight", "layers.0.mlp.down.weight")
+    stds = [init_std(name, wide.arch, wide.base) for name in names]
+    assert stds == pytest.approx([1.0, 0.01, 0.03 / 2, 0.05 / 2])
+
+
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "{matrix: 0}", "{embed: 0}", "{output: -1}", "{heads: 1}", "true",
+              "{head: x}", "[0.1]", ".inf"],
+)  # fmt: skip
+def test_a_spread_that_cannot_train_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.init_std: must be a number above 0"):
+        resolve(None, [f"model.init_std={value}"], env={})
+
+
+def test_a_tied_head_has_the_spread_of_the_embedding() -> None:
+    with pytest.raises(ConfigError, match="the head is tied to the embedding"):
+        resolve(None, ["model.init_std={head: 0}", "model.tie_embeddings=true"], env={})
+    resolve(None, ["model.init_std={head: 0}"], env={})
+
+
+def test_one_role_may_be_set_alone_and_a_number_replaces_them() -> None:
+    roles = ["model.init_std={head: 0, output: 0}", "model.init_std.embed=0.5"]
+    found = resolve(None, roles, env={}).config.model.init_std
+    assert found == {"head": 0.0, "output": 0.0, "embed": 0.5}
+    assert resolve(None, [*roles, "model.init_std=0.1"], env={}).config.model.init_std == 0.1
 
 
 def test_a_seed_and_a_name_decide_a_parameter_alone(arch: Architecture) -> None:

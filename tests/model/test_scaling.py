@@ -17,7 +17,7 @@ from dtt.config.scaling import MupConfig
 from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder, parameter_role, roles
-from dtt.model.init import init_std, initialize
+from dtt.model.init import fill_normal, init_std, initialize
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import groups
 
@@ -137,6 +137,26 @@ def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
     assert max(norms) / min(norms) < 1.05
 
 
+def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
+    norms = []
+    for dim in (32, 64, 128):
+        cfg = run("llama", dim, base_head_dim=16)
+        optim = MuonConfig(scale="hyperball", ns_coefficients="polar-express", weight_decay=0.0)
+        scaling = scaled(cfg, 100)
+        factors = scaling.learning_rates(optim, {"layers.0.w": "matrix"})
+        weight = nn.Parameter(torch.empty(dim, 2 * dim))
+        with torch.no_grad():
+            fill_normal(weight, init_std("layers.0.w", scaling.arch, scaling.base), 0, "layers.0.w")
+        before = weight.detach().clone()
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
+        built = groups.build(
+            optim, {"layers.0.w": weight}, {"layers.0.w": "matrix"}, torch.float32, factors
+        )
+        built["muon"].step()
+        norms.append(torch.linalg.matrix_norm(weight.detach() - before, 2).item())
+    assert max(norms) / min(norms) < 1.1
+
+
 def test_a_stack_is_scaled_as_its_matrices() -> None:
     scaling = scaled(run("llama", 128, base_head_dim=16, depth="sqrt", base_layers=1), 100)
     names = ("layers.0.mlp.up.weight", "layers.0.mlp.experts.up")
@@ -147,7 +167,7 @@ def test_a_stack_is_scaled_as_its_matrices() -> None:
         matrix, stack = (rates[optimizer][name] for name in names)
         assert matrix == stack != 1.0
     matrix_std, stack_std = (init_std(name, scaling.arch, scaling.base) for name in names)
-    assert matrix_std == stack_std == scaling.arch.init_std / 2
+    assert matrix_std == stack_std == scaling.arch.init_std.matrix / 2
 
 
 def test_adamws_update_moves_the_outputs_of_a_matrix_alike_at_all_widths() -> None:

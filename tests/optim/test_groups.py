@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtt.config.load import resolve
+from dtt.config.optim import ROLES as ROLE_NAMES
 from dtt.config.optim import (
     AdamWConfig,
+    AdamWGroup,
     AdamWSettings,
     MuonConfig,
     MuonGroup,
     OptimConfig,
+    own_decays,
 )
+from dtt.config.schedule import WsdConfig
 from dtt.errors import ConfigError
 from dtt.model.decoder import parameter_role
+from dtt.optim import schedule
 from dtt.optim.groups import build, describe, set_learning_rate
 
 SHAPES = {
@@ -121,6 +127,68 @@ def test_groups_give_each_role_its_own_rate_decay_and_betas() -> None:
     assert [g["weight_decay"] for g in (embed, head, norm)] == [0.3, 0, 0]
     assert [g["betas"] for g in (embed, head, norm)] == [(0.8, 0.9), (0.7, 0.99), (0.8, 0.9)]
     assert [g["eps"] for g in (embed, head, norm)] == [1e-8, 1e-8, 1e-6]
+
+
+def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
+    entries = (
+        MuonGroup(match="layers.1.*.up.weight", lr=0.6),
+        *(MuonGroup(match=role, lr=0.1 * i) for i, role in enumerate(ROLE_NAMES, start=1)),
+    )
+    optimizers = made(MuonConfig(groups=entries))
+    for name, role in ROLES.items():
+        lr = 0.6 if name == "layers.1.mlp.up.weight" else 0.1 * (1 + ROLE_NAMES.index(role))
+        assert group_of(optimizers, name)[1]["lr"] == pytest.approx(lr), name
+    labels = [g["label"] for o in optimizers.values() for g in o.param_groups]
+    assert sorted(labels) == sorted([*ROLE_NAMES, "matrix: layers.1.*.up.weight"])
+    assert set(ROLE_NAMES) == set(ROLES.values())
+
+
+def test_a_role_without_parameters_is_an_error() -> None:
+    tied = {name: p for name, p in parameters().items() if name != "head.weight"}
+    with pytest.raises(ConfigError, match=r"no parameter has the role head(.|\n)*tied"):
+        build(AdamWConfig(groups=(AdamWGroup(match="head"),)), tied, ROLES, torch.float32)
+
+
+def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:
+    entries = (AdamWGroup(match="embed", decay=0.6), AdamWGroup(match="head", decay="100%", lr=0.3))
+    config = AdamWConfig(lr=0.2, groups=entries)
+    optimizers = made(config)
+    wsd = WsdConfig(warmup=2, decay=4, shape="linear", floor=0.1)
+    resolved = schedule.resolve(wsd, 20, lambda step: 10 * step, own_decays(config))
+
+    def multiplier(decay: int, step: int) -> float:
+        rise = min(1.0, (step + 1) / 2)
+        return min(rise, 0.1 + 0.9 * (1 - max(0, step - (20 - decay)) / decay))
+
+    names = {"embed.weight": 12, "head.weight": 18, "norm.weight": 4}
+    plain = torch.optim.AdamW(
+        [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.3 if n == "head.weight" else 0.2}
+         for n in names]
+    )  # fmt: skip
+    theirs = torch.optim.lr_scheduler.LambdaLR(
+        plain, [partial(multiplier, decay) for decay in names.values()]
+    )
+    for step in range(20):
+        set_learning_rate(optimizers, resolved.multiplier(step), resolved.own_multipliers(step))
+        rates = [group_of(optimizers, name)[1]["lr"] for name in names]
+        assert rates == pytest.approx(theirs.get_last_lr())
+        plain.step()
+        theirs.step()
+    assert resolved.first_decay is not None
+    assert resolved.first_decay.begin == 2  # the warm-up comes first, whatever the decay
+    assert "; 0.6 in their own groups from step 9" in resolved.describe()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["schedule.type=cosine"], r"decay needs schedule\.type=wsd, not cosine"),
+        (["train.budget=6h"], "decay needs a run of known length"),
+    ],
+)
+def test_an_own_decay_needs_a_stable_phase_and_a_length(more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.groups: {message}"):
+        resolve(None, ["optim.groups=[{match: embed, decay: 60%}]", *more], env={})
 
 
 def test_the_first_entry_that_matches_a_name_decides() -> None:

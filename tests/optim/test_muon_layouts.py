@@ -28,10 +28,11 @@ SHAPES = ((16, 8), (7, 12), (12, 7), (8, 24), (5, 3), (8, 2), (3, 8, 16), (2, 12
 SPLITS: tuple[tuple[int, ...] | None, ...] = (*(None,) * 7, (8, 4), (15, 5, 4))
 MATRICES = 6 + 3 + 2 * 2 + 3
 EVERYTHING = MuonConfig(
-    lr=0.02, momentum_warmup=4, normuon_beta2=0.9, cautious_weight_decay=True,
+    lr=0.02, momentum_warmup=4, normuon_beta2=0.9, weight_decay="cautious 0.1",
     ns_coefficients="polar-express", scale="spectral",
 )  # fmt: skip
-CONFIGS = (MuonConfig(lr=0.02), EVERYTHING)
+HYPERBALL = EVERYTHING.model_copy(update={"scale": "hyperball", "weight_decay": 0.0})
+CONFIGS = (MuonConfig(lr=0.02), EVERYTHING, HYPERBALL)
 STEPS = 3
 
 State = list[dict[str, Tensor]]

@@ -131,6 +131,12 @@ class Submitted:
         status: dict[str, Any] = json.loads(self.dtt("job", "status", self.path, "--json").stdout)
         return status
 
+    def state_in_report(self) -> str:
+        """The state that the page shows, which dtt or the job script wrote at the end."""
+        page = (self.dtt.folder / self.path / "report.html").read_text()
+        data = page.partition('id="data">')[2].partition("</script>")[0]
+        return str(json.loads(data)["runs"][0]["verdict"]["state"])
+
     def step(self) -> int:
         """The last step on record."""
         records = jsonl.read(self.dtt.folder / self.path / "metrics.jsonl")

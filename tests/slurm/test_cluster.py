@@ -203,6 +203,7 @@ def test_a_second_job_ends_and_a_suspended_job_is_reported(
     cluster.run("scontrol", "resume", job.id)
     cluster.wait_for_state(job.id, "COMPLETED")
     assert (job.reported()["state"], job.reported()["attempt"]) == ("done", 1)
+    assert job.state_in_report() == "done"
     assert_as_undisturbed(job)
 
 
@@ -217,6 +218,7 @@ def test_a_job_stopped_by_a_user_stays_stopped(
     cluster.wait_for_state(job.id, "FAILED")  # as Slurm calls an exit code of 75
     reported = job.reported()
     assert reported["state"] == "stopped"
+    assert job.state_in_report() == "stopped"
     assert "dtt job stop" in reported["detail"]
     assert "nothing to stop" in job.dtt("job", "stop", job.path).stdout
     assert cluster.run("squeue", "-h", "-o", "%A") == ""
@@ -266,6 +268,7 @@ def test_a_permanent_failure_is_not_retried(cluster: Any, submit: Submit) -> Non
     cluster.wait_for_state(job.id, "FAILED")
     assert job.exit_record(1)["code"] == 76
     assert job.reported()["state"] == "diverged"
+    assert job.state_in_report() == "diverged"
     assert cluster.field(job.id, "Restarts") == "0"
     assert cluster.run("squeue", "-h", "-o", "%A") == ""
 

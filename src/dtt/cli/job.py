@@ -30,12 +30,13 @@ def job_ls(
 ) -> None:
     """List the jobs in a folder with their state, the most recently changed first.
 
-    Includes the trials of sweeps. Reads job files and queries Slurm if there is one.
+    Shows step, loss, tokens, tokens per second and the time left. Includes the trials of sweeps.
+    Reads job files and queries Slurm if there is one.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.commands import job_listing
 
-        body.ls(folder, as_json=json, tree=tree)
+        job_listing.ls(folder, as_json=json, tree=tree)
 
 
 @job_cli.command("status", epilog=examples("dtt job status jobs/run"))
@@ -45,9 +46,9 @@ def job_status(job: Job, json: Json = False) -> None:
     Reads its files and queries Slurm if there is one.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.commands import job_listing
 
-        body.status(job, as_json=json)
+        job_listing.status(job, as_json=json)
 
 
 @job_cli.command("stop", epilog=examples("dtt job stop jobs/run"))

@@ -16,6 +16,7 @@ from dtt.checkpoint.store import Checkpoint
 from dtt.commands.epochs import with_epochs_resolved
 from dtt.commands.job_paths import enter
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
+from dtt.config.optim import horizon_keys, own_decays
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.data.samples import schedules
@@ -220,13 +221,15 @@ def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     return bisect_left(range(most), step, lo=step + 1, key=decay_start)
 
 
-def _schedule(cfg: RunConfig) -> Schedule:
+def _schedule(cfg: RunConfig, steps: int | None = None) -> Schedule:
     """Return the learning-rate schedule that the configuration alone determines.
 
-    It has no decay if the run has a time limit: then the decay depends on the measured speed.
+    `steps` replaces `train.steps`, for a run that its data ended early. The schedule has no decay
+    if the run has a time limit: then the decay depends on the measured speed.
     """
-    steps = cfg.train.steps
-    resolved = schedule.resolve(cfg.schedule, steps, schedules.resolve(cfg.train).tokens_before)
+    steps = steps or cfg.train.steps
+    tokens_before = schedules.resolve(cfg.train).tokens_before
+    resolved = schedule.resolve(cfg.schedule, steps, tokens_before, own_decays(cfg.optim))
     return replace(resolved, decay=None) if cfg.train.timed else resolved
 
 
@@ -241,6 +244,8 @@ def _recorded_schedule(branch: Branch, parent: RunConfig) -> Schedule:
     planned = _schedule(parent)
     decay = Decay(**position["decay"]) if fits(position.get("decay"), DECAY) else planned.decay
     warmup = position["warmup"] if fits(position, {"warmup": int}) else planned.warmup
+    if decay is not None and not parent.train.timed:
+        planned = _schedule(parent, decay.end)
     return replace(planned, warmup=warmup, decay=decay)
 
 
@@ -248,13 +253,24 @@ def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -
     """Raise ConfigError unless parent and branch train identically up to the branch point."""
     step = branch.step
     recorded = _recorded_schedule(branch, parent)
-    if recorded.decay is not None and recorded.decay.begin < step:
+    if (decay := recorded.first_decay) is not None and decay.begin < step:
         raise ConfigError(
-            f"the learning rate of {branch.parent.root} decays after step {recorded.decay.begin}, "
+            f"the learning rate of {branch.parent.root} decays after step {decay.begin}, "
             f"before the branch point {step}",
             next=f"choose an earlier checkpoint: dtt ckpt ls {branch.parent.root}",
         )
-    branch.check(_schedule(resolved.config).decay, resolved.config.train.steps)
+    branch.check(_schedule(resolved.config).first_decay, resolved.config.train.steps)
+    by_horizon = next(horizon_keys(resolved.config.optim), None)
+    if by_horizon is not None and resolved.config.train.steps != parent.train.steps:
+        raise ConfigError(
+            f"train.steps={resolved.config.train.steps} changes the weight decay before the branch "
+            "point",
+            where=resolved.origin("train.steps"),
+            why=f"{by_horizon} gives it by horizon, and {branch.parent.root} has "
+            f"{parent.train.steps} steps",
+            next=f"set train.steps={parent.train.steps}, or train a parent run whose weight decay "
+            "is a number",
+        )
     if _schedule(resolved.config).warmup != recorded.warmup:
         raise ConfigError(
             "schedule.warmup cannot change: the warm-up ends before the branch point",

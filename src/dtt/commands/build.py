@@ -10,6 +10,7 @@ from dtt import __version__
 from dtt.artifacts import fingerprint
 from dtt.commands.reference import check_reference, write_reference
 from dtt.commands.warm_start import carry_optimizers, initialise_from
+from dtt.config.averaging import parse_averaging
 from dtt.config.objective import DpoConfig, NextTokenConfig
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.preference import PreferenceEvaluator
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
     from dtt.evaluate.validation import Evaluator, Sampler
+    from dtt.optim.ema import Ema
     from dtt.runtime.dist import World
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
@@ -121,7 +123,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     Also return the reader of this rank's samples.
     """
     from dtt.data.samples.loader import BatchReader
-    from dtt.optim.ema import Ema
+    from dtt.optim.groups import check_norms
     from dtt.optim.rounding import StochasticRounding
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
@@ -137,6 +139,8 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     startup.end_phase("model")
     rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
     optimizers = make_optimizers(cfg, plan, assembled, rounding)
+    if inputs.resume is None:
+        check_norms(optimizers, world.gather)
     if start is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, assembled.parameters, start)
     state = TrainState(
@@ -147,10 +151,24 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         optimizers=optimizers,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
-        ema=Ema(assembled.parameters, decay) if (decay := cfg.train.ema_decay) else None,
+        ema=make_ema(inputs, assembled),
     )
     startup.end_phase("optimizer")
     return state, reader
+
+
+def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
+    """Return the average of the weights; None if the configuration asks for none."""
+    from dtt.optim.ema import Ema
+    from dtt.optim.schedule import first_steps
+
+    cfg, plan = inputs.cfg, inputs.plan
+    if cfg.train.ema_decay is None:
+        return None
+    average = parse_averaging(cfg.train.ema_decay)
+    tokens_before = inputs.dataset.step_sizes.tokens_before
+    start = first_steps(average.start, plan.steps, tokens_before)
+    return Ema(assembled.parameters, average.decay, start, average.blend)
 
 
 def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -> Checkpoint | None:

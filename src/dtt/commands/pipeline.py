@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from dtt.artifacts import CorpusManifest, TokensManifest
+from dtt.commands import report
 from dtt.commands.stages import done, report_shadowed
 from dtt.commands.train import find_job, find_stages
 from dtt.config import source
@@ -101,11 +102,14 @@ def run(
     start = time.monotonic()
     run_steps([*steps(waiting), Step("export", runs[-1])], as_json=as_json, redo=redo_from)
     seconds = time.monotonic() - start
-    last = runs[-1]
+    last = runs[-1].job
+    folder = last.root if runs[-1].stage is None else last.root.parent
+    page = report.write_at_end([one.job for one in runs], folder)
+    found = summarize(last.metrics)
     if as_json:
-        print(json.dumps(facts(runs, seconds) | summarize(last.job.metrics).facts()))
+        print(json.dumps(facts(runs, seconds, page) | found.facts()))
     else:
-        print(closing_summary(runs, summarize(last.job.metrics), seconds, config))
+        print(closing_summary(runs, found, seconds, config, page))
 
 
 def _no_dataset(stage: str | None = None) -> ConfigError:
@@ -176,7 +180,7 @@ def run_steps(todo: Sequence[Step], *, as_json: bool, redo: str | None) -> None:
             sys.exit(report_stop(step.title, code, job, started=job.attempt() > before, redo=redo))
 
 
-def facts(runs: Sequence[PipelineRun], seconds: float) -> dict[str, Any]:
+def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dict[str, Any]:
     """Return the paths of all artifacts and the duration, for `--json`."""
     cfg = runs[-1].cfg
     stages = [{"name": one.stage, "job": str(one.job.root)} for one in runs if one.stage]
@@ -186,6 +190,7 @@ def facts(runs: Sequence[PipelineRun], seconds: float) -> dict[str, Any]:
         "corpus": str(cfg.corpus_dir),
         "tokens_folders": [str(source.path) for source in cfg.token_sources],
         "job": str(cfg.job_dir),
+        "report": page and str(page),
         "model": str(_export_folder(cfg)),
     } | ({"stages": stages} if stages else {})
 
@@ -249,11 +254,15 @@ def report_stop(
 
 
 def closing_summary(
-    runs: Sequence[PipelineRun], summary: RunSummary, seconds: float, config: str | None
+    runs: Sequence[PipelineRun],
+    summary: RunSummary,
+    seconds: float,
+    config: str | None,
+    page: Path | None,
 ) -> str:
     """Return the closing summary: results, paths of the artifacts, and commands to try next.
 
-    `summary` is that of the last run.
+    `summary` is that of the last run, and `page` the report of all runs, if it could be written.
     """
     cfg = runs[-1].cfg
     export = _export_folder(cfg)
@@ -284,6 +293,7 @@ def closing_summary(
         f"  corpus       {cfg.corpus_dir}",
         *(f"  tokens       {source.path}" for source in cfg.token_sources),
         f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
+        *([f"  report       {page}  (open it in a browser)"] if page is not None else []),
         f"  model        {export}  (Hugging Face format, verified with transformers)",
         "",
         "Next steps",

@@ -123,7 +123,8 @@ def prepare(
         compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
     plan = make_plan(cfg, dataset, dist.World(ranks, device, None))
     if branch is not None:
-        branch.check(plan.schedule.decay, plan.steps)  # again, now that the data's length is known
+        # Again, now that the length of the data is known.
+        branch.check(plan.schedule.first_decay, plan.steps)
     if ranks.first:
         if predecessor is None and branch is None and job.newest_checkpoint_name() is None:
             check_initial_weights(cfg)

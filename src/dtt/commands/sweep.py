@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from dtt.commands import report
 from dtt.commands.submit import confirmed, profile
 from dtt.commands.warm_start import model_of
 from dtt.errors import ConfigError, DttError, ExitCode, InputError
@@ -133,6 +134,9 @@ def _start(
     after = sweep_results.progress(sweep)
     _print_progress(sweep, after, as_json=as_json)
     if method.kind == "local":
+        trials = [sweep.job(one.trial) for one in after]
+        if (page := report.write_at_end(trials, sweep.root, sweep)) is not None:
+            log.info("report: %s", page)
         sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 

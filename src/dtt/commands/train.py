@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.commands import branch
+from dtt.commands import branch, report
 from dtt.commands.build import build
 from dtt.commands.job_paths import enter
 from dtt.commands.prepare import Start, prepare, recorded_refusal
@@ -21,11 +22,12 @@ from dtt.commands.stages import Stage, remedy, rename_jobs, report_shadowed
 from dtt.commands.warm_start import describe_adopted, model_of
 from dtt.config import explain
 from dtt.config.load import Resolved, changes_on_resume, load_job, resolve, stage_names
+from dtt.config.optim import horizon_keys
 from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
-from dtt.errors import ConfigError, Preempted
+from dtt.errors import ConfigError, ExitCode, Preempted
 from dtt.reading import waiting_for_space
 from dtt.runtime.files import append, write_atomically
 from dtt.runtime.jobdir import JobDir
@@ -101,12 +103,22 @@ def run(
         print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
 
 
+def under_time_pressure(job: JobDir) -> bool:
+    """Return True if Slurm may be about to end this process, so that a report must wait.
+
+    The job script then writes it, or the next attempt.
+    """
+    ending = job.exit_record(job.attempt())
+    return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
+
+
 def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
     """Lock the job, join the other ranks and train."""
     from dtt.runtime import dist
 
     job, cfg = start.job, start.resolved.config
     waits = cfg.checkpoint.on_full == "wait"
+    this = None
     try:
         with (
             waiting_for_space(requests.stop_asked_here if waits else None),
@@ -123,6 +135,10 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             train(start, this, world)
     finally:
         dist.stop()  # after exit.json is written, because it makes the other ranks end
+        if this is not None and ranks.first and not under_time_pressure(job):
+            page = report.write_at_end([job], job.root)
+            if page is not None:
+                log.info("report: %s", page)
 
 
 def find_job(
@@ -244,6 +260,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
             watchdog.expect(plan.steps)
         if resume is not None and world.first:
             warn_of_rate_jump(job, resume, plan)
+            warn_of_decay_change(job, cfg)
         if world.first:
             write_description(start, resume)
         if resume is not None and is_done(cfg, job, resume, plan.steps):
@@ -365,6 +382,24 @@ def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
         *(100 * before, 100 * after, resume.step),
         *(decay.begin + 1, decay.end, plan.steps, advice),
     )
+
+
+def warn_of_decay_change(job: JobDir, cfg: RunConfig) -> None:
+    """Warn if another number of steps changes a weight decay by horizon on resume.
+
+    Call it before `write_description`: it compares `cfg` with the configuration in the job.
+    """
+    key = next(horizon_keys(cfg.optim), None)
+    if key is None or not job.config.exists():  # a new branch, whose length was checked
+        return
+    before = load_job(job.root).train.steps
+    if before != cfg.train.steps:
+        log.warning(
+            "the weight decay is divided by %.4g from here on\n"
+            "  why:   %s gives it by horizon, and the run has %d steps instead of %d\n"
+            "  next:  set a number to keep a decay whatever the length of the run",
+            *(cfg.train.steps / before, key, cfg.train.steps, before),
+        )
 
 
 def write_description(start: Start, resume: Checkpoint | None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dtt.artifacts import CHAT_TEMPLATE, DataManifest
+from dtt.config.averaging import parse_averaging
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import Resolved, load_job
 from dtt.config.model import ModelConfig
@@ -73,7 +74,7 @@ def initialise_from(
         assert checkpoint is not None
         state, where = checkpoint.stored(store.MODEL), checkpoint.path
         if average:
-            state = {**state, **_averages(checkpoint)}
+            state = {**state, **_averages(checkpoint, state)}
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
@@ -88,10 +89,15 @@ def initialise_from(
     return checkpoint
 
 
-def _averages(checkpoint: Checkpoint) -> Mapping[str, FullTensor]:
-    """Return the moving average of the weights; raise ConfigError if the checkpoint has none."""
+def _averages(
+    checkpoint: Checkpoint, weights: Mapping[str, FullTensor]
+) -> Mapping[str, FullTensor]:
+    """Return the moving average of the weights, blended with them as the job's export would be.
+
+    Raise ConfigError if the checkpoint has none.
+    """
     from dtt.checkpoint import store
-    from dtt.optim.ema import averages
+    from dtt.optim.ema import BlendedTensor, averages
 
     found = averages(checkpoint.stored(store.STATE))
     if not found:
@@ -101,7 +107,11 @@ def _averages(checkpoint: Checkpoint) -> Mapping[str, FullTensor]:
             why="its job was trained without train.ema_decay",
             next="init.average=false starts from the weights",
         )
-    return found
+    given = load_job(checkpoint.path.parents[1]).train.ema_decay
+    blend = 1.0 if given is None else parse_averaging(given).blend
+    if blend == 1.0:
+        return found
+    return {name: BlendedTensor(weights[name], average, blend) for name, average in found.items()}
 
 
 def carry_optimizers(

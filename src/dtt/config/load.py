@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from dtt.config import explain, source, stages
 from dtt.config.base import Section
 from dtt.config.init import HF, MAY_DIFFER
+from dtt.config.removed import without_removed
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
 from dtt.config.source import STAGES, Key, Layer, Leaf
@@ -147,7 +148,7 @@ def _layers(
 
 def _resolve_one(layers: Sequence[Layer], own: int, model_of: ModelOf | None) -> Resolved:
     """Merge and check the layers of one job, of which the first `own` are its own or defaults."""
-    layers = [_without_empty_sections(layer) for layer in layers]
+    layers = without_removed([_without_empty_sections(layer) for layer in layers], own)
     if model_of is not None:
         layers = _with_model_of_source(layers, own, model_of)
     layers.append(length_layer(layers))

@@ -8,7 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from dtt.config.base import Section
+from dtt.config.init_std import DEFAULT_STD, Std
 
+TIED = ("gpt2", "gemma3")
+"""Families whose head is tied to the embedding by default."""
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "rope_theta": ("llama", "mistral", "qwen3", "gemma3", "phi3"),
     "rope_scaling": ("llama", "mistral", "qwen3", "gemma3"),
@@ -112,9 +115,12 @@ class ModelConfig(Section):
     """Attention scores are divided by the square root of this number (gemma3); null: `head_dim`."""
     logit_softcap: PositiveFloat | None = None
     """Soft-cap of the logits: x becomes c * tanh(x / c) (gemma3); null: none."""
-    init_std: PositiveFloat = 0.02
+    init_std: Std = DEFAULT_STD
     """Standard deviation of the initial weights; for matrices that write into the residual stream
-    it is divided by sqrt(2 * n_layers) (GPT-2, section 2.3)."""
+    it is divided by sqrt(2 * n_layers) (GPT-2, section 2.3). Or one by role, such as `{matrix:
+    0.02, embed: 1.0, head: 0, output: 0}`: `output` is that of the matrices that write into the
+    residual stream (attn.o, mlp.down), which nothing divides. Roles left out have that of
+    `matrix`."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on embeddings, attention output and MLP output; usually 0 in modern pretraining."""
 
@@ -136,6 +142,9 @@ class ModelConfig(Section):
                 yield "n_kv_heads", "gpt2 does not support grouped heads: omit n_kv_heads"
             if self.resolved_head_dim * self.n_heads != self.dim:
                 yield "head_dim", "gpt2 needs head_dim * n_heads == dim: omit head_dim"
+        tied = self.family in TIED if self.tie_embeddings is None else self.tie_embeddings
+        if tied and isinstance(self.init_std, dict) and "head" in self.init_std:
+            yield "init_std", "the head is tied to the embedding: set embed, and omit head"
         for key, families in ONLY_FOR.items():
             if self.family not in families and getattr(self, key) != getattr(_DEFAULTS, key):
                 yield key, f"{self.family} has no {key}, only {', '.join(families)}: omit it"

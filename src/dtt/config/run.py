@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
 
+from dtt.config.averaging import parse_averaging
 from dtt.config.base import Section, measure, resumable
 from dtt.config.chat import ChatConfig
 from dtt.config.data import (
@@ -26,7 +27,7 @@ from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import ModelConfig
 from dtt.config.objective import NextTokenConfig, ObjectiveConfig
-from dtt.config.optim import MuonConfig, OptimConfig
+from dtt.config.optim import MuonConfig, OptimConfig, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
@@ -102,6 +103,18 @@ class RunConfig(Section):
                 "schedule.warmup",
                 "the time budget determines the length of the run: specify steps or tokens",
             )
+        for key in dict.fromkeys(horizon_keys(self.optim) if train.timed else ()):
+            why = "the time budget determines the length of the run: specify the weight decay as a "
+            yield key, why + "number, not by horizon"
+        average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
+        if train.timed and average is not None and measure(average.start)[0] == "share":
+            why = "the time budget determines the length of the run: specify its start in steps"
+            yield "train.ema_decay", why
+        if own_decays(self.optim) and self.schedule.type != "wsd":
+            yield "optim.groups", f"decay needs schedule.type=wsd, not {self.schedule.type}"
+        elif own_decays(self.optim) and train.timed:
+            why = "decay needs a run of known length, without train.budget and train.finish_by"
+            yield "optim.groups", why
         unit, warmup = measure(self.schedule.warmup)
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
         if train.steps and unit in most and warmup > most[unit]:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dtt.config.averaging import Averaged
 from dtt.config.base import Section, resumable
 from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
 from dtt.config.budget import Moment, Stretch
@@ -61,11 +62,13 @@ class TrainConfig(Section):
     """Coefficient, such as 1e-4, of the z-loss logsumexp(logits)^2 per token, which keeps the
     logits from drifting (PaLM). It contributes to the gradients only: the reported loss is the
     cross-entropy."""
-    ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
+    ema_decay: Averaged | None = None
     """Decay, such as 0.999, of an exponential moving average of the weights for evaluation
     (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the
     last ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 +
-    t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average."""
+    t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average.
+    `0.999 from 60% blend 0.6` starts after 60% of the run (or a number of steps), where t counts
+    from, and evaluates and exports 0.6 * average + 0.4 * weights."""
     device: Literal["auto", "cpu", "cuda"] = resumable("auto")
     """Device of the run; `auto`: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")

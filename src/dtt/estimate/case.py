@@ -38,6 +38,8 @@ class Weight:
     """Rows of each matrix in the parameter, if Muon treats it as several."""
     part: tuple[int, ...]
     """Shape of the shard under tensor parallelism."""
+    cautious: bool = False
+    """True if its weight decay is cautious."""
 
     @property
     def numel(self) -> int:
@@ -136,7 +138,7 @@ class Case:
         with torch.device("meta"):
             model = Decoder(self.arch)
         parameters = dict(model.named_parameters())
-        treated = groups.settings(self.cfg.optim, parameters, roles(model))
+        treated = groups.settings(self.cfg.optim, parameters, roles(model), self.steps)
         return tuple(
             Weight(
                 name,
@@ -144,6 +146,7 @@ class Case:
                 treated[name].optimizer,
                 treated[name].split,
                 _part(name, p.shape, self.sizes.tensor),
+                bool(treated[name].cautious),
             )
             for name, p in parameters.items()
         )

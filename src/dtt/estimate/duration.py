@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
 from dtt.model import count
+from dtt.optim.muon.newton_schulz import STEPS
 from dtt.train.precision import Precision
 
 ACHIEVED = {"cuda": {True: 0.454, False: 0.392}, "cpu": {True: 0.6, False: 0.4}}
@@ -111,7 +112,7 @@ def _optimizer(case: Case, peak: float) -> float:
     loads = Counter[int]()
     for matrix in case.matrices:
         loads[matrix.assigned_rank] += matrix.flops
-    return moved + case.muon.ns_steps * max(loads.values(), default=0) / (peak * NEWTON_SCHULZ)
+    return moved + STEPS * max(loads.values(), default=0) / (peak * NEWTON_SCHULZ)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from dtt.config.averaging import parse_averaging
+from dtt.config.optim import own_decays
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.model import attention_backend, count
@@ -67,9 +69,12 @@ class RandomTraining:
         """Create the optimizers of a model."""
         self._case, self._assembled, self._device = case, assembled, world.device
         by_role, dtype = roles(assembled.model), case.precision.compute_dtype
-        self._optimizers = groups.build(case.cfg.optim, assembled.parameters, by_role, dtype)
-        decay = case.cfg.train.ema_decay
-        self._ema = None if decay is None else Ema(assembled.parameters, decay)
+        self._optimizers = groups.build(
+            case.cfg.optim, assembled.parameters, by_role, dtype, steps=case.steps
+        )
+        given = case.cfg.train.ema_decay
+        average = None if given is None else parse_averaging(given)
+        self._ema = None if average is None else Ema(assembled.parameters, average.decay)
         self._no_skip = torch.zeros((), device=world.device)
         self._steps = 0
 
@@ -106,7 +111,9 @@ def _plan(case: Case, world: World) -> RunPlan:
         tokens=step_sizes.tokens_before(case.steps),
         step_size=step_sizes.describe(case.steps),
         steps=case.steps,
-        schedule=schedule.resolve(cfg.schedule, case.steps, step_sizes.tokens_before),
+        schedule=schedule.resolve(
+            cfg.schedule, case.steps, step_sizes.tokens_before, own_decays(cfg.optim)
+        ),
         data="",
     )
 

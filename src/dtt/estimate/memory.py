@@ -89,18 +89,20 @@ def persistent(case: Case) -> dict[str, int]:
 def optimizer_state(case: Case) -> int:
     """Return the bytes of optimizer state on one device.
 
-    AdamW keeps two moments per weight, Muon one, and NorMuon another number per row.
+    AdamW keeps two moments per weight, Muon one, NorMuon another number per row, and hyperball the
+    norm of a matrix in each row.
     """
     muon = case.held(case.muons)
     adamw = case.held(case.weights) - muon
-    rows = 0
-    if _normuon(case):
-        rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
-    return case.weight_bytes * (2 * adamw + muon + rows)
+    rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
+    return case.weight_bytes * (2 * adamw + muon + _numbers_per_row(case) * rows)
 
 
-def _normuon(case: Case) -> bool:
-    return case.muon is not None and case.muon.normuon_beta2 is not None
+def _numbers_per_row(case: Case) -> int:
+    """Return the numbers that Muon keeps for each row of a matrix."""
+    if case.muon is None:
+        return 0
+    return (case.muon.normuon_beta2 is not None) + (case.muon.scale == "hyperball")
 
 
 def checkpoint_bytes(case: Case) -> int:
@@ -110,7 +112,7 @@ def checkpoint_bytes(case: Case) -> int:
     """
     adamw = sum(prod(w.shape) for w in case.weights if w.optimizer == "adamw")
     muon = sum(prod(w.shape) for w in case.muons)
-    rows = sum(w.shape[0] for w in case.muons) if _normuon(case) else 0
+    rows = _numbers_per_row(case) * sum(w.shape[0] for w in case.muons)
     average = FP32 * (adamw + muon) if case.cfg.train.ema_decay is not None else 0
     return case.weight_bytes * (3 * adamw + 2 * muon + rows) + average
 
@@ -378,6 +380,14 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
 
 
 def _in_the_step(case: Case) -> dict[str, int]:
-    """Return the memory in the optimizer's step; fused AdamW needs no buffers."""
+    """Return the memory in the optimizer's step.
+
+    Fused AdamW needs no buffers, and its cautious decay one of the size of a parameter. Muon's step
+    comes first, so that only one of the two holds buffers at a time.
+    """
     gradients = case.weight_bytes * case.held(case.weights)
-    return {"gradients": gradients, "Muon's buffers": muon_cost.buffers(case)}
+    cautious = [w for w in case.weights if w.cautious and w.optimizer == "adamw"]
+    adamw = case.weight_bytes * max((case.held([weight]) for weight in cautious), default=0)
+    muon = muon_cost.buffers(case)
+    buffers = {"AdamW's buffers": adamw} if adamw > muon else {"Muon's buffers": muon}
+    return {"gradients": gradients, **buffers}

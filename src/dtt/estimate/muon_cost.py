@@ -37,7 +37,7 @@ def buffers(case: Case) -> int:
     cut = buckets(case.matrices, case.devices, BATCH_ELEMENTS)
     updates = [list(_phases(case, bucket)) for bucket in cut]
     worst, rests = 0.0, [0.0] * len(updates)
-    for turn in range(len(updates) + 2):
+    for turn in range(len(updates) + 3):
         for i in reversed(range(len(updates))):
             if 0 <= turn - i < len(updates[i]):
                 peak, rest = updates[i][turn - i]
@@ -76,6 +76,8 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
         yield Phase(answering, home)
     else:
         yield Phase(max(asking, answering), home)
+    if case.sizes.sharded and case.muon is not None and case.muon.scale == "hyperball":
+        yield Phase(home + applying, home)  # the sums over matrices are in flight
     yield Phase(home + applying, 0)
 
 
@@ -83,13 +85,17 @@ def _applying(case: Case, batch: float) -> float:
     """Return the bytes needed to apply updates, not counting the updates themselves.
 
     These are the old weights, and the updates cast to their dtype, which NorMuon scales into new
-    tensors. Cautious decay compares old weights with updates: a byte per element for the result.
+    tensors. Hyperball first adds up products of weights and updates, all in fp32. Cautious decay
+    compares old weights with updates: a byte per element for the result.
     """
     assert case.muon is not None
     w, e = case.weight_bytes, case.product_bytes
     wide = (e != w) + (case.muon.normuon_beta2 is not None)
     # First the product of update and weight, then the decayed weights along with the boolean mask.
-    cautious = w + 1 if case.muon.cautious_weight_decay else 0
+    if case.muon.scale == "hyperball":
+        casts = (w != FP32) + (e != FP32) + (case.muon.normuon_beta2 is not None)
+        return batch * (w + FP32 * (1 + casts))
+    cautious = w + 1 if any(weight.cautious for weight in case.muons) else 0
     return batch * (w * (1 + wide) + cautious)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtt.artifacts import DataManifest
 from dtt.checkpoint import store
+from dtt.config.averaging import parse_averaging
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.errors import DamagedError, InputError
@@ -22,7 +23,7 @@ from dtt.export.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.scaling import scaled
-from dtt.optim.ema import averages
+from dtt.optim.ema import averages, blended
 from dtt.runtime.jobdir import JobDir
 from dtt.safe_names import checked_name
 
@@ -75,14 +76,15 @@ def read_checkpoint(
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     return Trained(
         scaled(cfg, data.vocab_size).arch,
-        _averages(checkpoint) if ema else checkpoint.tensors(store.MODEL),
+        _averages(cfg, checkpoint) if ema else checkpoint.tensors(store.MODEL),
         job.tokenizer,
         data.end_of_document,
         data.until_ids,
     )
 
 
-def _averages(checkpoint: store.Checkpoint) -> dict[str, Tensor]:
+def _averages(cfg: RunConfig, checkpoint: store.Checkpoint) -> dict[str, Tensor]:
+    """Return the averaged weights, blended with the weights as `train.ema_decay` says."""
     found = averages(checkpoint.tensors(store.STATE))
     if not found:
         raise InputError(
@@ -90,7 +92,11 @@ def _averages(checkpoint: store.Checkpoint) -> dict[str, Tensor]:
             why="the job was trained without train.ema_decay",
             next="omit --ema; set train.ema_decay=0.999 in the next job to keep one",
         )
-    return found
+    blend = parse_averaging(cfg.train.ema_decay).blend if cfg.train.ema_decay else 1.0
+    if blend == 1.0:
+        return found
+    weights = checkpoint.tensors(store.MODEL)
+    return {name: blended(weights[name], average, blend) for name, average in found.items()}
 
 
 def read_hf_folder(folder: Path) -> Trained:

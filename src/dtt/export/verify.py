@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from dtt.config.init_std import InitialStd
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.tokenize.tokenizer import open_tokenizer
 from dtt.errors import DamagedError, Diverged, InputError
@@ -184,7 +185,9 @@ def _load(folder: Path, arch: Architecture) -> Any:
     # The logits of 128 tokens do not reveal a wrong attention window of 4096 or a wrong range of
     # the rotary embedding, so compare the architectures, too.
     theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
-    if replace(theirs, dropout=arch.dropout) != arch:
+    # config.json has one standard deviation of initial weights, and no dropout in most families.
+    ours = replace(arch, init_std=InitialStd.uniform(arch.init_std.matrix))
+    if replace(theirs, dropout=arch.dropout) != ours:
         raise _Mismatch("transformers reads a different architecture from config.json")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied != arch.tie_embeddings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dtt.config.init_std import InitialStd
 from dtt.config.model import ModelConfig, NoRopeScaling, RopeScaling
 from dtt.errors import ConfigError
 
@@ -55,7 +56,8 @@ class Architecture:
     """Multiplier of the final hidden states, before the head."""
     logit_softcap: float | None
     """Soft cap c of the logits: c * tanh(logits / c); None: no cap."""
-    init_std: float
+    init_std: InitialStd
+    """Standard deviations of the initial weights, by role."""
     dropout: float
 
     def rope(self, layer: int) -> tuple[float, RopeScaling] | None:

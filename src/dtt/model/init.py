@@ -40,14 +40,19 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:
     """Return the standard deviation for a matrix, or for each matrix of a stack.
 
-    It is `init_std` for embeddings and the head. For hidden matrices it is `init_std` / sqrt(dim /
-    base dim). Matrices that write into the residual stream divide this by sqrt(2 * layers of the
-    base) (GPT-2, section 2.3).
+    Embeddings and the head have that of their role. Hidden matrices have that of `matrix`, or, if
+    they write into the residual stream, of `output`, divided by sqrt(dim / base dim). Without
+    `output` it is `matrix` / sqrt(2 * layers of the base) (GPT-2, section 2.3).
     """
+    of_role = arch.init_std
     if not name.startswith("layers."):
-        return arch.init_std
-    std = arch.init_std * math.sqrt(base.dim / arch.dim)
-    return std / math.sqrt(2 * base.n_layers) if name.endswith(RESIDUAL_WRITERS) else std
+        return of_role.head if name.startswith("head.") else of_role.embed
+    width = math.sqrt(base.dim / arch.dim)
+    if not name.endswith(RESIDUAL_WRITERS):
+        return of_role.matrix * width
+    if of_role.output is not None:
+        return of_role.output * width
+    return of_role.matrix * width / math.sqrt(2 * base.n_layers)
 
 
 def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:

@@ -14,7 +14,8 @@ Muon's update is orthogonal, so its scale is its spectral norm. muP keeps that n
 sqrt(fan_out / fan_in) constant (Yang, Simon & Bernstein, arXiv 2310.17813), which at fixed
 proportions keeps the norm itself constant. With the scale sqrt(max(1, rows / columns)) the factor
 on the rate is therefore 1. With 0.2 * sqrt(max(rows, columns)), which grows as sqrt(m), it is
-1/sqrt(m).
+1/sqrt(m). With `hyperball`, the Frobenius norm of the update is the rate times that of the weights,
+which grows as sqrt(m), as the Frobenius norm of an orthogonal matrix does: the factor is 1.
 
 With l = n_layers / base layers, `depth` multiplies the output of each sub-layer by l**-a, and the
 learning rates of all parameters in the layers by l**(a - 1): a = 1/2 (Depth-muP, arXiv 2310.02244)
@@ -69,7 +70,7 @@ class Scaling:
 
         `roles` maps parameter names to matrix | embed | head | vector.
         """
-        muon = 0.0 if isinstance(optim, MuonConfig) and optim.scale == "spectral" else 0.5
+        muon = 0.5 if isinstance(optim, MuonConfig) and optim.scale == "rms" else 0.0
         return {
             "adamw": {name: self._rate(name, role, 1.0) for name, role in roles.items()},
             "muon": {name: self._rate(name, role, muon) for name, role in roles.items()},

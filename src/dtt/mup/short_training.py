@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from math import gcd
 
 import torch
 from torch import Tensor, nn
 
+from dtt.config.base import Length
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
@@ -46,25 +47,37 @@ class ShortTraining:
             self.plan.precision.compute_dtype,
             self.plan.scaling.learning_rates(cfg.optim, by_name),
             self._rounding,
+            steps=self.plan.steps,
         )
+        groups.check_norms(self._optimizers, world.gather)
         reader = BatchReader.of(cfg, 0, 1, world.device)
         batches = training_batches(dataset, reader, 0)
         self.first_batch = next(batches)
         self._batches = chain([self.first_batch], batches)
 
-    def losses(self, multiplier: Callable[[int], float]) -> Iterator[Tensor]:
+    def losses(
+        self,
+        multiplier: Callable[[int], float],
+        own: Callable[[int], Mapping[Length, float]] = lambda _step: {},
+    ) -> Iterator[Tensor]:
         """Train to the end of the run; after each step, yield its loss [] in nats per token.
 
         The losses stay on the device. `multiplier` maps a step, counted from 0, to its learning
-        rate as a fraction of the peak.
+        rate as a fraction of the peak, and `own` to those of groups with their own decay.
         """
         for step, batch in enumerate(self._batches):
-            groups.set_learning_rate(self._optimizers, multiplier(step))
+            groups.set_learning_rate(self._optimizers, multiplier(step), own(step))
             yield self._step(step, batch)
 
     def scheduled(self, step: int) -> float:
         """Return the multiplier of learning rates that the run itself has at a step."""
         return self._step_sizes.at(step).lr_factor * self.plan.schedule.multiplier(step)
+
+    def scheduled_own(self, step: int, factor: float = 1.0) -> dict[Length, float]:
+        """Return `factor` times those of groups with their own decay, by its duration."""
+        factor *= self._step_sizes.at(step).lr_factor
+        own = self.plan.schedule.own_multipliers(step)
+        return {length: factor * multiplier for length, multiplier in own.items()}
 
     def _step(self, step: int, batch: Batch) -> Tensor:
         """Do one step without an anomaly guard; return its loss []."""

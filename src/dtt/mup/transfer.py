@@ -29,7 +29,11 @@ def final_loss(cfg: RunConfig, width: int, lr: float, world: World) -> float:
     """
     training = ShortTraining(at_width(cfg, width), world)
     factor = lr / cfg.optim.lr
-    losses = torch.stack(list(training.losses(lambda step: factor * training.scheduled(step))))
+    multipliers = (
+        lambda step: factor * training.scheduled(step),
+        lambda step: training.scheduled_own(step, factor),
+    )
+    losses = torch.stack(list(training.losses(*multipliers)))
     loss = losses[-max(1, round(LAST * len(losses))) :].mean().item()
     return loss if math.isfinite(loss) else math.inf
 

@@ -1,8 +1,8 @@
-"""AdamW for bf16 weights, which are rounded stochastically."""
+"""AdamW with cautious weight decay, and for bf16 weights that are rounded stochastically."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,87 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.runtime.sharding import local, local_shard
 
 
+def make_adamw(
+    groups: Sequence[dict[str, Any]], rounding: StochasticRounding | None
+) -> CautiousAdamW | RoundedAdamW | AdamW:
+    """Return the AdamW for parameter groups that carry `names` and, if it is true, `cautious`.
+
+    It is torch's own fused one unless decay is cautious or weights are rounded.
+    """
+    cautious = [group for group in groups if group.get("cautious")]
+    # Rounded to bf16 on its own, a decay of less than 1/512 per step would be lost.
+    narrow = any(p.dtype != torch.float32 for group in cautious for p in group["params"])
+    if rounding is not None or narrow:
+        return RoundedAdamW(groups, rounding)
+    return CautiousAdamW(groups, fused=True) if cautious else AdamW(groups, fused=True)
+
+
+class CautiousAdamW(AdamW):
+    """AdamW with cautious weight decay in the groups whose `cautious` is true.
+
+    These decay only weights w with u * w >= 0, where u is the update that is subtracted (Chen et
+    al. 2025, arXiv 2510.12402). u has the sign of the new first moment, which is known before the
+    step. The decay is therefore applied first, by hand, and torch's fused kernel does the rest. It
+    needs one temporary tensor of a parameter's size, and four more passes over the weights.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        cautious = [group for group in self.param_groups if group.get("cautious")]
+        decays = [group["weight_decay"] for group in cautious]
+        for group in cautious:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].get("exp_avg") if p in self.state else None
+                    found_inf = getattr(self, "found_inf", None)
+                    decay_cautiously(
+                        local(p), local(p.grad), mean if mean is None else local(mean), group,
+                        found_inf,
+                    )  # fmt: skip
+            group["weight_decay"] = 0.0
+        try:
+            super().step()
+        finally:
+            for group, decay in zip(cautious, decays, strict=True):
+                group["weight_decay"] = decay
+
+
+def decay_cautiously(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor | None,
+    group: Mapping[str, Any],
+    found_inf: Tensor | None,
+) -> None:
+    """Multiply the weights that the next step of AdamW moves towards zero by 1 - lr * decay.
+
+    `mean` is the first moment before the step; None before the first one. If `found_inf` is 1.0,
+    no bit of `weight` changes.
+    """
+    beta1, rate = group["betas"][0], group["lr"] * group["weight_decay"]
+    factor = grad.clone() if mean is None else torch.lerp(mean, grad, 1.0 - beta1)
+    factor.mul_(weight).ge_(0.0).mul_(-rate)
+    if found_inf is not None:
+        factor.mul_(1.0 - found_inf)
+    weight.mul_(factor.add_(1.0))
+
+
 class RoundedAdamW(AdamW):
     """AdamW that computes each step in fp32 and stores weights and moments in bf16.
 
     It runs torch's fused kernel on one parameter at a time. Weights are rounded stochastically,
     moments to nearest: a step moves a moment by about a twentieth of its distance to the new value,
-    which bf16 can represent, while it may change a weight by only a thousandth of its size.
+    which bf16 can represent, while it may change a weight by only a thousandth of its size. Without
+    `rounding`, weights are rounded to nearest too, as the kernel itself rounds bf16.
     """
 
-    def __init__(self, params: Iterable[Any], rounding: StochasticRounding) -> None:
-        """Create the optimizer; `params` are groups that carry the `names` of their parameters."""
+    def __init__(self, params: Iterable[Any], rounding: StochasticRounding | None) -> None:
+        """Create the optimizer; `params` are groups that carry the `names` of their parameters.
+
+        Groups may decay cautiously.
+        """
         super().__init__(params, fused=True)
         self._rounding = rounding
 
@@ -45,6 +116,9 @@ class RoundedAdamW(AdamW):
         narrow = [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
         weight, grad, mean, square = (t.float() for t in narrow)
         beta1, beta2 = group["betas"]
+        found_inf = getattr(self, "found_inf", None)
+        if group.get("cautious"):
+            decay_cautiously(weight, grad, mean, group, found_inf)
         adamw(
             [weight],
             [grad],
@@ -53,15 +127,18 @@ class RoundedAdamW(AdamW):
             [],
             [state["step"]],
             fused=True,
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=0.0 if group.get("cautious") else group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )
-        self._rounding.write(narrow[0], weight, f"{name}{local_shard(p).box.offset}")
+        if self._rounding is None:
+            narrow[0].copy_(weight)
+        else:
+            self._rounding.write(narrow[0], weight, f"{name}{local_shard(p).box.offset}")
         narrow[2].copy_(mean)
         narrow[3].copy_(square)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -25,25 +26,43 @@ class Ema:
 
     Each update computes average += (1 - d) * (parameter - average). After t updates d is
     min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that the average
-    soon forgets the initial weights. The last ln 2 / (1 - decay) updates make up half of it.
+    soon forgets the initial weights. The last ln 2 / (1 - decay) updates make up half of it. Before
+    it starts, the average is that of one step: the weights themselves.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        """Initialise the averages as fp32 copies of the parameters that require gradients."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        decay: float,
+        start: int = 0,
+        blend: float = 1.0,
+    ) -> None:
+        """Initialise the averages as fp32 copies of the parameters that require gradients.
+
+        The average starts from the weights after `start` steps. `swapped` shows the share `blend`
+        of it, and of the weights the rest.
+        """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = list(trained)
         self._parameters: list[Tensor] = list(trained.values())
         self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters]
         self._updates = torch.zeros((), device=self._averages[0].device)
-        self._decay = decay
+        self._decay, self._start, self._blend = decay, start, blend
+        self._behind = False
+        """True if the averages must be copied from the weights before they are used."""
 
     @torch.no_grad()
-    def update(self, skip: Tensor) -> None:
+    def update(self, skip: Tensor, step: int = 0) -> None:
         """Move the averages one step towards the parameters; does not synchronise with the device.
 
         `skip` [] is a tensor on the device, the `found_inf` of optimizers: 0.0, or 1.0 if the
-        averages must stay as they are.
+        averages must stay as they are. `step` is the number of steps done before this one.
         """
+        if step < self._start:
+            self._behind = True
+            if step == self._start - 1:
+                self._catch_up()
+            return
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
         weights = [(1 - decay) * (1 - skip)] * len(self._averages)
         parameters = [parameter.float() for parameter in _locals(self._parameters)]
@@ -57,16 +76,25 @@ class Ema:
         Needs memory for a copy of the parameters, as much as gradients take in a step.
         """
         # Exchange the contents, not the tensors: FSDP identifies parameters by their storage.
-        parameters = _locals(self._parameters)
+        self._catch_up()
+        parameters, averages = _locals(self._parameters), _locals(self._averages)
         kept = [p.clone() for p in parameters]
-        _copy(parameters, _locals(self._averages))
+        if self._blend == 1.0:
+            _copy(parameters, averages)
+        else:
+            for parameter, average in zip(parameters, averages, strict=True):
+                _copy([parameter], [blended(parameter, average, self._blend)])
         try:
             yield
         finally:
             _copy(parameters, kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state: `ema/PARAMETER/value` for each parameter, and `ema/updates/count`."""
+        """Return the state: `ema/PARAMETER/value` for each parameter, and `ema/updates/count`.
+
+        `blend` is not applied: the average continues from it.
+        """
+        self._catch_up()
         named = zip(self._names, self._averages, strict=True)
         return {UPDATES: self._updates} | {f"{OWNER}/{n}/value": average for n, average in named}
 
@@ -78,6 +106,7 @@ class Ema:
         logged. Raise DamagedError if they belong to different parameters.
         """
         found = averages(state)
+        self._behind = False
         if not found:
             log.info(
                 "the checkpoint has no average of the weights: the average starts from the weights"
@@ -94,6 +123,18 @@ class Ema:
         for name, average in zip(self._names, self._averages, strict=True):
             fill(average, found[name])
         fill(self._updates, state[UPDATES])
+
+    def _catch_up(self) -> None:
+        """Set the averages to the weights, if they have not started yet."""
+        if self._behind:
+            _copy(_locals(self._averages), _locals(self._parameters))
+            self._behind = False
+
+
+@torch.no_grad()
+def blended(weight: Tensor, average: Tensor, blend: float) -> Tensor:
+    """Return blend * average + (1 - blend) * weight, in the dtype of the average."""
+    return torch.lerp(weight.to(average.dtype), average, blend)
 
 
 @torch.no_grad()
@@ -112,3 +153,26 @@ def averages(state: Mapping[str, T]) -> dict[str, T]:
         for path, tensor in state.items()
         if path.startswith(f"{OWNER}/") and path != UPDATES
     }
+
+
+@dataclass(frozen=True)
+class BlendedTensor:
+    """The blend of a weight and its average, computed for each part that is read."""
+
+    weight: FullTensor
+    average: FullTensor
+    blend: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.average.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the elements."""
+        return self.average.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """Return a part of the tensor; with (), all of it."""
+        return blended(self.weight[index], self.average[index], self.blend)

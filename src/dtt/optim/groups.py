@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from dtt.config.optim import AdamWGroup, MuonConfig, MuonGroup, OptimConfig
+from dtt.config.base import Length
+from dtt.config.optim import ROLES, AdamWGroup, MuonConfig, MuonGroup, OptimConfig
+from dtt.config.weight_decay import parse_decay
 from dtt.errors import ConfigError
-from dtt.optim.adamw import RoundedAdamW
+from dtt.optim.adamw import make_adamw
 from dtt.optim.muon.optimizer import Muon
 from dtt.optim.rounding import StochasticRounding
 
@@ -31,11 +33,16 @@ class Settings(NamedTuple):
     lr: float
     """Learning rate at the peak of the schedule."""
     weight_decay: float
+    """The decay itself: a horizon is resolved."""
+    cautious: bool | None = None
+    """True if only weights that the update moves towards zero decay; None: all of them."""
     betas: tuple[float, float] | None = None
     """For AdamW only, like `eps`."""
     eps: float | None = None
     split: tuple[int, ...] | None = None
     """For Muon only: rows of each matrix in the parameter."""
+    decay: Length | None = None
+    """Own duration of the learning-rate decay; None: that of the schedule."""
 
 
 def build(
@@ -45,6 +52,8 @@ def build(
     ns_dtype: torch.dtype,
     multipliers: Mapping[str, Mapping[str, float]] | None = None,
     rounding: StochasticRounding | None = None,
+    *,
+    steps: int | None = None,
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name (`muon`, `adamw`); together they hold each parameter once.
 
@@ -52,62 +61,76 @@ def build(
     Muon takes the matrices and AdamW the rest, unless `config.groups` assigns them by name.
     `multipliers` are factors of learning rates, by optimizer and name, 1 if absent; weight decay is
     divided by them, so that each step decays weights by the same amount. `rounding` is for bf16
-    parameters. Groups carry their parameters' `names`, their `label` and `peak_lr`. Raise
-    ConfigError if an entry of `config.groups` does not fit the parameters it matches, and
-    ValueError if a parameter has no role.
+    parameters; `steps` is the length of the run, for weight decay by horizon. Groups carry their
+    parameters' `names`, their `label` and `peak_lr`. Raise ConfigError if an entry of
+    `config.groups` does not fit the parameters it matches, and ValueError if a parameter has no
+    role, or for a horizon without `steps`.
     """
     unassigned = parameters.keys() - roles.keys()
     if unassigned:
         raise ValueError(f"parameters without a role: {sorted(unassigned)}")
-    overrides = _match_entries(config.groups, list(parameters))
     members: dict[Settings, list[str]] = defaultdict(list)
-    for name, parameter in parameters.items():
-        settings = _settings(config, name, parameter, roles[name], overrides.get(name))
-        factor = (multipliers or {}).get(settings.optimizer, {}).get(name, 1.0)
-        lr, weight_decay = factor * settings.lr, settings.weight_decay / factor
-        members[settings._replace(lr=lr, weight_decay=weight_decay)].append(name)
+    for name, own in settings(config, parameters, roles, steps).items():
+        factor = (multipliers or {}).get(own.optimizer, {}).get(name, 1.0)
+        lr, weight_decay = factor * own.lr, own.weight_decay / factor
+        members[own._replace(lr=lr, weight_decay=weight_decay)].append(name)
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
-    for settings, names in members.items():
-        options = {key: value for key, value in settings._asdict().items() if value is not None}
-        group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": settings.lr}
+    for of_group, names in members.items():
+        options = {key: value for key, value in of_group._asdict().items() if value is not None}
+        group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": of_group.lr}
         groups[options.pop("optimizer")].append(options | group)
     optimizers: dict[str, Optimizer] = {}
     if groups["muon"]:
         assert isinstance(config, MuonConfig)
         optimizers["muon"] = Muon(groups["muon"], config, ns_dtype, rounding=rounding)
     if groups["adamw"]:
-        adamw = groups["adamw"]
-        optimizers["adamw"] = (
-            AdamW(adamw, fused=True) if rounding is None else RoundedAdamW(adamw, rounding)
-        )
+        optimizers["adamw"] = make_adamw(groups["adamw"], rounding)
     return optimizers
 
 
 def settings(
-    config: OptimConfig, parameters: Mapping[str, nn.Parameter], roles: Mapping[str, str]
+    config: OptimConfig,
+    parameters: Mapping[str, nn.Parameter],
+    roles: Mapping[str, str],
+    steps: int | None = None,
 ) -> dict[str, Settings]:
     """Return the settings that `build` assigns to each parameter, before any multipliers.
 
-    Raise ConfigError as `build` does.
+    Raise the errors of `build`.
     """
-    overrides = _match_entries(config.groups, list(parameters))
+    overrides = _match_entries(config.groups, {name: roles[name] for name in parameters})
     return {
-        name: _settings(config, name, parameter, roles[name], overrides.get(name))
+        name: _settings(config, name, parameter, roles[name], overrides.get(name), steps)
         for name, parameter in parameters.items()
     }
 
 
-def _match_entries(entries: Sequence[AdamWGroup], names: Sequence[str]) -> dict[str, AdamWGroup]:
-    """Return the first matching entry for each name that has one.
+def _match_entries(
+    entries: Sequence[AdamWGroup], roles: Mapping[str, str]
+) -> dict[str, AdamWGroup]:
+    """Return the first matching entry for each name of `roles` that has one.
 
     Raise ConfigError for an entry that matches no name, or only names of earlier entries.
     """
+    names = list(roles)
     found: dict[str, AdamWGroup] = {}
     for entry in entries:
-        matching = [name for name in names if fnmatchcase(name, entry.match)]
+        by_role = entry.match in ROLES  # no parameter has such a name
+        matching = [
+            name
+            for name, role in roles.items()
+            if (role == entry.match if by_role else fnmatchcase(name, entry.match))
+        ]
         unmatched = [name for name in matching if name not in found]
         if not matching:
             close = difflib.get_close_matches(entry.match, names, n=3, cutoff=0.0)
+            if by_role:
+                raise ConfigError(
+                    f"no parameter has the role {entry.match}",
+                    where="optim.groups",
+                    why="a head that is tied to the embedding has the role embed",
+                    next="delete the entry",
+                )
             raise ConfigError(
                 f"no parameter has a name that matches {entry.match!r}",
                 where="optim.groups",
@@ -125,33 +148,48 @@ def _match_entries(entries: Sequence[AdamWGroup], names: Sequence[str]) -> dict[
 
 
 def _settings(
-    config: OptimConfig, name: str, parameter: nn.Parameter, role: str, entry: AdamWGroup | None
+    config: OptimConfig,
+    name: str,
+    parameter: nn.Parameter,
+    role: str,
+    entry: AdamWGroup | None,
+    steps: int | None,
 ) -> Settings:
     """Return the resolved settings of one parameter."""
-    label = role if entry is None else f"{role}: {entry.match}"
+    label = role if entry is None or entry.match == role else f"{role}: {entry.match}"
     entry = entry or AdamWGroup(match=name)
     if isinstance(config, MuonConfig):
         adamw = config.adamw
         given = entry if isinstance(entry, MuonGroup) else MuonGroup(match=name)
         owner = given.optimizer or ("muon" if role == "matrix" else "adamw")
         if owner == "muon":
-            return _muon(config, label, name, parameter, given)
+            return _muon(config, label, name, parameter, given, steps)
         if given.split is not None:
             raise _invalid_entry(entry, f"AdamW updates {name}, but split is an option of Muon")
     else:
         adamw = config
+    lr = _first(entry.lr, adamw.lr)
+    general = config.weight_decay if role == "matrix" else 0.0
+    decay = general if entry.weight_decay is None else entry.weight_decay
     return Settings(
         "adamw",
         label,
-        lr=_first(entry.lr, adamw.lr),
-        weight_decay=_first(entry.weight_decay, config.weight_decay if role == "matrix" else 0.0),
+        lr=lr,
+        weight_decay=parse_decay(decay).resolve(lr, steps),
+        cautious=parse_decay(decay).cautious or None,
+        decay=entry.decay,
         betas=_first(entry.betas, adamw.betas),
         eps=_first(entry.eps, adamw.eps),
     )
 
 
 def _muon(
-    config: MuonConfig, label: str, name: str, parameter: nn.Parameter, entry: MuonGroup
+    config: MuonConfig,
+    label: str,
+    name: str,
+    parameter: nn.Parameter,
+    entry: MuonGroup,
+    steps: int | None,
 ) -> Settings:
     shape = list(parameter.shape)
     if len(shape) not in (2, 3):
@@ -165,11 +203,17 @@ def _muon(
         split = (rows // split,) * split
     if split is not None and sum(split) != rows:
         raise _invalid_entry(entry, f"{name} has {rows} rows, but split has {sum(split)}")
+    if config.scale == "hyperball" and parse_decay(entry.weight_decay or 0.0).value:
+        raise _invalid_entry(entry, f"Muon keeps the norm of {name} (optim.scale=hyperball)")
+    lr = _first(entry.lr, config.lr)
+    decay = config.weight_decay if entry.weight_decay is None else entry.weight_decay
     return Settings(
         "muon",
         label,
-        lr=_first(entry.lr, config.lr),
-        weight_decay=_first(entry.weight_decay, config.weight_decay),
+        lr=lr,
+        weight_decay=parse_decay(decay).resolve(lr, steps),
+        cautious=parse_decay(decay).cautious or None,
+        decay=entry.decay,
         split=split,
     )
 
@@ -188,6 +232,29 @@ def _first(*values: T | None) -> T:
     return next(value for value in values if value is not None)
 
 
+def check_norms(
+    optimizers: Mapping[str, Optimizer], gather: Callable[[list[str]], list[list[str]]]
+) -> None:
+    """Raise ConfigError if Muon's hyperball would have to keep the norm of a matrix of zeros.
+
+    A collective; call it when the initial weights are there. `gather` collects the values of all
+    ranks, because some may hold no part of such a matrix.
+    """
+    muon = optimizers.get("muon")
+    if not isinstance(muon, Muon) or not muon.hyperball:
+        return
+    zero = sorted({name for names in gather(muon.zero_matrices()) for name in names})
+    if zero:
+        raise ConfigError(
+            f"optim.scale=hyperball cannot train {zero[0]}",
+            where="model.init_std",
+            why=f"its initial weights are 0, and hyperball keeps their norm ({len(zero)} such "
+            "parameters)",
+            next="model.init_std.output=0.01, or optim.groups=[{match: '*.o.weight', "
+            "optimizer: adamw}, {match: '*.down.weight', optimizer: adamw}]",
+        )
+
+
 def describe(optimizers: Mapping[str, Optimizer]) -> str:
     """Return an indented table with a row per group: tensors, parameters and settings."""
     rows = [("group", "optimizer", "tensors", "parameters", "peak lr", "decay", "betas")]
@@ -201,7 +268,7 @@ def describe(optimizers: Mapping[str, Optimizer]) -> str:
                     str(len(group["params"])),
                     f"{sum(p.numel() for p in group['params']):,}",
                     f"{group['peak_lr']:.4g}",
-                    f"{group['weight_decay']:.4g}",
+                    ("cautious " if group.get("cautious") else "") + f"{group['weight_decay']:.4g}",
                     ", ".join(f"{beta:.4g}" for beta in betas),
                 )
             )
@@ -210,8 +277,17 @@ def describe(optimizers: Mapping[str, Optimizer]) -> str:
     return "\n".join(row_format.format(*row) for row in rows)
 
 
-def set_learning_rate(optimizers: Mapping[str, Optimizer], multiplier: float) -> None:
-    """Set the learning rate of every group to `multiplier` times its peak."""
+def set_learning_rate(
+    optimizers: Mapping[str, Optimizer],
+    multiplier: float,
+    own: Mapping[Length, float] | None = None,
+) -> None:
+    """Set the learning rate of every group to `multiplier` times its peak.
+
+    `own` are the multipliers of groups with their own decay, by its duration.
+    """
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = multiplier * group["peak_lr"]
+            decay: Length | None = group.get("decay")
+            of_group = multiplier if decay is None or own is None else own.get(decay, multiplier)
+            group["lr"] = of_group * group["peak_lr"]

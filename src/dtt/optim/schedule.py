@@ -1,10 +1,10 @@
-"""Learning-rate schedules: pure functions of progress, one multiplier for all groups."""
+"""Learning-rate schedules: pure functions of progress, and multipliers of peak rates."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
@@ -69,6 +69,8 @@ class Schedule:
     before it: no update is wasted on a rate of 0."""
     name: str
     """Name of the curve."""
+    own: Mapping[Length, Schedule] = field(default_factory=dict)
+    """Schedules of the parameter groups that have their own duration of the decay."""
 
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step as a fraction of the peak."""
@@ -77,6 +79,16 @@ class Schedule:
             return rise
         fall = self.curve(self.decay.progress(step))
         return min(rise, self.floor + (1.0 - self.floor) * fall)
+
+    def own_multipliers(self, step: int) -> dict[Length, float]:
+        """Return the multipliers of groups with their own decay, by its duration."""
+        return {length: schedule.multiplier(step) for length, schedule in self.own.items()}
+
+    @property
+    def first_decay(self) -> Decay | None:
+        """The decay that starts first, of those of all groups; None without any."""
+        decays = [s.decay for s in (self, *self.own.values()) if s.decay is not None]
+        return min(decays, key=lambda decay: decay.begin, default=None)
 
     def ending(self, step: int, end: int) -> Schedule:
         """Return the same schedule before `step`, with a decay that ends at step `end`.
@@ -98,11 +110,28 @@ class Schedule:
             return start + (f"decay ({self.name}) in time" if self.waits else self.name)
         last = self.decay.end
         share = f"{100 * self.multiplier(last - 1):.3g}% of the peak in step {last}"
-        return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}"
+        own = [
+            f"; {length} in their own groups from step {schedule.decay.begin + 1}"
+            for length, schedule in self.own.items()
+            if schedule.decay is not None
+        ]
+        return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}{''.join(own)}"
 
 
-def resolve(config: ScheduleConfig, steps: int, tokens_before: TokensBefore) -> Schedule:
-    """Resolve a schedule for a run of `steps` steps."""
+def resolve(
+    config: ScheduleConfig, steps: int, tokens_before: TokensBefore, own: Iterable[Length] = ()
+) -> Schedule:
+    """Resolve a schedule for a run of `steps` steps.
+
+    `own` are the durations of the decays of parameter groups, for a WSD schedule.
+    """
+    if own := tuple(own):
+        assert isinstance(config, WsdConfig), "the configuration was checked"
+        groups = {
+            length: resolve(config.model_copy(update={"decay": length}), steps, tokens_before)
+            for length in own
+        }
+        return replace(resolve(config, steps, tokens_before), own=groups)
     warmup = first_steps(config.warmup, steps, tokens_before)
     curve: Curve
     match config:

@@ -150,6 +150,11 @@ class JobDir:
         return self.root / "logs"
 
     @property
+    def report(self) -> Path:
+        """The page that shows the run, which `dtt train` writes when it ends."""
+        return self.root / "report.html"
+
+    @property
     def script(self) -> Path:
         """The job script that `dtt submit` wrote."""
         return self.root / "slurm.sh"

@@ -38,11 +38,12 @@ def scalars(record: Record) -> Iterator[tuple[str, int | float]]:
 
     Those of a benchmark task are `task/NAME/score`.
     """
-    kind = f"task/{record['task']}" if record["kind"] == "task" else record["kind"]
+    kind = f"task/{record.get('task')}" if record["kind"] == "task" else record["kind"]
     for name, value in record.items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                yield f"{kind}/{name}/{inner}", number
+                if isinstance(number, int | float):
+                    yield f"{kind}/{name}/{inner}", number
         elif name != "step" and isinstance(value, int | float):
             yield f"{kind}/{name}", value
 

@@ -12,7 +12,7 @@ from dtt.track.base import Tracker
 from dtt.track.console import ConsoleTracker
 from dtt.track.jsonl import JsonlTracker
 from dtt.track.tensorboard import TensorBoardTracker
-from dtt.track.wandb import WandbTracker
+from dtt.track.wandb import NEEDED, WandbTracker, wandb_client
 
 
 def check_installed(cfg: RunConfig) -> None:
@@ -20,7 +20,7 @@ def check_installed(cfg: RunConfig) -> None:
     for tracker in cfg.track:
         match tracker:
             case WandbConfig():
-                WandbTracker.client()
+                wandb_client(NEEDED)
             case TensorBoardConfig():
                 TensorBoardTracker.writer()
             case _:

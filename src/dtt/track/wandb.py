@@ -14,25 +14,63 @@ from typing import Any
 
 from dtt.config.train import WandbConfig
 from dtt.errors import EnvironmentUnfit
+from dtt.reading import is_kind
 from dtt.runtime.environment import install
 from dtt.runtime.log import log
 from dtt.secrets import named_secret
 from dtt.track.base import Record, scalars
 
+NEEDED = "track requests wandb"
+KINDS = ("train", "eval", "task", "guard", "data", "sample", "start", "perf", "save")
+"""Kinds of records that have metrics."""
+
+
+def wandb_client(needed: str) -> Any:
+    """Return the `wandb` module; EnvironmentUnfit if it is not installed.
+
+    `needed` is the reason why it is needed, for the message.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise EnvironmentUnfit(f"{needed}, which is not installed", next=install("wandb")) from None
+    return wandb
+
+
+def delete_slurm_secrets() -> None:
+    """Delete the SLURM_* variables of this process that hold secrets, such as SLURM_JWT.
+
+    The client uploads all SLURM_* variables with a run.
+    """
+    for variable in [v for v in os.environ if v.startswith("SLURM_") and named_secret(v)]:
+        del os.environ[variable]
+
+
+def define_metrics(run: Any, axis: str = "step") -> None:
+    """Plot the metrics of all kinds over the field `axis`."""
+    for kind in KINDS:
+        run.define_metric(f"{kind}/*", step_metric=axis)
+
+
+def history_row(record: Record, axis: str = "step") -> dict[str, Any]:
+    """Return the row of a run's history that stands for a record.
+
+    It has the numbers of the record as `kind/name`, the text of a sample, the step, and the field
+    `axis`. W&B takes the time of the row from `_timestamp`, in seconds since 1970; without it,
+    which is the case if the record has no time, that is the time of logging.
+    """
+    metrics = {name: value for name, value in record.items() if name not in (axis, "time")}
+    row = {**dict(scalars(metrics)), "step": record["step"], axis: record[axis]}
+    if record["kind"] == "sample" and isinstance(record.get("text"), str):
+        # An untrained byte-level model generates NUL, which databases refuse in text.
+        row["sample/text"] = record["text"].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    if is_kind(record.get("time"), float) and record["time"] > 0:
+        row["_timestamp"] = float(record["time"])
+    return row
+
 
 class WandbTracker:
     """Tracker that sends numbers as metrics `kind/name`, plotted over the step."""
-
-    @staticmethod
-    def client() -> Any:
-        """Return the `wandb` module; EnvironmentUnfit if it is not installed."""
-        try:
-            import wandb
-        except ImportError:
-            raise EnvironmentUnfit(
-                "track requests wandb, which is not installed", next=install("wandb")
-            ) from None
-        return wandb
 
     def __init__(
         self,
@@ -51,14 +89,12 @@ class WandbTracker:
         `group`, by default `name`, belong together. `axis` is the field of each record that metrics
         are plotted over.
         """
-        wandb = self.client()
+        wandb = wandb_client(NEEDED)
         self._alive, self._axis = True, axis
         self._run: Any = None
 
         def begin() -> None:
-            # The client uploads all SLURM_* variables with a run, including secrets (SLURM_JWT).
-            for variable in [v for v in os.environ if v.startswith("SLURM_") and named_secret(v)]:
-                del os.environ[variable]
+            delete_slurm_secrets()
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
@@ -71,18 +107,13 @@ class WandbTracker:
                 mode=_mode(),
                 settings=wandb.Settings(init_timeout=20, finish_timeout=10),
             )
-            for kind in ("train", "eval", "task", "guard", "data", "start", "perf", "save"):
-                self._run.define_metric(f"{kind}/*", step_metric=axis)
+            define_metrics(self._run, axis)
 
         self._guarded(begin)
 
     def log(self, record: Record) -> None:
-        """Send one record, except samples, which are in metrics.jsonl only."""
-        if record["kind"] != "sample":
-            metrics = {name: value for name, value in record.items() if name != self._axis}
-            values = {**dict(scalars(metrics)), "step": record["step"]}
-            values[self._axis] = record[self._axis]
-            self._guarded(lambda: self._run.log(values))
+        """Send one record."""
+        self._guarded(lambda: self._run.log(history_row(record, self._axis)))
 
     def flush(self) -> None:
         """Do nothing: the client sends records in the background."""
@@ -116,7 +147,7 @@ def _mode() -> Any:
     if not mode:
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
     server = wandb.setup().settings.base_url
-    if mode == "online" and not _answers(server):
+    if mode == "online" and not answers(server):
         log.warning(
             "%s did not respond: wandb remains offline; upload it later: wandb sync", server
         )
@@ -124,7 +155,7 @@ def _mode() -> Any:
     return mode
 
 
-def _answers(server: str) -> bool:
+def answers(server: str) -> bool:
     """Return True if the server answers within 5 s; the client itself retries for over a minute."""
     try:
         urllib.request.urlopen(server, timeout=5).close()

@@ -47,7 +47,9 @@ def make_optimizers(
     by_role = roles(assembled.model)
     rates = plan.scaling.learning_rates(cfg.optim, by_role)
     dtype = plan.precision.compute_dtype
-    optimizers = groups.build(cfg.optim, assembled.parameters, by_role, dtype, rates, rounding)
+    optimizers = groups.build(
+        cfg.optim, assembled.parameters, by_role, dtype, rates, rounding, steps=plan.steps
+    )
     log.info("parameter groups:\n%s", groups.describe(optimizers))
     return optimizers
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtt.config.optim import own_decays
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
@@ -125,5 +126,6 @@ def _schedule(cfg: RunConfig, dataset: Dataset) -> Schedule:
 
     If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
     """
-    resolved = schedule.resolve(cfg.schedule, dataset.steps, dataset.step_sizes.tokens_before)
+    tokens_before, own = dataset.step_sizes.tokens_before, own_decays(cfg.optim)
+    resolved = schedule.resolve(cfg.schedule, dataset.steps, tokens_before, own)
     return replace(resolved, decay=None) if cfg.train.timed else resolved

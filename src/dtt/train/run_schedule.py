@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dtt.config.base import Length
 from dtt.data.samples.schedules import StepSizes
 from dtt.optim.schedule import Schedule
 from dtt.train.supervise.time_budget import TimeBudget
@@ -31,6 +32,12 @@ class RunSchedule:
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
         return self.step_sizes.at(step).lr_factor * self.schedule.multiplier(step)
+
+    def own_multipliers(self, step: int) -> dict[Length, float]:
+        """Return the same for groups with their own decay, by its duration."""
+        factor = self.step_sizes.at(step).lr_factor
+        own = self.schedule.own_multipliers(step)
+        return {length: factor * multiplier for length, multiplier in own.items()}
 
     def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:
         """Return the step that the run should now end with; 0 if its end does not change.

@@ -125,4 +125,4 @@ def update(
         optimizer.step()
         optimizer.zero_grad()
     if ema is not None:
-        ema.update(skip)
+        ema.update(skip, step)

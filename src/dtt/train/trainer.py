@@ -106,7 +106,8 @@ class Trainer:
                     break
                 step = self.position.step
                 multiplier = self.schedule.multiplier(step)
-                set_learning_rate(self.state.optimizers, multiplier)
+                own = self.schedule.own_multipliers(step)
+                set_learning_rate(self.state.optimizers, multiplier, own)
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
                 with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)

@@ -611,5 +611,6 @@ def test_a_folder_without_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_job_state_needs_no_torch() -> None:
-    code = "import sys, dtt.commands.job; sys.exit('torch' in sys.modules)"
+    modules = "dtt.commands.job, dtt.commands.job_listing"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -601,6 +601,7 @@ def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
 
 # ---- how it goes on ----------------------------------------------------------------------------
 
+REPORT = "python -m dtt.main report jobs/run "
 REQUEUE = "scontrol requeue 42"
 ALICE = "alice: dtt job stop"
 LIMIT, TERM = {"SIGNAL": "USR2"}, {"SIGNAL": "TERM"}
@@ -801,6 +802,27 @@ def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Pa
     assert not [call for call in calls(tmp_path) if call.startswith(("sbatch", "scontrol"))]
 
 
+@pytest.mark.parametrize("report", ["0", "1"], ids=["written", "failed"])
+def test_a_job_that_ends_early_gets_a_report_whose_failure_changes_nothing(
+    report: str, tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    code, output = execute(text, tmp_path, fakes, CODE="76", PYTHON_CODE=report)
+    assert code == 76
+    assert "exit code 76: fix the reported error" in output.splitlines()[-1]
+    assert calls(tmp_path)[-1] == REPORT
+    assert (tmp_path / "jobs/run/decision").read_text().startswith("over: exit code 76")
+
+
+def test_a_job_that_continues_or_is_done_leaves_the_report_to_dtt(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    for code in ("0", "1"):
+        execute(text, tmp_path, fakes, CODE=code)
+    assert REPORT not in calls(tmp_path)
+
+
 def test_attempts_without_a_new_checkpoint_are_counted_and_limited(
     tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -825,7 +847,7 @@ def test_attempts_without_a_new_checkpoint_are_counted_and_limited(
     # A node that died left no time to count: the next start does it.
     started = len(calls(tmp_path))
     assert "2 consecutive attempts" in attempt(4)
-    assert len(calls(tmp_path)) == started
+    assert calls(tmp_path)[started:] == [REPORT]
     # A new submission restarts the count.
     attempt(0)
     assert requeues[-1] == 1

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from dtt.config.optim import MuonConfig
 from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.optimizer import Muon
+from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (16, 8), (8, 24))
 EVERYTHING = MuonConfig(
-    momentum_warmup=4, normuon_beta2=0.9, cautious_weight_decay=True,
+    momentum_warmup=4, normuon_beta2=0.9, weight_decay="cautious 0.1",
     ns_coefficients="polar-express", scale="spectral",
 )  # fmt: skip
+
+
+HYPERBALL = MuonConfig(
+    lr=0.02, scale="hyperball", weight_decay=0.0, momentum_warmup=4, normuon_beta2=0.9
+)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -44,10 +50,15 @@ def polar(x: Tensor) -> Tensor:
     return u @ vh
 
 
+@pytest.fixture
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many iterations as an orthogonal matrix takes to all digits."""
+    monkeypatch.setattr("dtt.optim.muon.optimizer.STEPS", 12)
+
+
+@pytest.mark.usefixtures("_exact")
 def test_a_step_equals_that_of_the_svd_in_float64() -> None:
-    config = MuonConfig(
-        lr=0.1, momentum=0.9, weight_decay=0.5, ns_coefficients="polar-express", ns_steps=12
-    )
+    config = MuonConfig(lr=0.1, momentum=0.9, weight_decay=0.5, ns_coefficients="polar-express")
     params = weights(SHAPES)
     optimizer = Muon(params, config, torch.float64)
     for step in range(3):
@@ -83,15 +94,76 @@ def test_ten_steps_equal_those_of_torch_muon(
         torch.testing.assert_close(a, b, atol=0.01 * moved, rtol=0)  # both iterate in bf16
 
 
+@pytest.mark.usefixtures("_exact")
 def test_the_scales_are_the_published_ones() -> None:
     for scale, sizes in (("rms", (0.8, 0.8, 0.98)), ("spectral", (1.414, 1.414, 1.0))):
         params = weights(SHAPES)
-        config = MuonConfig(lr=1.0, weight_decay=0.0, scale=scale, ns_coefficients="polar-express",
-                            ns_steps=12)  # fmt: skip
+        config = MuonConfig(lr=1.0, weight_decay=0.0, scale=scale, ns_coefficients="polar-express")
         train(Muon(params, config, torch.float32), params, range(1))
         for p, start, size in zip(params, weights(SHAPES), sizes, strict=True):
             values = torch.linalg.svdvals(p.detach() - start.detach())
             torch.testing.assert_close(values, torch.full_like(values, size), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [None, 0.9], ids=["muon", "normuon"])
+def test_a_step_of_hyperball_equals_the_published_one(rows: float | None) -> None:
+    """Wen et al., arXiv 2606.16899: the reference is Muon's own update, normalised in float64."""
+    settings: Any = {"lr": 0.05, "weight_decay": 0.0, "normuon_beta2": rows}
+    ours, plain = weights(SHAPES), weights(SHAPES)
+    expected = [p.detach().double() for p in plain]
+    radii = [w.norm() for w in expected]
+    hyperball = Muon(ours, MuonConfig(scale="hyperball", **settings), torch.float32)
+    muon = Muon(plain, MuonConfig(scale="spectral", **settings), torch.float32)
+    for step in range(4):
+        before = [p.detach().double() for p in plain]
+        train(muon, plain, range(step, step + 1))
+        train(hyperball, ours, range(step, step + 1))
+        for i, (old, new) in enumerate(zip(before, plain, strict=True)):
+            u = old - new.detach().double()
+            w = expected[i] - 0.05 * radii[i] * u / u.norm()
+            expected[i] = radii[i] * w / w.norm()
+    for p, w, radius in zip(ours, expected, radii, strict=True):
+        torch.testing.assert_close(p.detach().double(), w, atol=1e-5, rtol=1e-5)
+        assert hyperball.state[p]["radius"].unique().item() == pytest.approx(radius.item())
+
+
+@pytest.mark.parametrize("rounding", [None, StochasticRounding(0)], ids=["nearest", "stochastic"])
+def test_hyperball_keeps_the_initial_norm_over_many_steps_in_any_precision(
+    rounding: StochasticRounding | None,
+) -> None:
+    config = HYPERBALL.model_copy(update={"lr": 1e-3})
+    for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
+        params = [nn.Parameter(p.to(dtype)) for p in weights(SHAPES)]
+        before = [p.detach().float().norm().item() for p in params]
+        named = [{"params": params, "names": list("abc")}]
+        optimizer = Muon(
+            named, config, torch.float32, rounding if dtype == torch.bfloat16 else None
+        )
+        for step in range(300):
+            for i, p in enumerate(params):
+                p.grad = random(*p.shape, seed=1000 * step + i).to(dtype)
+            optimizer.step()
+        norms = [p.detach().float().norm().item() for p in params]
+        assert norms == pytest.approx(before, rel=within)
+
+
+def test_a_matrix_without_a_gradient_keeps_its_values_under_hyperball() -> None:
+    [p] = weights([(8, 4)])
+    start = p.detach().clone()
+    optimizer = Muon([p], HYPERBALL, torch.float32)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), start)
+
+
+def test_matrices_of_zeros_are_found_in_stacks_and_splits() -> None:
+    params = weights([(6, 4), (3, 4, 5), (4, 4)])
+    params[0].data[2:4] = 0.0
+    groups = [{"params": [p], "names": [n], "split": s}
+              for p, n, s in zip(params, "abc", ((2, 2, 2), None, None), strict=True)]  # fmt: skip
+    assert Muon(groups, HYPERBALL, torch.float32).zero_matrices() == ["a"]
+    params[1].data[2] = 0.0
+    assert Muon(groups, HYPERBALL, torch.float32).zero_matrices() == ["b", "a"]
 
 
 def test_momentum_warms_up_linearly() -> None:
@@ -126,7 +198,7 @@ def test_cautious_decay_takes_only_from_weights_that_the_step_makes_smaller() ->
 
     start = weights([(16, 8)])[0].detach()
     undecayed, decayed = trained(weight_decay=0.0), trained(weight_decay=0.5)
-    cautious = trained(weight_decay=0.5, cautious_weight_decay=True)
+    cautious = trained(weight_decay="cautious 0.5")
     smaller = (undecayed - start) * start <= 0
     assert 0 < smaller.sum() < smaller.numel()
     torch.testing.assert_close(cautious, torch.where(smaller, decayed, undecayed))
@@ -161,7 +233,9 @@ def test_normuon_evens_out_the_rows_and_keeps_the_norm() -> None:
     assert plain[0].norm(dim=1).std() > 1e-2 * first.mean()
 
 
-@pytest.mark.parametrize("config", [MuonConfig(), EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize(
+    "config", [MuonConfig(), EVERYTHING, HYPERBALL], ids=["default", "everything", "hyperball"]
+)
 @pytest.mark.parametrize(
     ("shape", "split"),
     [((24, 8), (8, 8, 8)), ((24, 8), (16, 4, 4)), ((3, 8, 16), None),
@@ -190,7 +264,9 @@ def test_parts_and_stacks_are_updated_as_if_each_matrix_were_a_parameter(
         torch.testing.assert_close(matrix.detach(), part)
 
 
-@pytest.mark.parametrize("config", [MuonConfig(), EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize(
+    "config", [MuonConfig(), EVERYTHING, HYPERBALL], ids=["default", "everything", "hyperball"]
+)
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf"), 1.0])
 def test_a_skipped_step_changes_no_bit_of_state_or_of_the_next_step(
     config: MuonConfig, gradient: float
@@ -233,7 +309,9 @@ def test_a_skipped_first_step_has_no_effect() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
-@pytest.mark.parametrize("config", [MuonConfig(), EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize(
+    "config", [MuonConfig(), EVERYTHING, HYPERBALL], ids=["default", "everything", "hyperball"]
+)
 def test_a_step_never_synchronises_with_the_device(config: MuonConfig) -> None:
     with torch.device("meta"):  # where tensors have no values: to look at one is an error
         params = [nn.Parameter(torch.empty(shape)) for shape in SHAPES]

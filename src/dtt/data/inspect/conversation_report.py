@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -146,16 +146,10 @@ class ConversationReport:
         return [self._sample(chosen[i]) for i in places.tolist()]
 
     def _sample(self, shard: Shard) -> DocumentSample:
-        stop = int(shard.documents().starts(1, 2)[0])
-        ids = map_file(shard.path).view(shard.dtype)[:stop]
-        mask = read_mask(shard)[:stop] != 0
-        changes = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), stop]
-        parts = []
-        for first, last in pairwise(changes):
-            text = self._text(ids[first:last].tolist())
-            parts.append(f"{BEGIN}{text}{END}" if mask[first] else text)
-        where = f"{shard.path.name}, conversation 0: {stop} tokens, {mask.sum()} trained"
-        return DocumentSample(where, "".join(parts))
+        ((length, trained, parts),) = read_conversations(shard, 1, self._text)
+        text = "".join(f"{BEGIN}{text}{END}" if is_target else text for text, is_target in parts)
+        where = f"{shard.path.name}, conversation 0: {length} tokens, {trained} trained"
+        return DocumentSample(where, text)
 
     def _text(self, ids: list[Any]) -> str:
         if self._tokenizer is None:
@@ -182,3 +176,24 @@ class ConversationReport:
         except RefusedRow:
             return False
         return not both.startswith(first.rstrip())
+
+
+def read_conversations(
+    shard: Shard, most: int, decode: Callable[[list[int]], str]
+) -> Iterator[tuple[int, int, list[tuple[str, bool]]]]:
+    """Yield up to `most` conversations from the start of a shard.
+
+    Each is its number of tokens, the number of its targets, and its text in parts: (text, True if
+    these tokens are targets).
+    """
+    bounds = shard.documents().bounds()[: most + 1].tolist()
+    ids = map_file(shard.path).view(shard.dtype)
+    all_masks = read_mask(shard)
+    for start, stop in pairwise(bounds):
+        mask = all_masks[start:stop] != 0
+        changes = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), stop - start]
+        parts = [
+            (decode(ids[start + first : start + last].tolist()), bool(mask[first]))
+            for first, last in pairwise(changes)
+        ]
+        yield stop - start, int(mask.sum()), parts

@@ -224,8 +224,14 @@ class _Derivation:
         return files.decided_to_end or (final and files.ended > files.submitted)
 
     def may_continue(self, slurm: SlurmJob) -> bool:
-        """Return True unless the newest attempt had a final ending after `slurm` last changed."""
+        """Return True unless the newest attempt had a final ending after `slurm` last changed.
+
+        The job script still runs when it has decided that the job does not continue, and writes the
+        report. Slurm may then requeue the job all the same, such as after a failed node.
+        """
         files = self.files
+        if files.decided_to_end and not slurm.queued:
+            return False
         done = files.ending is not None and files.ending["code"] == ExitCode.DONE
         if done and files.job.stage_record() is not None:
             return False  # its Slurm job continues with the next stage

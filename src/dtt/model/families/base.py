@@ -92,7 +92,7 @@ class Family:
             "architectures": [self.hf_class],
             "vocab_size": arch.vocab_size,
             **self.hf_facts(arch),
-            "initializer_range": arch.init_std,
+            "initializer_range": arch.init_std.matrix,
             "tie_word_embeddings": arch.tie_embeddings,
             "bos_token_id": end_of_document,
             "eos_token_id": end_of_document,

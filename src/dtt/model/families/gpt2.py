@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
 from dtt.model.families.base import Family, WeightRule, same_name
@@ -44,7 +45,7 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         windows=(None,) * cfg.n_layers,
         attn_scale=cfg.resolved_head_dim**-0.5,
         tie_embeddings=cfg.tie_embeddings is not False,
-        init_std=cfg.init_std,
+        init_std=parse_std(cfg.init_std),
         dropout=cfg.dropout,
     )
 
@@ -102,7 +103,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
         windows=(None,) * config["n_layer"],
         attn_scale=(dim // n_heads) ** -0.5,
         tie_embeddings=config.get("tie_word_embeddings", True),
-        init_std=config.get("initializer_range", 0.02),
+        init_std=InitialStd.uniform(config.get("initializer_range", DEFAULT_STD)),
         dropout=config.get("resid_pdrop", 0.1),
     )
 

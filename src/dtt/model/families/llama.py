@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary, round_up
 from dtt.model.families import rope_scaling
@@ -57,7 +58,7 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         windows=(None,) * cfg.n_layers,
         tie_embeddings=cfg.tie_embeddings is True,
         attn_scale=cfg.resolved_head_dim**-0.5,
-        init_std=cfg.init_std,
+        init_std=parse_std(cfg.init_std),
         dropout=cfg.dropout,
     )
 
@@ -131,7 +132,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
         windows=(None,) * config["num_hidden_layers"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         attn_scale=head_dim**-0.5,
-        init_std=config.get("initializer_range", 0.02),
+        init_std=InitialStd.uniform(config.get("initializer_range", DEFAULT_STD)),
         dropout=0.0,
     )
 

@@ -34,6 +34,9 @@ SAFETY = 1.01
 """Divisor of singular values before each polynomial but the last, and once more at the start.
 Rounding in bf16 must not take them out of the interval for which a polynomial is optimal."""
 
+STEPS = 5
+"""Number of iterations of Muon."""
+
 HALVED = 384
 """Minimum number of rows for which `_gram` skips the redundant half of X X^T, on a CPU in fp32.
 Newton-Schulz is then at least 15 % faster; in bf16 it would be slower with 768 rows."""

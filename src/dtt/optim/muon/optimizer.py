@@ -7,16 +7,18 @@ momentum warm-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtt.config.optim import MuonConfig
+from dtt.config.weight_decay import parse_decay
+from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
-from dtt.optim.muon.newton_schulz import orthogonalize, quintics
+from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
 from dtt.optim.muon.redistribution import Bucket, ShardBatch, plan
 from dtt.optim.rounding import StochasticRounding
 from dtt.runtime.sharding import zeros_sharded_as
@@ -41,7 +43,13 @@ class Muon(torch.optim.Optimizer):
         w = w - lr * (scale * u + weight_decay * w)
 
     `scale` is 0.2 * sqrt(max(out, in)), which matches the RMS of the update to that of AdamW (arXiv
-    2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. Cautious decay (arXiv
+    2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. With `hyperball` (Wen
+    et al., arXiv 2606.16899), each matrix keeps the Frobenius norm R that it had before the first
+    step, and the update has the norm lr * R:
+
+        w = R * normalize(w - lr * R * normalize(u))
+
+    Cautious decay (arXiv
     2510.12402) skips weights whose magnitude the update increases. NorMuon (arXiv 2510.05491)
     divides each row of u by the root of its running mean square, and rescales u to the norm it had.
     In a group with `split`, each parameter is cut along its rows into matrices with these numbers
@@ -66,15 +74,19 @@ class Muon(torch.optim.Optimizer):
         groups hold the `names` of their parameters. Raise ValueError for a parameter that has
         neither 2 nor 3 dimensions.
         """
+        decay = parse_decay(config.weight_decay)
         defaults = {
             "lr": config.lr,
-            "weight_decay": config.weight_decay,
+            "weight_decay": None if decay.by_horizon else decay.value,
+            "cautious": decay.cautious,
             "momentum": config.momentum,
             "split": None,
         }
         super().__init__(params, defaults)
         self._config, self._ns_dtype, self._rounding = config, ns_dtype, rounding
-        self._polynomials = quintics(config.ns_coefficients, config.ns_steps)
+        self._polynomials = quintics(config.ns_coefficients, STEPS)
+        self.hyperball = config.scale == "hyperball"
+        """True if each matrix keeps its initial norm."""
         self._buckets: list[Bucket] = []
         self._planned: list[int] = []
         """Ids of the parameters in the buckets: they are planned again when these change."""
@@ -100,15 +112,35 @@ class Muon(torch.optim.Optimizer):
         for p in updated:
             self._make_state(p)
         if list(map(id, updated)) != self._planned:
-            members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
-            rows = self._config.normuon_beta2 is not None
-            self._buckets = plan(members, BATCH_ELEMENTS, self._ns_dtype, rows)
+            self._buckets = self._plan(groups)
             self._planned = list(map(id, updated))
         stagger(map(self._update, self._buckets))
         if self._config.momentum_warmup and updated:
             counts = [self.state[p]["step"] for p in updated]
             done = torch.stack(counts)
             self._write(counts, done, done + 1)
+
+    @torch.no_grad()
+    def zero_matrices(self) -> list[str]:
+        """Return the names of parameters of this rank with a matrix of zeros. A collective."""
+        names: dict[str, None] = {}
+        for bucket in self._plan([group["params"] for group in self.param_groups]):
+            squares = [
+                torch.stack(batch.of(lambda p: p)).float().square().sum((-2, -1))[:, None]
+                for batch in bucket.batches
+            ]
+            sums = matrix_sums.start(bucket, squares, 1).wait(self._wait_timer)
+            for batch, norms in zip(bucket.batches, sums, strict=True):
+                for shard, norm in zip(batch.shards, norms.flatten().tolist(), strict=True):
+                    if norm == 0.0:
+                        names[self._names.get(shard.parameter, "a matrix")] = None
+        return list(names)
+
+    def _plan(self, groups: Sequence[Sequence[Tensor]]) -> list[Bucket]:
+        """Return this rank's side of the update of the parameters in each group."""
+        members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
+        rows = self._config.normuon_beta2 is not None
+        return plan(members, BATCH_ELEMENTS, self._ns_dtype, rows)
 
     def _make_state(self, p: Tensor) -> None:
         """Create the state that `p` lacks, sharded as the parameter is."""
@@ -117,6 +149,8 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = zeros_sharded_as(p, p.shape)
         if config.normuon_beta2 is not None and "row_moment" not in state:
             state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
+        if self.hyperball and "radius" not in state:
+            state["radius"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
         if config.momentum_warmup and "step" not in state:
             state["step"] = torch.zeros((), device=p.device)
 
@@ -142,9 +176,19 @@ class Muon(torch.optim.Optimizer):
         del momenta, updates, normalized
         if shards.pending:
             yield
-        local = shards.wait(self._wait_timer), rows.wait(self._wait_timer)
-        for batch, update, row in zip_longest(bucket.batches, *local):
-            self._apply(batch, update, row)
+        local = list(
+            zip_longest(bucket.batches, shards.wait(self._wait_timer), rows.wait(self._wait_timer))
+        )
+        factors: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
+        if self.hyperball:
+            products = [self._products(*of_batch) for of_batch in local]
+            sums = matrix_sums.start(bucket, products, 3)
+            if sums.pending:
+                yield
+            of_matrices = zip(bucket.batches, sums.wait(self._wait_timer), strict=True)
+            factors = [self._on_sphere(batch, of_batch) for batch, of_batch in of_matrices]
+        for of_batch, factor in zip(local, factors, strict=False):
+            self._apply(*of_batch, factor)
 
     def _averaged(self, batch: ShardBatch) -> Tensor:
         """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
@@ -162,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         start, steps = MOMENTUM_START, self._config.momentum_warmup
         if steps == 0:
             return momentum
-        done = torch.stack([self.state[p]["step"] for p, _, _ in batch.shards])
+        done = torch.stack([self.state[shard.parameter]["step"] for shard in batch.shards])
         return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
 
     def _row_moments(self, bucket: Bucket) -> list[Tensor]:
@@ -186,25 +230,62 @@ class Muon(torch.optim.Optimizer):
         )
         return torch.cat([new, factor * (norm / (scaled + EPS))], dim=-1)
 
-    def _apply(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> None:
-        """Apply the update to the shards [N, r, c] of weights that this rank holds."""
+    def _products(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> Tensor:
+        """Return <w, w>, <w, u> and <u, u> of the shards [N, r, c] that this rank holds, [N, 3]."""
+        old = torch.stack(batch.of(lambda p: p)).float()
+        update = update.float() if rows is None else update.float() * rows[..., 1:]
+        pairs = (old, old), (old, update), (update, update)
+        return torch.stack([(a * b).sum((-2, -1)) for a, b in pairs], dim=-1)
+
+    def _on_sphere(self, batch: ShardBatch, products: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors [N, 1, 1] of weights and updates in a step of hyperball.
+
+        `products` [N, 3] are the sums of `_products` over complete matrices: the norm of the new
+        matrix follows from them, before it is computed.
+        """
+        lr = self.param_groups[batch.group]["lr"]
+        ww, wu, uu = products[..., None, None].unbind(1)
+        radii = batch.of(lambda p: self.state[p]["radius"])
+        kept = torch.stack(radii)
+        radius = kept[:, :1].float()
+        radius = torch.where(radius > 0, radius, ww.sqrt())
+        self._write(radii, kept, radius.expand_as(kept).contiguous())
+        step = lr * radius / (uu.sqrt() + EPS)
+        norm = (ww - 2 * step * wu + step * step * uu).clamp_(min=0.0).sqrt()
+        shrink = radius / (norm + EPS)
+        return shrink, -shrink * step
+
+    def _apply(
+        self,
+        batch: ShardBatch,
+        update: Tensor,
+        rows: Tensor | None,
+        factors: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Apply the update to the shards [N, r, c] of weights that this rank holds.
+
+        `factors` of weights and updates are those of hyperball; None with another scale.
+        """
         group = self.param_groups[batch.group]
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
-        if self._rounding is not None:
-            old = old.float()
+        if self._rounding is not None or factors is not None:
+            old = old.float()  # in bf16, the factor of the weights would be 1
         update = update.to(old.dtype)
         if rows is not None:
             moments = batch.of(self._row_moment)
             self._write(moments, torch.stack(moments), rows[..., :1])
             update = update * rows[..., 1:]
-        decayed = old
-        if self._config.cautious_weight_decay:
-            decayed = torch.where(update * old >= 0, old, 0.0)
-        lr = group["lr"]
-        change = update.mul_(-lr * self._scale(*batch.shape))
-        change.add_(decayed, alpha=-lr * group["weight_decay"])
-        new = change.add_(old)
+        if factors is not None:
+            new = update.mul_(factors[1]).addcmul_(old, factors[0])
+        else:
+            decayed = old
+            if group["cautious"]:
+                decayed = torch.where(update * old >= 0, old, 0.0)
+            lr = group["lr"]
+            change = update.mul_(-lr * self._scale(*batch.shape))
+            change.add_(decayed, alpha=-lr * group["weight_decay"])
+            new = change.add_(old)
         if self._rounding is None:
             self._write(weights, old, new)
             return
@@ -223,6 +304,8 @@ class Muon(torch.optim.Optimizer):
                 return 0.2 * math.sqrt(max(rows, columns))
             case "spectral":
                 return math.sqrt(max(1.0, rows / columns))
+            case "hyperball":  # `_on_sphere` scales the update
+                return 1.0
 
     def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
         """Copy the slices of `new` into `targets`, or those of `old` if this step is skipped."""

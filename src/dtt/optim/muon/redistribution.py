@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
@@ -26,6 +27,10 @@ class MatrixShard(NamedTuple):
     """Index of its rows in this rank's local part of the parameter."""
     offset: tuple[int, ...]
     """Offset of its first element in the full parameter."""
+    matrix: int = 0
+    """Index of the matrix in the bucket."""
+    counted: bool = True
+    """True if sums over the matrix include this shard; other replicas hold it too."""
 
 
 class ShardBatch(NamedTuple):
@@ -64,6 +69,13 @@ class Bucket(NamedTuple):
     """Redistribution of the shards."""
     rows: Redistribution = Redistribution()
     """Redistribution of per-row values (NorMuon): one number per row gathered, two scattered."""
+    matrices: int = 0
+    """Number of matrices in the bucket, on all ranks."""
+    sharded: bool = False
+    """True if a rank may hold only a part of a matrix, so that sums need an all-reduce."""
+    device: torch.device = torch.device("cpu")
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the matrices; None: all."""
 
 
 Group = tuple[Sequence[Tensor], Sequence[int] | None]
@@ -95,27 +107,38 @@ def _bucket(
     bucket: Sequence[Matrix], ranks: tuple[int, ...], dtype: torch.dtype, rows: bool
 ) -> Bucket:
     """Return this rank's side."""
-    rank = this_rank()
+    rank, parameter = this_rank(), bucket[0].parameter
+    layouts = [layout_of(matrix.parameter) for matrix in bucket]
+    sharded = any(layout.replica_count < len(layout.ranks) for layout in layouts)
     held, assigned = _StackLayout(), _StackLayout()
     batches: dict[int, ShardBatch] = {}
-    for i, matrix in enumerate(bucket):
-        box = layout_of(matrix.parameter).box(rank)
+    for i, (matrix, layout) in enumerate(zip(bucket, layouts, strict=True)):
+        box = layout.box(rank)
         if index := _overlap(matrix.box, box):
             height, width = (side.stop - side.start for side in index[-2:])
             number = held.add(i, matrix, (height, width))
             batch = batches.setdefault(number, ShardBatch(matrix.group, matrix.shape, []))
             offset = tuple(o + side.start for o, side in zip(box.offset, index, strict=True))
-            batch.shards.append(MatrixShard(matrix.parameter, index[:-1], offset))
+            counted = layout.replicas[rank] == layout.replicas[layout.ranks[0]] or not sharded
+            batch.shards.append(MatrixShard(matrix.parameter, index[:-1], offset, i, counted))
         if matrix.assigned_rank == rank:
             assigned.add(i, matrix, matrix.shape)
-    known = list(batches.values())
+    group = group_of(parameter) if len(ranks) > 1 else None
+    alone = Bucket(
+        list(batches.values()),
+        matrices=len(bucket),
+        sharded=sharded,
+        device=parameter.device,
+        group=group,
+    )
     if len(ranks) == 1:
-        return Bucket(known)
+        return alone
     sides = bucket, held, assigned, ranks
     shards = _redistribution(*sides, dtype, of_rows=False)
     if not rows:
-        return Bucket(known, shards)
-    return Bucket(known, shards, _redistribution(*sides, torch.float32, of_rows=True))
+        return alone._replace(shards=shards)
+    of_rows = _redistribution(*sides, torch.float32, of_rows=True)
+    return alone._replace(shards=shards, rows=of_rows)
 
 
 def _overlap(part: Box, container: Box) -> Index:

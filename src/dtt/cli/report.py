@@ -1,0 +1,53 @@
+"""The command `dtt report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import examples
+from dtt.runtime.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt report jobs/run",
+        "dtt report jobs/run jobs/stories --out compare.html",
+        "dtt report jobs/lr           # a sweep: its table, and a plot for each key",
+        "dtt report --serve           # live, all jobs in jobs/",
+    )
+)
+def report(
+    jobs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[JOB]…", help="Job directories, sweeps, or folders of stages."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: report.html in the job directory.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve live pages on 127.0.0.1 instead.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for --serve; 0 chooses a free one.")
+    ] = 0,
+) -> None:
+    """Write a report: curves, tasks, time, interruptions, samples, configuration.
+
+    The report is one HTML file that opens without a network or a server. With --serve, the pages
+    follow running jobs. The address that it prints contains a random token, without which the
+    server refuses every request.
+    """
+    with command():
+        from dtt.commands import report as body
+        from dtt.errors import ConfigError
+
+        if not serve:
+            body.write(jobs or [], out)
+            return
+        if out is not None:
+            raise ConfigError("--serve and --out are mutually exclusive")
+        body.serve(jobs or [], port)

@@ -1,0 +1,121 @@
+"""The pages of `dtt report`: a report of some jobs, and the list of jobs of a live server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtt import __version__
+from dtt.config.explain import scalar
+from dtt.launch.jobs.job_state import Status
+from dtt.launch.sweep.trials import Sweep
+from dtt.report.configuration import differences
+from dtt.report.curves import MAX_BUCKETS
+from dtt.report.page import render
+from dtt.report.run_data import configuration_of, read_run, verdict
+from dtt.report.sweep_data import of_sweep
+
+MAX_DETAILED = 12
+"""Number of runs up to which a page shows everything of each."""
+FEWEST_BUCKETS = 100
+
+Home = Callable[[Path], Path]
+"""Returns the folder that the relative paths in the configuration of a job start from."""
+
+
+def report_page(
+    statuses: Sequence[Status], home: Home, *, sweep: Sweep | None = None, live: bool = False
+) -> str:
+    """Return the report of some jobs.
+
+    Many jobs share the number of points of ten, and only a few jobs are shown with samples,
+    checkpoints and complete configurations: the page stays small enough to open at once.
+    """
+    configs = [configuration_of(status.job) for status in statuses]
+    detailed = len(statuses) <= MAX_DETAILED and sweep is None
+    most = max(FEWEST_BUCKETS, min(MAX_BUCKETS, 10 * MAX_BUCKETS // max(1, len(statuses))))
+    runs = [
+        read_run(status, cfg, most=most, home=home(status.job.root) if detailed else None)
+        for status, cfg in zip(statuses, configs, strict=True)
+    ]
+    for run, label in zip(runs, _labels(runs, sweep), strict=True):
+        run["label"] = label
+    return render(
+        _common(_title(runs, sweep), "report", live=live)
+        | {
+            "runs": runs,
+            "sweep": None if sweep is None else of_sweep(sweep),
+            "differences": differences(configs) if len(runs) > 1 and sweep is None else [],
+        }
+    )
+
+
+def jobs_page(statuses: Sequence[Status]) -> str:
+    """Return the list of all jobs of a live server."""
+    rows = [job_row(status) for status in statuses]
+    return render(_common("Jobs", "jobs", live=True) | {"jobs": rows})
+
+
+def job_row(status: Status) -> dict[str, Any]:
+    """Return what the list of jobs, and the head of a live report, show of a job's state."""
+    measured = status.files.measured()
+    return {
+        "job": str(status.job.root),
+        "verdict": verdict(status),
+        "step": status.files.step,
+        "steps": status.files.steps,
+        "loss": measured["loss"],
+        "tokens": measured["tokens"],
+        "tokens_per_second": measured["tokens_per_second"],
+        "seconds_left": status.seconds_left,
+    }
+
+
+def _common(title: str, view: str, *, live: bool) -> dict[str, Any]:
+    return {
+        "title": title,
+        "view": view,
+        "live": live,
+        "version": __version__,
+        "generated": time.time(),
+    }
+
+
+def _labels(runs: Sequence[dict[str, Any]], sweep: Sweep | None) -> list[str]:
+    """Return a short name for each run: of a trial, what it varies; else what names differ in."""
+    if sweep is not None:
+        keys = {key: key.rpartition(".")[2] for key in sweep.manifest.keys}
+        if len(set(keys.values())) < len(keys):
+            keys = {key: key for key in keys}
+        return [
+            ", ".join(
+                f"{keys.get(key, key)}={_short(value)}" for key, value in trial.values.items()
+            )
+            for trial in sweep.manifest.trials.values()
+        ]
+    names = [str(run["name"]) for run in runs]
+    if len(set(names)) < len(names):  # copies of a job
+        names = [str(run["path"]) for run in runs]
+    folder = _common_folder(names)
+    return names if folder is None else [name.rpartition("/")[2] for name in names]
+
+
+def _common_folder(names: Sequence[str]) -> str | None:
+    """Return the part before the slash if it is the same in all names; empty if they have none."""
+    folders = {name.rpartition("/")[0] for name in names}
+    return folders.pop() if len(folders) == 1 else None
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else scalar(value)
+
+
+def _title(runs: Sequence[dict[str, Any]], sweep: Sweep | None) -> str:
+    if sweep is not None:
+        return f"Sweep {sweep.manifest.name}"
+    names = [str(run["name"]) for run in runs]
+    if len(names) == 1:
+        return names[0]
+    return _common_folder(names) or f"{len(names)} runs"  # the stages of a configuration, or jobs

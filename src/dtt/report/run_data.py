@@ -1,0 +1,258 @@
+"""What a report shows of one job, as JSON; the page draws it.
+
+Every part is read from the files of the job, and a part whose files are missing or damaged is left
+out: a report is most useful for a job that went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtt.artifacts import DataManifest
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+from dtt.errors import DttError
+from dtt.launch.jobs.job_state import FAILURES, State, Status
+from dtt.model import count, families
+from dtt.reading import Kind, fits, is_kind, read_small, tolerant
+from dtt.report import attempts, task_results
+from dtt.report.configuration import changed_keys
+from dtt.report.conversation_masks import conversations
+from dtt.report.curves import MAX_BUCKETS, curves
+from dtt.report.metrics_history import MetricsHistory
+from dtt.runtime.jobdir import JobDir
+from dtt.secrets import redacted
+
+GOOD, BUSY, BAD, IDLE = "good", "busy", "bad", "idle"
+MOODS = {
+    State.DONE: GOOD,
+    State.RUNNING: BUSY,
+    State.STOPPING: BUSY,
+    State.QUEUED: BUSY,
+    State.PREEMPTED: BUSY,
+    State.SUSPENDED: BUSY,
+    State.DIVERGED: BAD,
+    State.TIMED_OUT: BAD,
+    **dict.fromkeys(FAILURES, BAD),
+}
+"""How a page shows a state; states that are not listed are idle."""
+MAX_SAMPLES = 100
+MAX_SAMPLE_TEXT = 3000
+"""Characters of a sample that a page contains; a sample of training is usually far shorter."""
+MAX_LISTED = 200
+"""Number of skipped steps and of checkpoints that a page lists, the newest."""
+GUARD: Mapping[str, Kind] = {"why": str, "action": str, "bad_step": int}
+
+
+def read_run(
+    status: Status,
+    cfg: RunConfig | None,
+    *,
+    most: int = MAX_BUCKETS,
+    home: Path | None = Path(),
+) -> dict[str, Any]:
+    """Return everything that a page shows of a job, with at most `most` buckets per curve.
+
+    `cfg` is the configuration of the job, None if it cannot be read; its relative paths start from
+    `home`. Without `home`, as for the trials of a sweep, the page gets only what compares runs: no
+    samples, checkpoints, conversations and complete configuration.
+    """
+    job = status.job
+    history = MetricsHistory.read(job.metrics)
+    progress = history.tokens.buckets(most)
+    run: dict[str, Any] = {
+        "name": name_of(job, cfg),
+        "path": str(job.root),
+        "verdict": verdict(status),
+        "step": history.last_step or status.files.step,
+        "steps": status.files.steps or (cfg.train.steps if cfg is not None else None),
+        "progress": {
+            "width": progress["width"],
+            "at": progress["at"],
+            "tokens": history.tokens.last(most),
+            "time": history.times.last(most),
+        },
+        "curves": curves(history.series, most),
+        "most": most,
+        "speed": _median(history, "perf/tokens_per_second"),
+        "tasks": task_results.of_job(job, history.listed["task"]),
+        "clock": attempts.of_job(status),
+        "guard": _guard(history),
+        "offset": history.offset,
+    }
+    if cfg is not None:
+        run |= _of_configuration(job, cfg, history)
+    if home is not None:
+        if cfg is not None:
+            run["configuration"] = changed_keys(cfg)
+            run["conversations"] = conversations(cfg, home)
+        text = tolerant(job.config, lambda path: read_small(path).decode())
+        run["configuration_text"] = text or ""
+        run["samples"] = _samples(history)
+        run["checkpoints"] = _checkpoints(job, history)
+        run |= _relatives(job)
+    return run
+
+
+def verdict(status: Status) -> dict[str, Any]:
+    """Return the state of a job, why it is in it, and the command to type next."""
+    ending = status.files.ending
+    lines = str(ending["reason"]).splitlines() if ending and not status.alive else []
+    text = status.detail
+    if status.state is State.DONE:
+        text = lines[0] if lines and lines[0] != "done" else ""
+    advice = [line.removeprefix("  next:").strip() for line in lines if line.startswith("  next:")]
+    return {
+        "state": status.state.value,
+        "mood": MOODS.get(status.state, IDLE),
+        "attempt": status.files.attempt,
+        "text": text,
+        "why": [line.strip() for line in lines[1:] if not line.startswith("  next:")],
+        "next": advice[0] if advice else _next_command(status),
+        "log": status.log_tail,
+    }
+
+
+def _next_command(status: Status) -> str:
+    if status.state is State.DONE:
+        command = ["export"]
+    elif status.alive or status.queued:
+        command = ["job", "status"]
+    else:
+        command = ["job", "resume"]  # it prints the command, or submits the job again
+    return shlex.join(["dtt", *command, str(status.job.root)])
+
+
+def name_of(job: JobDir, cfg: RunConfig | None) -> str:
+    """Return the name of a job: that of its configuration, else of its folder."""
+    return cfg.name if cfg is not None else job.root.resolve().name
+
+
+def configuration_of(job: JobDir) -> RunConfig | None:
+    """Return the configuration of a job; None if it cannot be read."""
+    try:
+        return load_job(job.root)
+    except DttError:
+        return None
+
+
+def _data(job: JobDir) -> DataManifest | None:
+    try:
+        return DataManifest.read(job.root)
+    except DttError:
+        return None
+
+
+def _of_configuration(job: JobDir, cfg: RunConfig, history: MetricsHistory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    data = _data(job)
+    if data is not None:
+        arch = families.get(cfg.model.family).architecture(
+            cfg.model, data.vocab_size, cfg.train.seq_len
+        )
+        found["parameters"] = count.parameters(arch)
+        found["flops_per_token"] = count.flops_per_token(arch, cfg.train.seq_len)
+        found["mixture"] = _mixture(data, history)
+    return found
+
+
+def _mixture(data: DataManifest, history: MetricsHistory) -> list[dict[str, Any]]:
+    """Return the epochs and the share of tokens of each source so far."""
+    records = history.listed["data"]
+    epochs = records[-1].get("epochs") if records else None
+    if not isinstance(epochs, dict):
+        return []
+    rows = [
+        {"name": s.name, "tokens": s.tokens, "epochs": epochs[s.name]}
+        for s in data.sources
+        if is_kind(epochs.get(s.name), float)
+    ]
+    used = [row["tokens"] * row["epochs"] if row["tokens"] else None for row in rows]
+    known = [tokens for tokens in used if tokens is not None]
+    if len(known) == len(rows) and sum(known) > 0:
+        for row, tokens in zip(rows, known, strict=True):
+            row["share"] = tokens / sum(known)
+    return rows
+
+
+def _median(history: MetricsHistory, name: str) -> float | None:
+    column = history.series.get(name)
+    return median(column.values) if column is not None else None
+
+
+def _samples(history: MetricsHistory) -> dict[str, Any]:
+    """Return text samples, evenly spread over the run if there are many."""
+    records = [r for r in history.listed["sample"] if isinstance(r.get("text"), str)]
+    items = [
+        {"step": r["step"], "text": shortened(r["text"], MAX_SAMPLE_TEXT)}
+        for r in spread(records, MAX_SAMPLES)
+    ]
+    return {"total": len(records), "items": items}
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the start of a text. Secrets are redacted first: part of one is not recognised."""
+    return redacted(text)[:most]
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return up to `most` items, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _guard(history: MetricsHistory) -> dict[str, Any]:
+    """Return the skipped steps, and ranges of steps whose records were lost."""
+    skipped = [r for r in history.listed["guard"] if fits(r, GUARD)]
+    items = [
+        {"step": r["step"], "bad_step": r["bad_step"], "why": r["why"], "action": r["action"]}
+        for r in skipped[-MAX_LISTED:]
+    ]
+    gaps = [pair for r in history.listed["gap"] if fits(r, {"steps": list}) for pair in r["steps"]]
+    lost = [pair for pair in gaps if isinstance(pair, list) and list(map(type, pair)) == [int, int]]
+    return {"total": len(skipped), "items": items, "lost": lost[-MAX_LISTED:]}
+
+
+def _checkpoints(job: JobDir, history: MetricsHistory) -> dict[str, Any]:
+    """Return the checkpoints that exist, and the number of those that were deleted."""
+    saves = {r["step"]: r for r in history.listed["save"]}
+    kept = sorted(
+        int(path.name.removeprefix("step-"))
+        for path in job.checkpoints.glob("step-*")
+        if re.fullmatch(r"step-\d{1,12}", path.name)
+    )
+    items = []
+    for step in kept[-MAX_LISTED:]:
+        record = saves.get(step, {})
+        numbers = ("bytes", "blocked_seconds", "write_seconds", "time")
+        items.append({"step": step} | {name: _number(record, name) for name in numbers})
+    return {"items": items, "kept": len(kept), "deleted": len(saves.keys() - set(kept))}
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    return record[name] if fits(record, {name: float}) else None
+
+
+def _relatives(job: JobDir) -> dict[str, Any]:
+    """Return the parent run of a branch, and the branches of this job in the same folder."""
+    record = job.parent_record()
+    parent = record and {
+        "path": os.path.normpath(job.root / record["job"]),
+        "step": record["step"],
+    }
+    return {"parent": parent, "branches": sorted(_branches(job), key=lambda b: b["step"])}
+
+
+def _branches(job: JobDir) -> Iterator[dict[str, Any]]:
+    own = job.root.resolve()
+    for path in sorted(job.root.parent.glob("*/parent.json"))[:MAX_LISTED]:
+        record = JobDir(path.parent).parent_record()
+        if record is not None and (path.parent / Path(record["job"])).resolve() == own:
+            yield {"path": str(path.parent), "step": record["step"]}

@@ -1,0 +1,329 @@
+"""Upload of complete histories to Weights & Biases: one row per record, in order, none twice.
+
+The W&B client retries for days and reports success even if the server took nothing. So this module
+bounds the retries, and compares the run on the server with the records before and after an upload.
+
+A row that W&B has cannot be replaced: a client that starts an existing run anew appends to its
+history. So a history that no longer fits becomes a new run, `ID-2`, and the old run is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtt.errors import ConfigError, EnvironmentUnfit
+from dtt.track.wandb import answers, define_metrics, delete_slurm_secrets, wandb_client
+
+Row = dict[str, Any]
+
+LIVE_SECONDS = 1.0
+"""Maximum difference in seconds between the time of a record in metrics.jsonl and that of its row
+in a run that `WandbTracker` wrote while the job ran."""
+PAUSES = (0.0, 1.0, 3.0)
+"""Seconds to wait before each comparison after an upload: a server may count rows with a delay."""
+BOUNDS = {
+    "x_file_stream_retry_max": 5,
+    "x_file_stream_retry_wait_min_seconds": 1,
+    "x_file_stream_retry_wait_max_seconds": 15,
+    "x_file_stream_timeout_seconds": 60,
+    "x_file_transfer_retry_max": 3,
+    "x_graphql_retry_max": 3,
+    "x_graphql_timeout_seconds": 20,
+}
+"""Settings of the client that bound its retries, which by default last for a week."""
+PRIVATE = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+"""Settings of the client that leave out this machine: the job ran elsewhere."""
+JOB_TYPE = "upload"
+"""Job type, in W&B, of the runs that were created here, so that only these are ever deleted."""
+OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_MODE")
+"""Environment variables that would change the identity of the runs, or keep them offline."""
+
+
+class RunPath(NamedTuple):
+    """The place of a run on a W&B server."""
+
+    entity: str
+    project: str
+    id: str
+
+    def __str__(self) -> str:
+        """Return `entity/project/id`."""
+        return "/".join(self)
+
+    @property
+    def folder(self) -> str:
+        """The project with its entity."""
+        return f"{self.entity}/{self.project}"
+
+
+@dataclass(frozen=True)
+class UploadedRun:
+    """A run whose history on the server equals the records of a job."""
+
+    entity: str
+    project: str
+    id: str
+    url: str
+    rows: int
+    sent: int
+    """Number of rows that this upload sent."""
+    replaced: bool
+    """True if this upload replaced a run whose history was not the beginning of this one."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run on the server, as far as it shows which rows its history has."""
+
+    path: RunPath
+    rows: int
+    summary: Row
+    """The last value of each metric."""
+    url: str
+    uploaded: bool
+    """True if an upload created it; False if a tracker did."""
+
+
+class WandbHistory:
+    """A connection to a W&B server that uploads the histories of jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Connect; raise EnvironmentUnfit if that is impossible. `folder` is for local files."""
+        self._wandb = wandb_client("dtt wandb uploads with the package wandb")
+        self._folder = folder
+        delete_slurm_secrets()
+        for variable in OVERRIDES:
+            os.environ.pop(variable, None)
+        os.environ.update(WANDB_SILENT="true", WANDB_DIR=str(folder), WANDB_CACHE_DIR=str(folder))
+        self._server = ""
+        with self._reported():
+            settings = self._wandb.Settings(**BOUNDS, **PRIVATE)
+            self._server = self._wandb.setup(settings).settings.base_url
+            known = self._wandb.login(prompt=False, verify=False)
+        if not known:
+            raise EnvironmentUnfit(
+                "no API key for Weights & Biases",
+                where=self._server,
+                next="wandb login, or set the environment variable WANDB_API_KEY",
+            )
+        self.check_server()
+        with self._reported():
+            self._api = self._wandb.Api()
+            self.entity: str = self._api.default_entity or ""
+            """Team or user to which runs without an entity belong."""
+
+    def check_server(self) -> None:
+        """Raise EnvironmentUnfit if the server does not respond within 5 s."""
+        if not answers(self._server):
+            raise EnvironmentUnfit(
+                "the W&B server did not respond within 5 s",
+                where=self._server,
+                next="run the same command again where the network reaches it; "
+                "WANDB_BASE_URL selects another server",
+            )
+
+    def upload(
+        self,
+        path: RunPath,
+        name: str,
+        config: dict[str, Any],
+        rows: Callable[[], Iterator[Row]],
+    ) -> UploadedRun:
+        """Make the history of a run equal to `rows`; send only what is new.
+
+        `rows()` starts a new iteration over all rows, of which there is at least one. A run whose
+        history is not the beginning of them is replaced; ConfigError if a tracker created it.
+        Raises EnvironmentUnfit if the history on the server differs afterwards.
+        """
+        self.check_server()
+        runs = self._find(path)
+        newest = runs[-1] if runs else None
+        total, last, at_stored = 0, {}, None
+        for total, row in enumerate(rows(), 1):
+            last = row
+            if newest is not None and total == newest.rows:
+                at_stored = row
+        start, replaced = 0, False
+        if newest is not None:
+            if at_stored is not None and self._ends_with(newest, at_stored):
+                path, start = newest.path, newest.rows
+            elif newest.rows > 0:
+                path, replaced = _successor(newest, path.id), True
+            else:
+                path = newest.path
+        if newest is not None and start == total:
+            url = newest.url
+        else:
+            resumes = newest is not None and not replaced
+            self._send(path, name, config, islice(rows(), start, total), resumes=resumes)
+            url = self._verify(path, total, last).url
+        for old in runs:
+            if old.uploaded and old.path != path:
+                self._delete(old.path)
+        return UploadedRun(*path, url, total, sent=total - start, replaced=replaced)
+
+    def _find(self, path: RunPath) -> list[StoredRun]:
+        """Return the runs of a job: `ID`, `ID-2`, …; there are several if an upload was cut off."""
+        pattern = f"^{re.escape(path.id)}(-[0-9]+)?$"
+        with self._reported(path):
+            try:
+                runs = self._api.runs(path.folder, filters={"name": {"$regex": pattern}})
+                found = [run.id for run in runs]
+            except self._errors as error:
+                if not _is_missing(error):
+                    raise
+                found = []  # the project does not exist
+        found.sort(key=lambda id: _number(id, path.id))
+        stored = (self._stored(path._replace(id=id)) for id in found)
+        return [run for run in stored if run is not None]
+
+    def _stored(self, path: RunPath) -> StoredRun | None:
+        """Return the state of a run on the server; None if there is no such run."""
+        self._api.flush()  # else it returns the state of the last query
+        with self._reported(path):
+            try:
+                run = self._api.run(str(path))
+            except self._errors as error:
+                if not _is_missing(error):
+                    raise
+                return None
+        return StoredRun(
+            path=path,
+            rows=run.historyLineCount or 0,
+            summary=dict(run.summaryMetrics or {}),
+            url=run.url,
+            uploaded=run.jobType == JOB_TYPE,
+        )
+
+    def _ends_with(self, run: StoredRun, row: Row) -> bool:
+        """Return True if `row` is the last row of a run.
+
+        Then the rows before it are equal, too: metrics.jsonl changes only by new lines at its end,
+        and by the removal of the lines after a step when a job resumes. The lines that follow such
+        a removal have other times.
+        """
+        if _matches(run, row, run.summary):
+            return True
+        # An upload that was cut off may have left a summary of rows that did not arrive.
+        with self._reported(run.path):
+            scan = self._api.run(str(run.path)).scan_history(
+                keys=list(row), min_step=run.rows - 1, max_step=run.rows
+            )
+            return any(_matches(run, row, found) for found in scan)
+
+    def _send(
+        self,
+        path: RunPath,
+        name: str,
+        config: dict[str, Any],
+        rows: Iterator[Row],
+        *,
+        resumes: bool,
+    ) -> None:
+        """Append rows to a run, or create it."""
+        with self._reported(path):
+            run = self._wandb.init(
+                **path._asdict(),
+                name=name,
+                group=name,
+                job_type=None if resumes else JOB_TYPE,
+                config=config,
+                dir=self._folder,
+                mode="online",
+                resume="allow" if resumes else "never",
+                settings=self._wandb.Settings(init_timeout=20),
+            )
+            define_metrics(run)
+            for row in rows:
+                run.log(row)
+            run.finish()
+
+    def _verify(self, path: RunPath, total: int, last: Row) -> StoredRun:
+        """Return the run on the server; EnvironmentUnfit unless it has all rows."""
+        found = None
+        for pause in PAUSES:
+            time.sleep(pause)
+            found = self._stored(path)
+            if found is not None and found.rows == total and _matches(found, last, found.summary):
+                return found
+        raise EnvironmentUnfit(
+            f"the upload is incomplete: W&B has {found.rows if found else 0} of {total} rows",
+            where=found.url if found else self._server,
+            why="the server refused rows, or the connection was lost",
+            next="run the same command again: it sends what is missing",
+        )
+
+    def _delete(self, path: RunPath) -> None:
+        """Delete a run that was replaced."""
+        with self._reported(path):
+            self._api.run(str(path)).delete()
+
+    @contextmanager
+    def _reported(self, path: RunPath | None = None) -> Iterator[None]:
+        """Turn the client's errors into EnvironmentUnfit."""
+        try:
+            yield
+        except self._errors as error:
+            raise EnvironmentUnfit(
+                f"W&B refused {'the connection' if path is None else path}",
+                where=self._server,
+                why=" ".join(str(error).split()),
+                next="check the API key (wandb login), the entity and the project",
+            ) from error
+
+    @property
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """The errors that the client raises, which include invalid settings in the environment."""
+        return (self._wandb.Error, OSError, ValueError)
+
+
+def _is_missing(error: Exception) -> bool:
+    """Return True if there is no such run or project; the client has no class for this error."""
+    return "could not find" in str(error).lower()
+
+
+def _matches(run: StoredRun, row: Row, found: Row) -> bool:
+    """Return True if `found`, the last values of a run, are those of `row` as its last row."""
+    expected = row | {"_step": run.rows - 1}
+    timestamp, logged = expected.pop("_timestamp", None), found.get("_timestamp")
+    tolerance = 0.0 if run.uploaded else LIVE_SECONDS
+    if timestamp is not None and logged is not None and abs(timestamp - logged) > tolerance:
+        return False
+    return all(found.get(name) == value for name, value in expected.items())
+
+
+def _successor(run: StoredRun, first: str) -> RunPath:
+    """Return the path of the run that replaces another one; `first` is the id of the first one.
+
+    Raises ConfigError if a tracker created the run.
+    """
+    if not run.uploaded:
+        raise ConfigError(
+            f"the history of {run.path} is not the beginning of the job's metrics.jsonl",
+            where=run.url,
+            why="the job's tracker wrote it, and the job later repeated steps; W&B cannot replace "
+            "rows, and this run is left as it is",
+            next="upload to another project with --project",
+        )
+    return run.path._replace(id=f"{first}-{_number(run.path.id, first) + 1}")
+
+
+def _number(id: str, first: str) -> int:
+    """Return 1 for the id `first` itself, 2 for `first-2`, and so on."""
+    return int(id[len(first) + 1 :] or 1)

@@ -1,0 +1,237 @@
+"""Live pages in a real browser: new points, changed states, resumed jobs, and the list of jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import OpenPage
+from playwright.sync_api import Browser, Page, expect
+from report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
+from running import Dtt
+
+from dtt.runtime.jobdir import JobDir
+from dtt.track.jsonl import JsonlTracker
+
+LIVE_MS = 5000
+"""Milliseconds within which a page must show what has changed."""
+CHARTS = ("Loss", "Gradient norm", "Tokens per second", "Validation, bits per byte", "hellaswag")
+
+
+@dataclass
+class RunningJob:
+    """A job that runs, in that its heartbeat is fresh; records are appended by the test."""
+
+    job: JobDir
+    run: SyntheticRun
+    step: int
+
+    def beat(self) -> None:
+        heartbeat = json.loads(self.job.heartbeat.read_text())
+        heartbeat |= {
+            "time": time.time() + 3600, "phase": "step", "step": self.step,
+            "node": socket.gethostname(), "pid": os.getpid(),
+        }  # fmt: skip
+        self.job.heartbeat.write_text(json.dumps(heartbeat))
+
+    def train(self, steps: int) -> None:
+        """Append the records of the next steps."""
+        records = self.run.records(self.step, self.step + steps, START)
+        text = "".join(json.dumps(record) + "\n" for record in records if record["kind"] != "start")
+        with self.job.metrics.open("a") as file:
+            file.write(text)
+        self.step += steps
+        self.beat()
+
+
+def start(folder: Path, run: SyntheticRun, step: int, name: str = "run") -> RunningJob:
+    written: WrittenJob = write_new_job(folder, name, run)
+    written.attempt(0, step, began=START, code=None)
+    running = RunningJob(written.job, run, step)
+    running.beat()
+    return running
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """The address that `dtt report --serve` prints, for the jobs in tmp_path/jobs."""
+    (tmp_path / "jobs").mkdir()
+    process = Dtt(tmp_path).start_python("-m", "dtt.main", "report", "--serve")
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url), process.communicate()
+    yield url
+    process.terminate()
+    process.wait(30)
+
+
+def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
+    """Return the rows of the tables of values of charts."""
+    found = {}
+    for chart in charts:
+        values = page.locator(f"figure:has(h3:text-is('{chart}')) details.values")
+        if values.get_attribute("open") is None:
+            values.locator("summary").click()
+        values.locator("tr").first.wait_for()
+        found[chart] = values.locator("tr").all_inner_texts()
+    return found
+
+
+def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    # It grows beyond 2,000 steps, at which the page merges its buckets in pairs.
+    job = start(tmp_path, SyntheticRun(steps=4000, eval_every=500, spike=2157), 1990)
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        for _ in range(4):
+            job.train(150)
+            step = f"{job.step:,} of 4,000"
+            expect(page.locator(".tiles")).to_contain_text(step, timeout=LIVE_MS)
+        seen = tables(page)
+        assert any(row.startswith("training\t2,590\t") for row in seen["Loss"])
+        assert seen["Loss"][-1].startswith("validation\t2,500\t")
+        page.check("input[name=axis][value=tokens]")
+        by_tokens = tables(page)
+        assert opened.problems == []
+        assert opened.axe() == []
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        assert tables(opened.page) == seen
+        opened.page.check("input[name=axis][value=tokens]")
+        assert tables(opened.page) == by_tokens
+
+
+def test_a_page_shows_how_its_job_ends_and_new_samples(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    job = start(tmp_path, SyntheticRun(), 190)
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator(".verdict")).to_contain_text("running")
+        job.train(20)
+        expect(page.locator("#samples blockquote")).to_contain_text("200", timeout=LIVE_MS)
+        why = "training diverged at step 210: loss is nan\n  next:  lower optim.lr"
+        job.job.end_attempt(76, why, 0, attempt=1)  # type: ignore[arg-type]
+        verdict = page.locator(".verdict")
+        expect(verdict).to_contain_text("diverged", timeout=3 * LIVE_MS)
+        expect(verdict).to_contain_text("lower optim.lr")
+        assert opened.problems == []
+
+
+def test_a_hidden_page_lets_go_of_its_connection_and_catches_up(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    set_hidden = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    job = start(tmp_path, SyntheticRun(), 190)
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        with page.expect_event("requestfailed"):  # the page ends the stream
+            page.evaluate(set_hidden, True)
+        job.train(30)
+        page.evaluate(set_hidden, False)
+        expect(page.locator(".tiles")).to_contain_text("220 of 400", timeout=LIVE_MS)
+        assert opened.problems == []
+
+
+def test_a_page_that_was_opened_before_the_first_step_shows_the_run_and_reloads_once(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    job = start(tmp_path, SyntheticRun(eval_every=10), 0)
+    job.job.metrics.write_text("")
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        assert page.locator("figure").count() == 0
+        loads: list[str] = []
+        page.on("load", lambda _: loads.append("load"))
+        job.train(5)
+        expect(page.locator("h3", has_text="Loss").first).to_be_visible(timeout=LIVE_MS)
+        job.train(5)  # the first evaluation: its charts and the samples are new
+        expect(page.locator("#samples blockquote")).to_contain_text("10", timeout=LIVE_MS)
+        expect(page.locator("h3", has_text="hellaswag")).to_be_visible()
+        job.train(20)
+        expect(page.locator(".tiles")).to_contain_text("30 of 400", timeout=LIVE_MS)
+        assert len(loads) == 1
+        assert opened.problems == []
+
+
+def test_a_redraw_keeps_the_sample_the_axis_and_the_cursor(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    job = start(tmp_path, SyntheticRun(eval_every=50), 190)
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        page.locator("#samples input").fill("1")
+        page.check("input[name=axis][value=tokens]")
+        page.locator(".plot").first.focus()
+        page.keyboard.press("Home")
+        job.train(30)
+        expect(page.locator(".tiles")).to_contain_text("220 of 400", timeout=LIVE_MS)
+        assert page.locator("#samples output").inner_text() == "step 50"
+        assert page.is_checked("input[name=axis][value=tokens]")
+        assert page.locator(".hair").first.is_visible()
+
+
+def test_a_page_starts_anew_when_its_job_resumes_from_an_earlier_step(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    job = start(tmp_path, SyntheticRun(), 190)
+    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
+        page = opened.page
+        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        JsonlTracker(job.job.metrics, 100).close()
+        job.step = 100
+        with page.expect_navigation(timeout=3 * LIVE_MS):
+            job.train(10)
+        expect(page.locator(".tiles")).to_contain_text("110 of 400", timeout=LIVE_MS)
+
+
+def test_the_list_shows_all_jobs_with_their_states_and_opens_several_of_them(
+    address: str, tmp_path: Path, chromium: Browser
+) -> None:
+    running = start(tmp_path, SyntheticRun(), 190, "first")
+    write_finished_job(tmp_path, "second")
+    with OpenPage(chromium, address) as opened:
+        page = opened.page
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(2)
+        expect(rows.nth(0)).to_contain_text("running")
+        expect(rows.nth(1)).to_contain_text("done")
+        running.train(30)
+        expect(rows.nth(0)).to_contain_text("220 of 400", timeout=3 * LIVE_MS)
+        write_finished_job(tmp_path, "third")
+        expect(rows).to_have_count(3, timeout=3 * LIVE_MS)
+        assert opened.axe() == []
+        assert opened.problems == []
+        page.get_by_label("Compare jobs/first").check()
+        page.get_by_label("Compare jobs/second").check()
+        page.get_by_role("button", name="Compare").click()
+        page.wait_for_selector("html[data-ready='1'] h1:text-is('2 runs')")
+        expect(page.locator("header tbody tr")).to_have_count(2)
+        page.get_by_role("link", name="All jobs").click()
+        page.wait_for_selector("h1:text-is('Jobs')")
+
+
+def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromium: Browser) -> None:
+    start(tmp_path, SyntheticRun(), 50)
+    process = Dtt(tmp_path).start_python("-m", "dtt.main", "report", "jobs/run", "--serve")
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    with OpenPage(chromium, f"{url}report?job=jobs/run") as opened:
+        expect(opened.page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
+        process.terminate()
+        process.wait(30)
+        expect(opened.page.locator("#connection")).to_contain_text("not connected")

@@ -1,0 +1,193 @@
+"""Options of recipes in runs: resumed bit for bit, the same on several ranks, changed with care."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forked_runs import run, start
+from running import Dtt
+
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.export.read import read_hf_folder
+from dtt.optim.ema import averages
+from dtt.track import jsonl
+
+Settings = Callable[..., list[str]]
+
+FP32 = {"train__precision": "fp32", "checkpoint__keep_last": 9, "optim__lr": 2e-2}
+OPTIONS = {
+    "cautious adamw": ["optim.type=adamw", "optim.weight_decay=cautious horizon 0.1"],
+    "hyperball": [
+        "optim.weight_decay=0",
+        "optim.normuon_beta2=0.9",
+        "optim.scale=hyperball",
+    ],
+    "own decay by role": [
+        "optim.groups=[{match: embed, lr: 3e-2, decay: 100%}, {match: head, decay: 6}]"
+    ],
+    "late average": ["train.eval_every=2", "train.ema_decay=0.8 from 50% blend 0.6"],
+    "initial std by role": ["model.init_std={embed: 0.5, head: 0, output: 0}"],
+    "muon by horizon": ["optim.weight_decay=horizon 0.2"],
+    "adamw by horizon": [
+        "optim.type=adamw",
+        "optim.groups=[{match: embed.weight, weight_decay: horizon 0.1}]",
+    ],
+}
+
+
+def losses(job: Path) -> list[float]:
+    records = jsonl.read(job / "metrics.jsonl")
+    numbers = [(r["loss"], r.get("ema_loss")) for r in records if r["kind"] in ("train", "eval")]
+    return [loss for pair in numbers for loss in pair if loss is not None]
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """The last checkpoints of two jobs are equal bit for bit."""
+    newest = [store.find(str(job)).path for job in (one, other)]
+    for file in (store.rank_file(kind, 0) for kind in (store.MODEL, store.STATE)):
+        assert (newest[0] / file).read_bytes() == (newest[1] / file).read_bytes(), file
+
+
+@pytest.mark.slow(except_for=["muon by horizon"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_resumed_run_equals_an_uninterrupted_one_and_two_ranks_train_the_same(
+    option: str, dtt: Dtt, tiny: Settings
+) -> None:
+    settings = [*tiny(**FP32), *OPTIONS[option]]
+    dtt("train", *settings)
+    job, resumed = dtt.folder / "jobs/t", dtt.folder / "jobs/resumed"
+    shutil.copytree(job, resumed)
+    dtt("train", resumed, "--from-step", 4)
+    assert_same_state(job, resumed)
+    run(dtt, "train", *settings, "name=ranks", "parallel.shard=2", ranks=2)
+    assert losses(dtt.folder / "jobs/ranks") == pytest.approx(losses(job), rel=1e-5)
+    plain = [*tiny(**FP32, name="plain"), *OPTIONS[option][:-1]]
+    dtt("train", *plain)
+    assert losses(dtt.folder / "jobs/plain") != losses(job), "the option has no effect"
+
+
+@pytest.mark.slow(except_for=["shard and tensor"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ["parallel.replicate=2"]),
+        (4, ["parallel.shard=2", "parallel.tensor=2"]),
+        (2, ["parallel.context=2"]),
+        (4, ["parallel.replicate=2", "parallel.shard=2"]),
+    ],
+    ids=["replicate", "shard and tensor", "context", "replicate and shard"],
+)
+def test_hyperball_trains_the_same_on_every_layout(
+    ranks: int, layout: list[str], dtt: Dtt, tiny: Settings
+) -> None:
+    settings = [*tiny(**FP32, train__micro_batch=2), *OPTIONS["hyperball"]]
+    dtt("train", *settings)
+    run(dtt, "train", *settings, "name=ranks", *layout, ranks=ranks)
+    assert losses(dtt.folder / "jobs/ranks") == pytest.approx(
+        losses(dtt.folder / "jobs/t"), rel=1e-5
+    )
+
+
+def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_step(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    hyperball = [*tiny(), "optim.scale=hyperball"]
+    assert "keeps the norm of matrices: set 0" in dtt("train", *hyperball, expect=2).stderr
+    hyperball.append("optim.weight_decay=0")
+    entry = "optim.groups=[{match: '*.q.weight', weight_decay: 0.1}]"
+    refused = dtt("train", *hyperball, entry, expect=2).stderr
+    assert "Muon keeps the norm of layers.0.attn.q.weight" in refused
+    zero = dtt("train", *hyperball, "model.init_std={output: 0}", expect=2).stderr
+    assert "optim.scale=hyperball cannot train layers.0.attn.o.weight" in zero
+    assert "hyperball keeps their norm (4 such parameters)" in zero
+    assert "step 1/" not in zero
+    done = start(
+        dtt, "train", *hyperball, "model.init_std={output: 0}", "parallel.shard=2", ranks=2
+    ).wait()
+    assert done.returncode, done.stderr  # 78 where the launcher stops rank 0 for rank 1's error
+    assert "cannot train layers.0.attn.o.weight" in done.stderr
+    others = ", ".join(f"{{match: '*.{name}.weight', optimizer: adamw}}" for name in ("o", "down"))
+    dtt("train", *hyperball, "model.init_std={output: 0}", f"optim.groups=[{others}]")
+
+
+def test_a_job_keeps_the_initial_std_by_role_and_its_export_is_verified(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    dtt("train", *tiny(), "model.init_std={embed: 0.5, head: 0, output: 0}")
+    job = dtt.folder / "jobs/t"
+    assert load_job(job).model.init_std == {"embed": 0.5, "head": 0.0, "output": 0.0}
+    refused = dtt("train", job, "model.init_std.embed=0.4", expect=2).stderr
+    assert "was started with different values of: model.init_std" in refused
+    dtt("export", job)
+    facts = json.loads(next(dtt.folder.rglob("config.json")).read_text())
+    assert facts["initializer_range"] == 0.02
+
+
+def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    """1 / (0.25 * 0.02 * 12 steps) = 16.67; with 24 steps it is half of that."""
+    settings = tiny(optim__lr=2e-2, schedule__type="constant")
+    done = dtt("train", *settings, "optim.weight_decay=horizon 0.25")
+    assert "16.67" in next(line for line in done.stderr.splitlines() if "matrix" in line)
+    dtt("train", *settings, f"optim.weight_decay={1 / (0.25 * 2e-2 * 12)}", "name=number")
+    job = dtt.folder / "jobs/t"
+    assert_same_state(job, dtt.folder / "jobs/number")
+    refused = dtt("train", job, "train.steps=24", expect=2).stderr
+    assert "--allow-change train.steps" in refused
+    longer = dtt("train", job, "train.steps=24", "--allow-change", "train.steps").stderr
+    assert "the weight decay is divided by 2 from here on" in longer
+    assert "8.333" in next(line for line in longer.splitlines() if "matrix" in line)
+    again = dtt("train", job).stderr
+    assert "divided" not in again
+
+
+def test_a_late_average_is_blended_alike_in_evaluations_exports_and_new_jobs(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    settings = tiny(**FP32, train__eval_every=2)
+    dtt("train", *settings, "train.ema_decay=0.8 from 50% blend 0.6")
+    job = dtt.folder / "jobs/t"
+    evals = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
+    assert all((r["ema_loss"] == r["loss"]) == (r["step"] <= 6) for r in evals)
+    found = store.find(str(job))
+    weights, state = found.tensors(store.MODEL), found.tensors(store.STATE)
+    average = averages(state)
+    dtt("export", job, "--ema", "--out", "averaged", "export.dtype=fp32")
+    exported = read_hf_folder(dtt.folder / "averaged").state
+    for name, tensor in exported.items():
+        expected = 0.6 * average[name] + 0.4 * weights[name]
+        torch.testing.assert_close(tensor, expected, msg=name)
+    dtt("train", *settings, "name=next", "init.from=jobs/t", "init.average=true")
+    first = next(
+        r for r in jsonl.read(dtt.folder / "jobs/next/metrics.jsonl") if r["kind"] == "eval"
+    )
+    assert first["loss"] == pytest.approx(evals[-1]["ema_loss"], rel=1e-6)
+
+
+def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Settings) -> None:
+    """The group decays over steps 7 to 12, all others over the last two."""
+    own = "optim.groups=[{match: embed, decay: 6}]"
+    dtt("train", *tiny(schedule__decay=2, checkpoint__keep_last=9), own)
+    refused = dtt("train", "--branch", "jobs/t@8", "train.steps=20", expect=2).stderr
+    assert "the learning rate of jobs/t decays after step 6, before the branch point 8" in refused
+    dtt("train", "--branch", "jobs/t@4", "train.steps=14", "schedule.decay=2", "name=b")
+    dtt("train", *tiny(schedule__decay=2, train__steps=14, name="whole"), own)
+    assert_same_state(dtt.folder / "jobs/b", dtt.folder / "jobs/whole")
+
+
+def test_a_branch_of_another_length_would_have_decayed_otherwise_and_is_refused(
+    dtt: Dtt, tiny: Settings
+) -> None:
+    settings = tiny(schedule__type="wsd", schedule__decay=2)
+    dtt("train", *settings, "optim.weight_decay=horizon 0.25")
+    refused = dtt("train", "--branch", "jobs/t@8", "train.steps=20", expect=2).stderr
+    assert "train.steps=20 changes the weight decay before the branch point" in refused
+    assert "set train.steps=12" in refused
+    dtt("train", "--branch", "jobs/t@8", "train.steps=12", "schedule.decay=3", "name=b")
