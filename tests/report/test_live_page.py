@@ -73,14 +73,15 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
-    """Return the rows of the tables of values of charts."""
+    """Return the rows of the tables of values of charts, with tabs between the cells."""
+    row = "tr => [...tr.cells].map(cell => cell.textContent).join('\\t')"
     found = {}
     for chart in charts:
         values = page.locator(f"figure:has(h3:text-is('{chart}')) details.values")
         if values.get_attribute("open") is None:
             values.locator("summary").click()
         values.locator("tr").first.wait_for()
-        found[chart] = values.locator("tr").all_inner_texts()
+        found[chart] = values.locator("tr").evaluate_all(f"rows => rows.map({row})")
     return found
 
 

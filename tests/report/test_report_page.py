@@ -195,6 +195,7 @@ def test_a_logarithmic_axis_and_zoom_work_beside_a_run_that_has_not_started(
         page = opened.page
         page.check("input[name=axis][value=tokens]")
         page.check("input[name=log]")
+        page.mouse.move(0, 0)  # where no chart can scroll under the mouse and move the cursor
         chart = page.locator(CHART.format("Training loss"))
         assert colored(chart, 0.08, 0.2, 0, 0.95) > 20  # from the left edge on
         chart.locator(".plot").focus()
