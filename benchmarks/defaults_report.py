@@ -5,7 +5,6 @@ Losses are nats per token, differences mnat (thousandths). Intervals are two-sid
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -23,10 +22,10 @@ from trial_statistics import (
 from dtt.errors import InputError
 
 if TYPE_CHECKING:
-    from choose_defaults import Measurement, Outcome
+    from choose_defaults import Measurement
+    from trial_runner import Outcome
 
 TODAY = "today"
-PHASES = ("noise", "screen", "confirm", "transfer")
 
 
 def report(measurement: Measurement) -> str:
@@ -37,7 +36,8 @@ def report(measurement: Measurement) -> str:
         "Screen: main effects": _screen,
         "Confirmation": _confirmation,
         "Transfer": _transfer,
-        "Error of the evaluation": _evaluation,
+        "AdamW": _adamw,
+        "AdamW on the novels": _adamw_novels,
         "Result": _result,
     }
     lines = ["# Defaults by measurement"]
@@ -77,37 +77,29 @@ def _interval(measurement: Measurement, estimate: Estimate) -> str:
 
 def _runs(measurement: Measurement) -> Iterator[str]:
     """Yield what was run, and on what."""
-    recorded, records = measurement.recorded(), list(measurement.run_records())
-    yield f"- commit {recorded.get('commit', 'none')}"
-    yield f"- plan: sha256 {measurement.plan.sha256}"
-    yield f"- torch {recorded.get('torch', '?')}, {recorded.get('cores', '?')} cores"
-    for name, sha256 in recorded.get("tokens", {}).items():
-        yield f"- token files of {name}: manifest sha256 {sha256}"
+    lines = measurement.record.lines
+    if not lines:
+        raise InputError("no run has finished")
+    for name, value in lines[0].items():
+        yield f"- {name}: {value}"
     yield ""
     rows = []
-    for phase in PHASES:
-        of_phase = [r for r in records if r["run"].startswith(f"{phase}/")]
-        if not of_phase:
-            continue
-        trials = measurement.trials(phase)
-        outcomes = [o for o in map(measurement.outcome, trials) if o is not None]
-        seconds = sum(r["seconds"] for r in of_phase)
-        rows.append(
-            (
-                phase,
-                f"{len(outcomes)} of {len(trials)}",
-                str(sum(not outcome.finished for outcome in outcomes)),
-                str(sum(measurement.job(trial).attempt() > 1 for trial in trials)),
-                f"{seconds / 3600:.2f}",
-                f"{max(r['busy_percent'] for r in of_phase):.0f} %",
-            )
-        )
-    headings = ("phase", "finished", "diverged", "resumed", "hours", "busiest before a run")
-    yield from _table(headings, rows)
+    for phase in measurement.plan.content["phases"]:
+        of_phase = [line for line in lines[1:] if line["run"].startswith(f"{phase}/")]
+        hours = sum(line["seconds"] for line in of_phase) / 3600
+        diverged = sum(not line["finished"] for line in of_phase)
+        rows.append((phase, str(len(of_phase)), str(diverged), f"{hours:.2f}"))
+    yield from _table(("phase", "finished runs", "diverged", "hours of processes"), rows)
+    repeated = sum(line["run"].startswith("repeated/") for line in lines[1:])
+    yield ""
+    yield (
+        f"{repeated} repetitions of the first run, with other versions of the source; all losses "
+        "were the same bit for bit."
+    )
 
 
 def _noise(measurement: Measurement) -> Iterator[str]:
-    seeds = measurement.plan.content["phases"]["noise"]["seeds"]
+    seeds = measurement.plan.seeds("noise")
     losses = measurement.losses("noise")[TODAY]
     yield from _table(
         ("seed", "loss"),
@@ -144,106 +136,120 @@ def _screen(measurement: Measurement) -> Iterator[str]:
         "factor by itself. Columns without a factor show interactions and noise."
     )
     yield ""
-    seeds = plan.content["phases"]["screen"]["seeds"]
+    seeds = plan.seeds("screen")
     settings = measurement.settings("screen")
     signs = ["".join("+" if s > 0 else "-" for s in row) for row in plackett_burman()]
     yield from _table(
         ("row", "columns", *(f"loss, seed {seed}" for seed in seeds), "mean", "changes"),
         (
             (name, sign, *(f"{loss:.4f}" for loss in each), f"{statistics.fmean(each):.4f}",
-             plan.changes(settings[name]))
+             settings[name].changes)
             for sign, (name, each) in zip(signs, losses.items(), strict=True)
         ),
     )  # fmt: skip
     yield ""
     for name, levels in measurement.candidates().items():
-        yield f"- Candidate {name}: {plan.changes(levels)}"
+        yield f"- Candidate {name}: {plan.setting(levels).changes}"
 
 
 def _confirmation(measurement: Measurement) -> Iterator[str]:
-    adjusted = confirmed(measurement)
-    yield from _comparison(measurement, "confirm", adjusted)
+    yield from _losses(measurement, "confirm")
+    yield ""
+    yield from _differences(measurement, "confirm", confirmed(measurement))
+    yield ""
+    yield from _to_same_loss(measurement, "confirm", "times", TODAY)
 
 
 def _transfer(measurement: Measurement) -> Iterator[str]:
-    yield from _comparison(measurement, "transfer", None)
-    outcomes = measurement.losses("transfer")
-    better = measurement.better_candidate()
-    signs = [a < b for a, b in zip(outcomes[better], outcomes[TODAY], strict=True)]
+    yield from _losses(measurement, "transfer")
     yield ""
-    yield f"Candidate {better} is better with {sum(signs)} of {len(signs)} seeds."
+    yield from _differences(measurement, "transfer", None)
+    yield ""
+    yield from _to_same_loss(measurement, "transfer", "times-novels", TODAY)
 
 
-def _comparison(
-    measurement: Measurement, phase: str, adjusted: dict[str, float] | None
-) -> Iterator[str]:
-    """Yield tables of all settings of a phase, and of their differences to today's, by seed."""
-    outcomes = measurement.outcomes(phase)
-    seeds = measurement.plan.content["phases"][phase]["seeds"]
-    losses = measurement.losses(phase)
+def _adamw(measurement: Measurement) -> Iterator[str]:
+    yield from _beside_adamw(measurement, "adamw", "confirm", "times")
+
+
+def _adamw_novels(measurement: Measurement) -> Iterator[str]:
+    yield from _beside_adamw(measurement, "adamw-novels", "transfer", "times-novels")
+
+
+def _beside_adamw(measurement: Measurement, phase: str, others: str, times: str) -> Iterator[str]:
+    """Yield the grid of AdamW, its losses by seed, and the steps of Muon to the same losses."""
+    grid = measurement.losses(f"tune-{phase}")
+    settings = measurement.settings(f"tune-{phase}")
     yield from _table(
-        ("setting", *(f"loss, seed {seed}" for seed in seeds), "mean", "step (s)"),
+        ("AdamW", "loss"),
+        ((settings[name].changes, f"{losses[0]:.4f}") for name, losses in grid.items()),
+    )
+    yield ""
+    yield from _losses(measurement, phase)
+    yield ""
+    yield from _to_same_loss(measurement, others, times, "adamw", phase)
+
+
+def _losses(measurement: Measurement, phase: str) -> Iterator[str]:
+    """Yield the table of the last losses of all settings by seed."""
+    yield from _table(
+        ("setting", *(f"seed {n}" for n in measurement.plan.seeds(phase)), "mean", "σ (mnat)"),
         (
-            (name, *(f"{loss:.4f}" for loss in losses[name]),
-             f"{statistics.fmean(losses[name]):.4f}", f"{step_seconds(each):.4f}")
-            for name, each in outcomes.items()
+            (name, *(f"{loss:.4f}" for loss in each), f"{statistics.fmean(each):.4f}",
+             f"{1000 * statistics.stdev(each):.1f}")
+            for name, each in measurement.losses(phase).items()
         ),
     )  # fmt: skip
-    yield ""
+
+
+def _differences(
+    measurement: Measurement, phase: str, adjusted: dict[str, float] | None
+) -> Iterator[str]:
+    """Yield the table of differences to today's settings, paired by seed."""
+    losses = measurement.losses(phase)
     rows = []
-    for name in (n for n in outcomes if n != TODAY):
+    for name in (n for n in losses if n != TODAY):
         difference = paired(losses[name], losses[TODAY])
         p = _p(adjusted[name] if adjusted else difference.p)
-        equal = at_equal_seconds(outcomes[name], outcomes[TODAY])
+        better = sum(a < b for a, b in zip(losses[name], losses[TODAY], strict=True))
         rows.append(
             (name, _mnat(difference.value), f"{1000 * difference.error:.1f}",
-             _interval(measurement, difference), p,
-             f"{_mnat(equal.value)} ({_interval(measurement, equal)})")
+             _interval(measurement, difference), p, f"{better} of {len(losses[name])}")
         )  # fmt: skip
     p_heading = "p (Holm)" if adjusted else "p"
     headings = ("candidate", "difference (mnat)", "standard error", "95 % interval", p_heading)
-    yield from _table((*headings, "at equal seconds (mnat)"), rows)
-    yield ""
-    yield from _to_same_loss(measurement, outcomes)
+    yield from _table((*headings, "seeds better"), rows)
 
 
-def _to_same_loss(measurement: Measurement, outcomes: dict[str, list[Outcome]]) -> Iterator[str]:
-    """Yield the table of steps and seconds to the last loss of today's settings, by seed."""
+def _to_same_loss(
+    measurement: Measurement, phase: str, times: str, baseline: str, of: str | None = None
+) -> Iterator[str]:
+    """Yield the table of steps and seconds to the last loss of a setting with the same seed."""
+    outcomes = measurement.outcomes(phase)
+    base = measurement.outcomes(of or phase)[baseline]
+    seconds = {name: step_seconds(each) for name, each in measurement.outcomes(times).items()}
     rows = []
-    for name in (n for n in outcomes if n != TODAY):
-        shares, missed = steps_share(outcomes[name], outcomes[TODAY])
-        ratio = step_seconds(outcomes[name]) / step_seconds(outcomes[TODAY])
+    for name in (n for n in outcomes if n != baseline):
+        shares, missed = steps_share(outcomes[name], base)
         low, high = shares.interval(measurement.plan.content["confidence"])
+        slower = seconds[name] / seconds[baseline]
+        equal = at_equal_seconds(outcomes[name], base, slower)
         rows.append(
-            (name, f"{shares.value:.3f}", f"{low:.3f} to {high:.3f}", f"{shares.value * ratio:.3f}",
-             str(missed))
+            (name, f"{shares.value:.3f}", f"{low:.3f} to {high:.3f}", f"{1 / shares.value:.2f}",
+             f"{seconds[name]:.4f}", f"{1 / (shares.value * slower):.2f}", str(missed),
+             f"{_mnat(equal.value)} ({_interval(measurement, equal)})")
         )  # fmt: skip
-    headings = ("candidate", "share of the steps", "95 % interval", "share of the seconds")
-    yield from _table((*headings, "seeds that never reach it"), rows)
+    yield from _table(
+        ("setting", "share of the steps", "95 % interval", "times fewer", "step (s)",
+         "times fewer seconds", "seeds that never reach it", "at equal seconds (mnat)"),
+        rows,
+    )  # fmt: skip
     yield ""
     yield (
-        "Steps to the last loss that today's settings have with the same seed, interpolated "
-        "between evaluations. The schedule ends at the last step, so that these are upper bounds: "
-        "a shorter schedule would decay earlier. A seed that never reaches it counts with all of "
-        "them."
-    )
-
-
-def _evaluation(measurement: Measurement) -> Iterator[str]:
-    """Yield the standard errors over held-out sequences, from the last checkpoints of a seed."""
-    trials = {t.setting: t for t in reversed(measurement.trials("confirm"))}
-    measurement.outcomes("confirm")
-    better = measurement.better_candidate()
-    today = sequence_losses(measurement, trials[TODAY].name)
-    other = sequence_losses(measurement, trials[better].name)
-    one, difference = mean_estimate(today), paired(other, today)
-    yield (
-        f"{len(today):,} held-out sequences, the same in all runs; seed {trials[TODAY].seed}. "
-        f"Standard error over sequences: {1000 * one.error:.1f} mnat of today's loss "
-        f"({one.value:.4f}), and {1000 * difference.error:.1f} mnat of the difference of candidate "
-        f"{better} ({_mnat(difference.value)} mnat). Sequences of one document are not "
-        "independent: the true errors are larger. They are common to all seeds, and not in the "
-        "intervals above, which hold for this held-out text."
+        f"Steps and seconds to the last loss of {baseline} ({seconds[baseline]:.4f} s per step) "
+        "with the same seed, interpolated between evaluations. The schedule ends at the last step, "
+        "so that the shares are upper bounds: a shorter schedule would decay earlier. A seed that "
+        "never reaches it counts with all steps."
     )
 
 
@@ -254,11 +260,13 @@ def _result(measurement: Measurement) -> Iterator[str]:
     difference = paired(losses[better], losses[TODAY])
     p = confirmed(measurement)[better]
     low, high = difference.interval(plan.content["confidence"])
-    equal = at_equal_seconds(outcomes[better], outcomes[TODAY]).value
+    times = measurement.outcomes("times")
+    slower = step_seconds(times[better]) / step_seconds(times[TODAY])
+    equal = at_equal_seconds(outcomes[better], outcomes[TODAY], slower).value
     novels = measurement.losses("transfer")
     transfer = paired(novels[better], novels[TODAY]).value
     conditions = {
-        f"adjusted p = {p:.4f} < {plan.content['significance']}": p < plan.content["significance"],
+        f"adjusted p = {_p(p)} < {plan.content['significance']}": p < plan.content["significance"],
         f"the 95 % interval ends at {_mnat(high)} < 0 mnat": high < 0,
         f"at equal seconds {_mnat(equal)} < 0 mnat": equal < 0,
         f"on the novels {_mnat(transfer)} < 0 mnat": transfer < 0,
@@ -268,7 +276,7 @@ def _result(measurement: Measurement) -> Iterator[str]:
     yield f"- half the width of the 95 % interval: {500 * (high - low):.1f} mnat"
     yield ""
     if all(conditions.values()):
-        yield f"Ship candidate {better}: {plan.changes(measurement.candidates()[better])}."
+        yield f"Ship candidate {better}: {plan.setting(measurement.candidates()[better]).changes}."
     else:
         yield "Today's settings stay: the candidate did not pass."
 
@@ -287,47 +295,23 @@ def step_seconds(outcomes: Sequence[Outcome]) -> float:
     return statistics.median(outcome.step_seconds for outcome in outcomes)
 
 
-def at_equal_seconds(candidate: Sequence[Outcome], today: Sequence[Outcome]) -> Estimate:
-    """Return the difference in loss when today's settings have finished, paired by seed.
+def at_equal_seconds(
+    candidate: Sequence[Outcome], baseline: Sequence[Outcome], slower: float
+) -> Estimate:
+    """Return the difference in loss when the baseline has finished, paired by seed.
 
-    A candidate with slower steps has by then done steps * (today's time of a step / its own).
+    A candidate whose steps take `slower` times as long has by then done steps / slower.
     """
-    speed = step_seconds(today) / step_seconds(candidate)
     reached = [
-        value_at(c.curve, t.curve[-1][0] * min(1.0, speed))
-        for c, t in zip(candidate, today, strict=True)
+        value_at(c.curve, b.curve[-1][0] * min(1.0, 1 / slower))
+        for c, b in zip(candidate, baseline, strict=True)
     ]
-    return paired(reached, [outcome.loss for outcome in today])
+    return paired(reached, [outcome.loss for outcome in baseline])
 
 
-def steps_share(candidate: Sequence[Outcome], today: Sequence[Outcome]) -> tuple[Estimate, int]:
-    """Return the share of the steps to today's last loss, and how many seeds never reach it."""
-    found = [crossing(c.curve, t.loss) for c, t in zip(candidate, today, strict=True)]
-    last = [t.curve[-1][0] for t in today]
+def steps_share(candidate: Sequence[Outcome], baseline: Sequence[Outcome]) -> tuple[Estimate, int]:
+    """Return the share of the steps to the baseline's last loss, and how many seeds miss it."""
+    found = [crossing(c.curve, b.loss) for c, b in zip(candidate, baseline, strict=True)]
+    last = [b.curve[-1][0] for b in baseline]
     shares = [1.0 if f is None else f / n for f, n in zip(found, last, strict=True)]
     return mean_estimate(shares), found.count(None)
-
-
-def sequence_losses(measurement: Measurement, name: str) -> list[float]:
-    """Return the mean loss of each held-out sequence of a run's last checkpoint, in fp32."""
-    import numpy as np
-    import torch
-
-    from dtt.commands.model_source import load_model, on_device
-    from dtt.config.load import load_job
-    from dtt.data.samples.dataset import open_dataset
-    from dtt.evaluate.validation import held_out
-
-    root = measurement.work / "jobs" / name
-    cfg = load_job(root)
-    (part,) = held_out(open_dataset(cfg), cfg.train.eval_tokens // cfg.train.seq_len)
-    model = on_device(load_model(str(root), ema=False), torch.device("cpu")).float().eval()
-    losses: list[float] = []
-    with torch.no_grad():
-        for first in range(0, part.count, 16):
-            samples = np.arange(first, min(first + 16, part.count), dtype=np.uint64)
-            ids = torch.from_numpy(part.source.read(samples).ids)
-            loss_BT = model(ids[:, :-1], ids[:, 1:], reduction="none")
-            losses += loss_BT.double().mean(1).tolist()
-    assert not any(map(math.isnan, losses))
-    return losses

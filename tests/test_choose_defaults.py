@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from running import ROOT
 
 from dtt.config.load import resolve
+from dtt.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +22,10 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The modules of the measurement, in `benchmarks/`."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import choose_defaults
+    import trial_runner
     import trial_statistics
 
-    yield SimpleNamespace(run=choose_defaults, statistics=trial_statistics)
+    yield SimpleNamespace(run=choose_defaults, runner=trial_runner, statistics=trial_statistics)
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -91,34 +94,56 @@ def test_curves_are_interpolated_between_evaluations(scripts: SimpleNamespace) -
     assert scripts.statistics.value_at(curve, 50) == 3.0
 
 
+def plan(scripts: SimpleNamespace) -> Any:
+    return scripts.run.Plan(scripts.run.PLAN.read_bytes(), smoke=False)
+
+
 def test_every_planned_setting_is_valid(scripts: SimpleNamespace) -> None:
-    plan = scripts.run.Plan(scripts.run.PLAN.read_bytes(), smoke=False)
-    assert len(plan.factors) == 8
-    assert plan.design[-1] == plan.today
-    for phase, settings in {"screen": plan.design, "transfer": [plan.today]}.items():
-        config = plan.content["phases"][phase]["config"]
-        for levels in settings:
-            values = plan.overrides(phase, levels, seed=1)
-            cfg = resolve(config, [f"{key}={value}" for key, value in values.items()]).config
-            assert cfg.optim.weight_decay.startswith(("horizon", "cautious horizon"))
+    planned = plan(scripts)
+    assert planned.design[-1] == planned.today
+    settings = [(planned.config("screen"), planned.setting(levels)) for levels in planned.design]
+    settings += [("novels", planned.setting(planned.today, "novels"))]
+    for phase in ("tune-adamw", "tune-adamw-novels"):
+        settings += [(planned.config(phase), setting) for setting in planned.grid(phase)]
+    assert len(settings) == 12 + 1 + 12 + 6
+    for config, setting in settings:
+        overrides = [f"{key}={value}" for key, value in setting.overrides.items()]
+        assert "horizon" in resolve(config, overrides).config.optim.weight_decay
 
 
-def test_no_seed_is_used_by_two_phases(scripts: SimpleNamespace) -> None:
-    plan = scripts.run.Plan(scripts.run.PLAN.read_bytes(), smoke=False)
-    seeds = [seed for phase in plan.content["phases"].values() for seed in phase["seeds"]]
-    assert len(seeds) == len(set(seeds)) == 9 + 2 + 6 + 5
+def test_todays_setting_is_that_of_the_shipped_configuration_before_the_measurement(
+    scripts: SimpleNamespace,
+) -> None:
+    planned = plan(scripts)
+    assert planned.setting(planned.today).changes == "today's settings"
+    lr, horizon = (float(planned.level(factor, -1)) for factor in ("lr", "horizon"))
+    assert 1 / (lr * horizon * 500) == pytest.approx(0.1)
+    assert 1 / (lr * float(planned.level("horizon", -1, "novels")) * 300) == pytest.approx(0.1)
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of the repository")
-def test_a_plan_that_changes_after_the_first_run_is_refused(
+def test_only_phases_that_compare_settings_share_seeds(scripts: SimpleNamespace) -> None:
+    seeds = {phase: set(plan(scripts).seeds(phase)) for phase in plan(scripts).content["phases"]}
+    assert seeds["confirm"] == seeds["adamw"] < seeds["noise"]
+    assert seeds["transfer"] == seeds["adamw-novels"]
+    choices = ("noise", "screen", "tune-adamw", "transfer", "tune-adamw-novels", "times")
+    assert all(not seeds[a] & seeds[b] for a, b in combinations(choices, 2))
+
+
+def test_runs_with_another_plan_are_refused_and_finished_ones_are_not_repeated(
     scripts: SimpleNamespace, tmp_path: Path
 ) -> None:
-    plan = scripts.run.Plan(scripts.run.PLAN.read_bytes(), smoke=True)
-    measurement = scripts.run.Measurement(plan, tmp_path)
-    measurement.check_unchanged()
-    measurement.check_unchanged()
-    other = scripts.run.Measurement(scripts.run.Plan(plan.text + b"# more\n", smoke=True), tmp_path)
-    with pytest.raises(scripts.run.ConfigError, match="these have changed: plan"):
-        other.check_unchanged()
-    with pytest.raises(scripts.run.ConfigError, match="has changed since the first run"):
-        other.check_plan()
+    path = tmp_path / "record.jsonl"
+    record = scripts.runner.TrialRecord(path)
+    record.start({"plan": "a"})
+    record.start({"tokens of quickstart": "key"})
+    outcome = scripts.runner.Outcome([(0, 8.3), (4, 7.5)], True, 0.25, 12.0)
+    record.add("noise/today-40", outcome)
+    again = scripts.runner.TrialRecord(path)
+    assert again["noise/today-40"] == outcome
+    assert "noise/today-41" not in again
+    again.start({"plan": "a"})
+    with pytest.raises(ConfigError, match="these have changed: plan"):
+        again.start({"plan": "b"})
+    trial = scripts.runner.Trial("noise/today-40", "quickstart", {})
+    scripts.runner.TrialRunner(tmp_path, again, threads=1).train([trial], tmp_path)
+    assert not (tmp_path / "jobs").exists()
