@@ -13,13 +13,14 @@ from forked_runs import run, start
 from running import Dtt
 
 from dtt.checkpoint import store
-from dtt.config.load import load_job
+from dtt.config.load import load_job, resolve, shipped_configs
 from dtt.export.read import read_hf_folder
 from dtt.optim.ema import averages
 from dtt.track import jsonl
 
 Settings = Callable[..., list[str]]
 
+PRETRAIN = sorted(path.stem for path in (shipped_configs() / "pretrain").glob("*.yaml"))
 FP32 = {"train__precision": "fp32", "checkpoint__keep_last": 9, "optim__lr": 2e-2}
 OPTIONS = {
     "cautious adamw": ["optim.type=adamw", "optim.weight_decay=cautious horizon 0.1"],
@@ -191,3 +192,20 @@ def test_a_branch_of_another_length_would_have_decayed_otherwise_and_is_refused(
     assert "train.steps=20 changes the weight decay before the branch point" in refused
     assert "set train.steps=12" in refused
     dtt("train", "--branch", "jobs/t@8", "train.steps=12", "schedule.decay=3", "name=b")
+
+
+@pytest.mark.slow(except_for=["gpt2-124m"])
+@pytest.mark.parametrize("name", PRETRAIN)
+def test_a_shipped_pretraining_recipe_trains_a_tiny_model(
+    name: str, dtt: Dtt, tiny: Settings
+) -> None:
+    sizes = ["head_dim=8", "n_kv_heads=2", "ffn_dim=32", "vocab_size=320", "max_seq_len=32"]
+    changed = [*tiny(train__eval_tokens=2048), *(f"model.{size}" for size in sizes)]
+    dtt("train", "-c", f"pretrain/{name}", *changed, "train.sample_prompt=one")
+    job = dtt.folder / "jobs/t"
+    shipped, trained = resolve(f"pretrain/{name}", env={}).config, load_job(job)
+    assert trained.optim == shipped.optim
+    assert trained.train.z_loss == shipped.train.z_loss
+    assert trained.schedule == shipped.schedule.model_copy(update={"warmup": 2})
+    evals = [r["loss"] for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
+    assert evals[-1] < evals[0]
