@@ -46,6 +46,10 @@ class TargetWatch:
             self._thread.join()
             remove(self._job.stop)
 
+    def wait(self) -> None:
+        """Wait until the target is reached."""
+        self._thread.join()
+
     def _run(self) -> None:
         size = -1
         while not self._over.wait(SECONDS_BETWEEN_LOOKS):
