@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from running import ROOT
 
 from dtt.bench.recipe import RecipeFile, ScoreRule, find, read, shipped
 from dtt.config.load import Mistakes, resolve
@@ -17,6 +18,8 @@ config: quickstart
 runs: 2
 score: {metric: eval.loss, label: loss}
 """
+TOKENS = 'tokens: {repo: a/b, files: ["NAME"], tokenizer: c, folder: d}'
+POINT = "references: [{name: a, value: 1, unit: s, hardware: b, date: then, source: https://a}]"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -46,6 +49,17 @@ def test_the_speedrun_validates_on_its_first_10485760_tokens() -> None:
     assert cfg.train.eval_tokens % cfg.train.seq_len == 0
 
 
+def test_the_page_plans_the_steps_of_the_recipe() -> None:
+    """dtt plan takes the configuration of a recipe and those overrides that change the estimate."""
+    recipe = find("fineweb-3.28").recipe
+    [steps] = [one for one in recipe.overrides if one.startswith("train.steps=")]
+    page = (ROOT / "docs/bench.md").read_text()
+    for gpus in (1, 8):
+        line = f"dtt plan -c {recipe.config} {steps} --gpu H100 --nodes 1 --gpus-per-node {gpus}"
+        assert f"{line}\n" in page
+    assert "4,400 steps" in page
+
+
 def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert find("laptop").name == "laptop"
     assert find(str(write(tmp_path, MINIMAL))).name == "mine"
@@ -60,12 +74,11 @@ def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path) -> None:
         (("runs: 2", "runs: 2\nrun: 3"), r"mine\.yaml:5  run: unknown key"),
         (("eval.loss", "eval.los"), r"mine\.yaml:5  score\.metric"),
         (("label: loss", "label: loss, margin: 0.1"), r"score\.margin: needs a target"),
-        (("runs: 2", "runs: 2\ntokens: {repo: a/b, files: [../a.bin], tokenizer: c, folder: d}"),
+        (("runs: 2", f"runs: 2\n{TOKENS.replace('NAME', '../a.bin')}"),
          r"tokens\.files: must be names of \.bin files without folders"),
-        (("runs: 2", 'runs: 2\ntokens: {repo: a/b, files: ["a{2..1}.bin"], tokenizer: c, folder: d}'),
+        (("runs: 2", f"runs: 2\n{TOKENS.replace('NAME', 'a{2..1}.bin')}"),
          r"tokens\.files: \{2\.\.1\} must name between 1 and"),
-        (("runs: 2", "runs: 2\nreferences: [{name: a, value: 1, unit: s, hardware: b, date: then, "
-          "source: https://a}]"), r"references\.0\.date"),
+        (("runs: 2", f"runs: 2\n{POINT}"), r"references\.0\.date"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_line(

@@ -137,8 +137,9 @@ def test_a_bench_that_was_interrupted_continues_and_says_that_the_target_was_mis
 
 def test_the_laptop_recipe_needs_no_network(dtt: Dtt) -> None:
     small = (
-        "model.dim=32", "model.n_layers=1", "model.n_heads=2", "train.budget=9s", "schedule.warmup=0",
-        "train.eval_tokens=2048", "train.global_batch_tokens=512", "train.micro_batch=2",
+        "model.dim=32", "model.n_layers=1", "model.n_heads=2", "schedule.warmup=0",
+        "train.budget=9s", "train.eval_tokens=2048", "train.global_batch_tokens=512",
+        "train.micro_batch=2",
     )  # fmt: skip
     done = dtt("bench", "laptop", *small, "--runs", "1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     [path] = dtt.folder.glob("jobs/bench/laptop/*/bench.json")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from dtt.artifacts import FileRecord, Manifest, Record
 from dtt.bench.machine import MachineFacts
 from dtt.bench.recipe import RecipeFile, ScoreRule
-from dtt.bench.significance import Interval, mean_interval, welch
+from dtt.bench.significance import mean_interval, welch
 
 UNOFFICIAL = "not an official record"
 
@@ -65,7 +65,7 @@ class TargetTest(Record):
     """None with one run, of which no significance is claimed."""
 
 
-class Comparison(Record):
+class EarlierResult(Record):
     """Welch's test of the difference from an earlier result of the same recipe."""
 
     result: str
@@ -118,7 +118,7 @@ class BenchResult(Manifest):
     tokens: Spread
     beside: dict[str, Spread | None]
     target_test: TargetTest | None
-    compared: Comparison | None
+    compared: EarlierResult | None
     resumed: bool
     official: bool
     remarks: tuple[str, ...]
@@ -137,11 +137,18 @@ class BenchResult(Manifest):
             self.changed, self.machine.hardware,
         )  # fmt: skip
 
-    def scores(self) -> list[float]:
-        """Return what is compared: seconds to the target, or values where there is none."""
+    def scores(self) -> list[float] | None:
+        """Return what is compared: seconds to the target, or values where there is none.
+
+        None if a run was interrupted, which costs time, or has missed the target: the mean over
+        the others would be too good.
+        """
+        if self.resumed:
+            return None
         if self.score.target is None:
             return [run.value for run in self.runs]
-        return [run.seconds for run in self.runs if run.reached and run.seconds is not None]
+        seconds = [run.seconds for run in self.runs if run.reached and run.seconds is not None]
+        return seconds if len(seconds) == len(self.runs) else None
 
 
 def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
@@ -169,19 +176,19 @@ def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
     )
 
 
-def compare(result: BenchResult, others: Sequence[tuple[str, BenchResult]]) -> Comparison | None:
+def compare(result: BenchResult, others: Sequence[tuple[str, BenchResult]]) -> EarlierResult | None:
     """Compare a result with the newest comparable one of `others` (folder, result), oldest first.
 
-    Results with resumed runs are left out, because interruptions cost time.
+    Both need at least two runs. Return None if there is no such result.
     """
-    if result.resumed:
-        return None
+    own = result.scores()
     for folder, other in reversed(others):
-        if other.resumed or other.comparable != result.comparable:
+        theirs = other.scores()
+        if own is None or theirs is None or other.comparable != result.comparable:
             continue
-        found: Interval | None = welch(result.scores(), other.scores())
+        found = welch(own, theirs)
         if found is not None:
-            return Comparison(
+            return EarlierResult(
                 result=folder,
                 difference=found.value,
                 low=found.low,

@@ -111,30 +111,25 @@ def in_time(spread: Spread) -> str:
     return f"{spread.mean / size:.2f}{deviation} {unit}"
 
 
-def summary(result: BenchResult) -> Iterator[str]:
-    """Yield lines about a result: value, interval, test and comparison."""
+def summary(result: BenchResult) -> Iterator[tuple[str, str]]:
+    """Yield facts about a result as (name, text): value, interval, test, comparison, remarks."""
     score, value = result.score, result.value
     if value.low is not None and value.high is not None:
-        yield (
-            f"{score.label:<18} {in_numbers(value)} over {value.n} runs, "
-            f"95 % interval of the mean {value.low:.4f} to {value.high:.4f}"
-        )
+        interval = f"95 % interval of the mean {value.low:.4f} to {value.high:.4f}"
+        yield score.label, f"{in_numbers(value)} over {value.n} runs, {interval}"
     else:
-        yield f"{score.label:<18} {in_numbers(value)}, one run: no significance is claimed"
+        yield score.label, f"{in_numbers(value)}, one run: no significance is claimed"
     if result.seconds is not None:
-        yield f"{'training':<18} {in_time(result.seconds)} per run"
-    if result.target_test is not None:
-        test = result.target_test
-        verdict = {True: "holds", False: "does not hold", None: "one run: no claim"}
+        yield "training", f"{in_time(result.seconds)} per run, without pauses"
+    if (test := result.target_test) is not None:
+        verdict = {True: ", holds", False: ", does not hold", None: ""}
         number = "" if test.statistic is None else f": {test.statistic:.4f}"
-        yield f"{'significance':<18} {test.rule}{number}, {verdict[test.significant]}"
-    if result.compared is not None:
-        one = result.compared
+        yield "significance", f"{test.rule}{number}{verdict[test.significant]}"
+    if (one := result.compared) is not None:
         unit = score.label if score.target is None else "seconds"
-        yield (
-            f"{'since ' + one.result.rpartition('/')[2]:<18} {one.difference:+.4f} {unit}, 95 % "
-            f"interval {one.low:+.4f} to {one.high:+.4f}: "
-            + ("differs" if one.differs else "no difference shown")
-        )
+        interval = f"95 % interval {one.low:+.4f} to {one.high:+.4f}"
+        outcome = "differs" if one.differs else "no difference is shown"
+        text = f"{one.difference:+.4f} {unit}, {interval}: {outcome}"
+        yield f"since {one.result.rpartition('/')[2]}", text
     for remark in result.remarks:
-        yield f"{'remark':<18} {remark}"
+        yield "remark", remark

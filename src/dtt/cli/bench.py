@@ -13,10 +13,9 @@ from dtt.runtime.process import command
 
 @cli.command(
     epilog=examples(
-        "dtt bench                          # list recipes, and the results of this machine",
+        "dtt bench                      # list recipes, and the results of this machine",
         "dtt bench laptop",
-        "dtt bench laptop --runs 5",
-        "dtt bench fineweb-3.28 train.micro_batch=16",
+        "dtt bench fineweb-3.28 --runs 2",
     )
 )
 def bench(

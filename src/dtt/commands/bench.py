@@ -104,7 +104,7 @@ def run(name: str | None, overrides: Sequence[str], *, runs: int | None, new: bo
         result = _result(bench, folder)
         write_atomically(folder / BenchResult.filename, result.dump())
     print(f"\n{bench.file.name}: {folder / BenchResult.filename}\n")
-    print("\n".join(history.summary(result)), end="\n\n")
+    print("\n".join(columns(list(history.summary(result)))), end="\n\n")
     found = history.results(recipe=bench.file.name)
     print("\n".join(columns(history.table([bench.file], found))))
 
