@@ -107,11 +107,22 @@ def _download(
     """
     from dtt.data.corpus import hub  # slow to import, and not needed when all files are there
 
-    folder, hashes = tokens.folder, {}
+    folder, hashes, recorded = tokens.folder, {}, commit
     commit = commit or hub.pin(tokens.repo, tokens.revision)
     names = [name for name in missing if name != TOKENIZER]
     if names:
-        remote = hub.files_named(tokens.repo, names, commit)
+        try:
+            remote = hub.files_named(tokens.repo, names, commit)
+        except ConfigError:  # no such revision
+            if recorded is None:
+                raise
+            raise ConfigError(
+                "the revision of the first download is gone",
+                where=folder,
+                why=f"{tokens.repo} has no revision {recorded} any more, and {names[0]} is missing",
+                next=f"restore that file, or mv {folder} ANOTHER and run the same command again, "
+                "for the revision of today",
+            ) from None
         left = sum(file.bytes for file in remote if not (folder / file.path).is_file())
         check_space(folder, left, tokens.repo)
         log.info("%s at %s: %d files", tokens.repo, commit[:12], len(remote))

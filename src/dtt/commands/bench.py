@@ -97,9 +97,9 @@ def run(name: str | None, overrides: Sequence[str], *, runs: int | None, new: bo
         return
     bench = _prepare(recipes.find(name), overrides, runs)
     with exclusive(history.FOLDER, "dtt bench"):  # two at once would slow each other down
-        folder = _folder(bench, new=new)
         if bench.file.recipe.tokens is not None:
             published_tokens.fetch(bench.file.recipe.tokens)
+        folder = _folder(bench, new=new)
         _train(bench, folder)
         result = _result(bench, folder)
         write_atomically(folder / BenchResult.filename, result.dump())
@@ -203,6 +203,8 @@ def _run_step(bench: Bench, step: Step, place: str) -> None:
         with TargetWatch(job, bench.file.recipe.score, bench.tasks):
             code = pipeline.run_step(step, place)
         done = code == ExitCode.DONE or _finished(bench, job)
+        if done and code != ExitCode.DONE:
+            log.info("%s was stopped, because it has reached its target", job.root)
     if not done:
         started = job.attempt() > before
         sys.exit(pipeline.report_stop(step.title, code, job, started=started, of="bench"))
