@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from conversation_files import conversation, jsonl
 from loopback_hub import LoopbackHub
+from published_files import REPO as PUBLISHED
+from published_files import learnable, token_file
 from running import ROOT, Dtt, write_documents
 from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
 from token_files import write_pair
@@ -185,6 +187,8 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
         readme = f"---\nconfigs:\n- config_name: {subset}\n  {files}\n---\n".encode()
         hub.add("dataset", name, {"README.md": readme, "rows.parquet": _parquet([row, row])})
     card = "---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*.parquet\n---\n"
+    tokens = {f"fineweb_train_{n:06d}.bin": token_file(learnable(1000)) for n in range(1, 25)}
+    hub.add("dataset", PUBLISHED, tokens | {"fineweb_val_000000.bin": token_file(learnable(500))})
     hub.add("dataset", STORIES, {"data/train-00000-of-00001.parquet": content})
     hub.add("dataset", EDU, {"sample/10BT/000.parquet": content, "README.md": card.encode()})
     size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 1024}

@@ -11,7 +11,9 @@ from dtt.config.optim import AdamWConfig, MuonConfig
 from dtt.errors import ConfigError, InputError
 
 SHIPPED = sorted(
-    p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")
+    p
+    for p in shipped_configs().rglob("*.yaml")
+    if p.parent.name not in ("bench", "sweeps", "tasks")
 )
 
 

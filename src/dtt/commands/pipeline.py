@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import IO, Any, Literal, assert_never
 
 from dtt.artifacts import CorpusManifest, TokensManifest
 from dtt.commands import report
@@ -166,18 +166,27 @@ def run_steps(todo: Sequence[Step], *, as_json: bool, redo: str | None) -> None:
     quiet = not log.isEnabledFor(logging.INFO)
     stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
     for number, step in enumerate(todo, start=1):
-        argv, job = step.argv(), step.run.job
-        line = f"\n[{number}/{len(todo)}] {step.title}: {shell_command(argv)}"
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
+        job = step.run.job
         before = job.attempt()
-        env = local.without_slurm() if step.command == "tokenize" else None
-        if step.command == "export" and step.run.stage is not None:
-            # The job has all keys; those in the environment set the common part, not this stage.
-            env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
-        code = local.run(argv, env, stdout=stdout)
+        code = run_step(step, f"{number}/{len(todo)}", stdout=stdout)
         if code != ExitCode.DONE:
             sys.exit(report_stop(step.title, code, job, started=job.attempt() > before, redo=redo))
+
+
+def run_step(step: Step, place: str, *, stdout: IO[str] | int | None = None) -> int:
+    """Print the command of a step and run it as a process; return its exit code.
+
+    `place` is the position of the step among all steps, such as `2/4`.
+    """
+    argv = step.argv()
+    if log.isEnabledFor(logging.INFO):
+        line = f"\n[{place}] {step.title}: {shell_command(argv)}"
+        print(line, file=sys.stderr, flush=True)
+    env = local.without_slurm() if step.command == "tokenize" else None
+    if step.command == "export" and step.run.stage is not None:
+        # The job has all keys; those in the environment set the common part, not this stage.
+        env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
+    return local.run(argv, env, stdout=stdout)
 
 
 def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dict[str, Any]:
@@ -236,9 +245,15 @@ def shell_command(argv: Sequence[str]) -> str:
 
 
 def report_stop(
-    step: str, code: int, job: JobDir, *, started: bool, redo: str | None = None
+    step: str,
+    code: int,
+    job: JobDir,
+    *,
+    started: bool,
+    redo: str | None = None,
+    of: str = "pipeline",
 ) -> int:
-    """Print where the pipeline stopped; return the exit code of the step.
+    """Print where the pipeline, or another command `of` steps, stopped; return the exit code.
 
     torchrun exits with 1 for every failure, after many log lines. If the step started
     an attempt, the exit code and the reason are read from the `exit.json` of that attempt.
@@ -247,7 +262,7 @@ def report_stop(
     record = job.exit_record(job.attempt())
     if started and code == ExitCode.BUG and record is not None:
         code, reason = record["code"], f"\n{record['reason']}"
-    print(f"\nthe pipeline stopped in {step}, exit code {code}{reason}", file=sys.stderr)
+    print(f"\nthe {of} stopped in {step}, exit code {code}{reason}", file=sys.stderr)
     without = " without --redo-from" if redo else ""
     print(f"finished work is kept; run the same command{without} to resume", file=sys.stderr)
     return code

@@ -207,7 +207,7 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
     if as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
     else:
-        print("\n".join(_columns([head, *lines])))
+        print("\n".join(columns([head, *lines])))
 
 
 def plot(name: str, key: str | None, out: Path | None) -> None:
@@ -272,7 +272,7 @@ def _plan_lines(plan: SweepPlan) -> list[str]:
     keys = plan.file.sweep.keys
     head = ["trial", *keys]
     rows = [[trial.id, *sweep_results.cells(trial.values, keys)] for trial in plan.trials]
-    lines = _columns([head, *rows])
+    lines = columns([head, *rows])
     if plan.dropped:
         lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
         for one in plan.dropped[:MAX_DROPPED_SHOWN]:
@@ -308,10 +308,10 @@ def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json:
         for one in progress
     ]
     head = ["trial", *manifest.keys, "state", "step", manifest.metric, "error"]
-    print("\n".join(_columns([head, *rows])))
+    print("\n".join(columns([head, *rows])))
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines of aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

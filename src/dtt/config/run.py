@@ -35,14 +35,15 @@ from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-NAME_PATTERN = rf"^{NAME}(/{NAME})?$"
+NAME_PATTERN = rf"^{NAME}(/{NAME}){{0,3}}$"
 
 
 class RunConfig(Section):
     """The complete configuration of dtt."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
-    """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`."""
+    """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`, a run
+    of `dtt bench` is `bench/<recipe>/<start>/<seed>`."""
     seed: NonNegativeInt = 0
     """Random seed of the initial weights, the data order and dropout."""
     download: DownloadConfig = DownloadConfig()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 
 from dtt.errors import EnvironmentUnfit
 from dtt.runtime.dist import World, native_bf16
-from dtt.runtime.environment import without
+from dtt.runtime.environment import cpu_name, without
 from dtt.runtime.peak_flops import SIZE, measured_flops
 
 SLOW = 3.0
@@ -71,7 +70,7 @@ def examine(device: torch.device) -> Device:
         free, total = torch.cuda.mem_get_info(device)
     else:
         memory = psutil.virtual_memory()
-        name, free, total = _cpu_name(), memory.available, memory.total
+        name, free, total = cpu_name(), memory.available, memory.total
     tflops, wrong = {}, []
     for dtype in (torch.float32, torch.bfloat16) if native else (torch.float32,):
         dtype_name = str(dtype).removeprefix("torch.")
@@ -132,10 +131,3 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     sign = (1 - 2 * (i % 3 % 2)).to(dtype)
     a, b = ramp[:, None] * sign, sign[:, None] * ramp
     return bool((a @ b == n * ramp[:, None] * ramp).all().item())
-
-
-def _cpu_name() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

@@ -89,6 +89,14 @@ def install(extra: str) -> str:
     return shlex.join([sys.executable, *pip, *wanted])
 
 
+def cpu_name() -> str:
+    """Return the model of the CPU, or the architecture if the system does not report it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
 def without(node: str) -> str:
     """Return the hint for excluding a node."""
     return f"exclude that node: launch.exclude={node}, or sbatch --exclude={node}"

@@ -295,7 +295,7 @@ class JobDir:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: metadata.version(name) for name in PACKAGES},
-            "git": _git_state(Path(__file__).parent),
+            "git": git_state(Path(__file__).parent),
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
@@ -313,7 +313,7 @@ def lead_seconds(step: float, save: float) -> int:
     return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
 
 
-def _git_state(folder: Path) -> dict[str, str] | None:
+def git_state(folder: Path) -> dict[str, str] | None:
     """Return the commit and the uncommitted changes of dtt's own code; None outside a clone."""
 
     def git(*arguments: str) -> str:

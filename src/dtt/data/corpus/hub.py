@@ -91,9 +91,18 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
                 next=f"--split {next(iter(splits), 'NAME')}",
             )
         paths = [url.removeprefix(f"hf://datasets/{repo}@{commit}/") for url in splits[split]]
-        found: dict[str, RemoteFile] = {}
+    return files_named(repo, paths, commit)
+
+
+def files_named(repo: str, paths: Sequence[str], commit: str) -> list[RemoteFile]:
+    """Return the files of a dataset with these paths, in this order.
+
+    Raises InputError for a path that the repository does not contain.
+    """
+    found: dict[str, RemoteFile] = {}
+    with _told_apart(repo, commit):
         for start in range(0, len(paths), PATHS_PER_REQUEST):
-            part = paths[start : start + PATHS_PER_REQUEST]
+            part = list(paths[start : start + PATHS_PER_REQUEST])
             for entry in HfApi().get_paths_info(repo, part, repo_type="dataset", revision=commit):
                 if isinstance(entry, RepoFile):
                     sha256 = entry.lfs.sha256 if entry.lfs else None

@@ -1,0 +1,217 @@
+"""bench.json: the result of a recipe on this machine, and the statistics of its runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from dtt.artifacts import FileRecord, Manifest, Record
+from dtt.bench.machine import MachineFacts
+from dtt.bench.recipe import RecipeFile, ScoreRule
+from dtt.bench.significance import mean_interval, welch
+
+UNOFFICIAL = "not an official record"
+
+
+class RunResult(Record):
+    """The score of one run; see `RunScore`."""
+
+    job: str
+    seed: int
+    step: int
+    tokens: int
+    seconds: float | None
+    value: float
+    reached: bool | None
+    best: float
+    beside: dict[str, float | None]
+    attempts: int
+    """Number of attempts; more than one: the run was interrupted and resumed."""
+
+
+class Spread(Record):
+    """The mean of a figure over the runs."""
+
+    n: int
+    mean: float
+    deviation: float | None
+    """Standard deviation over the runs; None for one run."""
+    low: float | None
+    """Lower end of the 95 % confidence interval of the mean; None for one run."""
+    high: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value."""
+        found = mean_interval(values)
+        return cls(
+            n=len(values),
+            mean=statistics.fmean(values),
+            deviation=None if found is None else statistics.stdev(values),
+            low=None if found is None else found.low,
+            high=None if found is None else found.high,
+        )
+
+
+class TargetTest(Record):
+    """Test of the hypothesis that the mean of the runs reaches the target."""
+
+    rule: str
+    statistic: float | None
+    """Left side of the rule; None with one run without a margin."""
+    significant: bool | None
+    """None with one run, of which no significance is claimed."""
+
+
+class EarlierResult(Record):
+    """Welch's test of the difference from an earlier result of the same recipe."""
+
+    result: str
+    """Folder of the earlier result."""
+    difference: float
+    low: float
+    high: float
+    differs: bool
+    """True if the 95 % confidence interval of the difference excludes 0."""
+
+
+class DataFacts(Record):
+    """The data of a recipe: rows with other data are not compared."""
+
+    source: str
+    revision: str | None
+    key: str
+    """Hash of the content of all training data and of the tokenizer, as a job records it."""
+    files: tuple[FileRecord, ...]
+
+
+class BenchResult(Manifest):
+    """The result of a recipe. `dtt bench` writes it last."""
+
+    filename: ClassVar[str] = "bench.json"
+    holds: ClassVar[str] = "benchmark result"
+    made_by: ClassVar[str] = "dtt bench"
+
+    format: Literal["dtt-bench-1"] = "dtt-bench-1"
+    recipe: str
+    recipe_sha256: str
+    started: str
+    """Local time with its offset from UTC, ISO 8601."""
+    overrides: tuple[str, ...]
+    """Settings given on the command line."""
+    changed: dict[str, Any]
+    """Keys whose values differ from those of the recipe, on the command line or in the environment,
+    and their values."""
+    config_sha256: str
+    version: str
+    code: dict[str, str] | None
+    """Commit of dtt, and hash of its uncommitted changes; None outside a clone."""
+    machine: MachineFacts
+    data: DataFacts
+    score: ScoreRule
+    runs: tuple[RunResult, ...]
+    value: Spread
+    seconds: Spread | None
+    steps: Spread
+    tokens: Spread
+    beside: dict[str, Spread | None]
+    target_test: TargetTest | None
+    compared: EarlierResult | None
+    resumed: bool
+    official: bool
+    remarks: tuple[str, ...]
+    """Reasons why the result is no official record; the first states that it is none."""
+
+    @property
+    def reached(self) -> int:
+        """Number of runs that reached the target."""
+        return sum(bool(run.reached) for run in self.runs)
+
+    @property
+    def comparable(self) -> tuple[Any, ...]:
+        """What two results must share to be compared; dtt's version and defaults may differ."""
+        return (
+            self.recipe, self.score.metric, self.score.target, self.data.key,
+            self.changed, self.machine.hardware,
+        )  # fmt: skip
+
+    def scores(self) -> list[float] | None:
+        """Return what is compared: seconds to the target, or values where there is none.
+
+        None if a run was interrupted, which costs time, or has missed the target: the mean over
+        the others would be too good.
+        """
+        if self.resumed:
+            return None
+        if self.score.target is None:
+            return [run.value for run in self.runs]
+        seconds = [run.seconds for run in self.runs if run.reached and run.seconds is not None]
+        return seconds if len(seconds) == len(self.runs) else None
+
+
+def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
+    """Test whether the mean of values reaches the target of a recipe; None without a target."""
+    if rule.target is None:
+        return None
+    sign = 1 if rule.goal == "min" else -1
+    several = len(values) > 1
+    if rule.margin is not None:
+        mean, root = statistics.fmean(values), math.sqrt(len(values))
+        found = sign * (rule.target - mean) * root
+        order = f"{rule.target:g} - mean" if sign > 0 else f"mean - {rule.target:g}"
+        return TargetTest(
+            rule=f"({order}) * sqrt(n) >= {rule.margin:g}",
+            statistic=found,
+            significant=found >= rule.margin if several else None,
+        )
+    interval = mean_interval(values)
+    bound = None if interval is None else interval.high if sign > 0 else interval.low
+    end, order = ("upper", "<=") if sign > 0 else ("lower", ">=")
+    return TargetTest(
+        rule=f"{end} end of the 95 % confidence interval of the mean {order} {rule.target:g}",
+        statistic=bound,
+        significant=None if bound is None else rule.reached(bound),
+    )
+
+
+def compare(result: BenchResult, others: Sequence[tuple[str, BenchResult]]) -> EarlierResult | None:
+    """Compare a result with the newest comparable one of `others` (folder, result), oldest first.
+
+    Both need at least two runs. Return None if there is no such result.
+    """
+    own = result.scores()
+    for folder, other in reversed(others):
+        theirs = other.scores()
+        if own is None or theirs is None or other.comparable != result.comparable:
+            continue
+        found = welch(own, theirs)
+        if found is not None:
+            return EarlierResult(
+                result=folder,
+                difference=found.value,
+                low=found.low,
+                high=found.high,
+                differs=found.excludes_zero,
+            )
+    return None
+
+
+def remarks(
+    file: RecipeFile, machine: MachineFacts, runs: Sequence[RunResult], changed: dict[str, Any]
+) -> tuple[str, ...]:
+    """Return why a result is no official record; empty if nothing is known against it."""
+    recipe, found = file.recipe, []
+    if not recipe.references:
+        found.append("there is no official record of this recipe")
+    elif not any(machine.is_like(point.hardware) for point in recipe.references):
+        found.append(f"other hardware: {machine.summary}")
+    found += recipe.differences
+    if changed:
+        found.append(f"changed: {', '.join(changed)}")
+    if len(runs) < recipe.runs:
+        found.append(f"{len(runs)} of {recipe.runs} runs")
+    if any(run.attempts > 1 for run in runs):
+        found.append("runs were interrupted and resumed")
+    return (UNOFFICIAL, *found) if found else ()

@@ -1,0 +1,89 @@
+"""Statistics of repeated runs: confidence intervals of Student's t, and Welch's test.
+
+Only the standard library is used: scipy is no dependency of dtt.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, or a difference of means, with its two-sided 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """True if 0 lies outside the interval."""
+        return not self.low <= 0 <= self.high
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean of at least two values with its interval; None for fewer.
+
+    Student, The probable error of a mean, Biometrika 6 (1908).
+    """
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return _interval(statistics.fmean(values), error, len(values) - 1)
+
+
+def welch(values: Sequence[float], baseline: Sequence[float]) -> Interval | None:
+    """Return the mean of `values` minus that of `baseline`; None with fewer than two of either.
+
+    Welch, The generalization of "Student's" problem, Biometrika 34 (1947): the variances may
+    differ. The degrees of freedom are rounded down to an integer, which widens the interval.
+    """
+    if len(values) < 2 or len(baseline) < 2:
+        return None
+    parts = [statistics.variance(one) / len(one) for one in (values, baseline)]
+    total = sum(parts)
+    freedom = 1
+    if total > 0:
+        divisor = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(baseline) - 1)
+        freedom = max(1, math.floor(total**2 / divisor + 1e-9))
+    difference = statistics.fmean(values) - statistics.fmean(baseline)
+    return _interval(difference, math.sqrt(total), freedom)
+
+
+def _interval(value: float, error: float, freedom: int) -> Interval:
+    half = t_quantile((1 + CONFIDENCE) / 2, freedom) * error
+    return Interval(value, value - half, value + half)
+
+
+def t_cdf(t: float, freedom: int) -> float:
+    """Return P(T <= t) of Student's t with an integer number of degrees of freedom.
+
+    The finite sums of Abramowitz & Stegun, Handbook of Mathematical Functions (1964), 26.7.3
+    (odd `freedom`) and 26.7.4 (even), which are exact.
+    """
+    theta = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(theta), math.cos(theta)
+    total, term = 0.0, cosine if freedom % 2 else 1.0
+    for k in range(2 + freedom % 2, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    if freedom % 2:
+        return 0.5 + (theta + sine * total) / math.pi
+    return 0.5 + sine * total / 2
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return the t with P(T <= t) = `probability`, from 0.5 to below 1, by bisection."""
+    low, high = 0.0, 1.0
+    while t_cdf(high, freedom) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,44 @@
+"""The command `dtt bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Overrides, Quiet, examples
+from dtt.runtime.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt bench                      # list recipes, and the results of this machine",
+        "dtt bench laptop",
+        "dtt bench fineweb-3.28 --runs 2",
+    )
+)
+def bench(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Shipped recipe, or a YAML file (docs/bench.md)."),
+    ] = None,
+    overrides: Overrides = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of runs, each with its own seed."),
+    ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Start anew instead of continuing an interrupted one.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe several times, score it, and compare it with earlier and published results.
+
+    Downloads the data, writes jobs/bench/<name>/<start>/ with a job per seed and bench.json. The
+    same command continues after an interruption. Without NAME, lists recipes and results.
+    """
+    with command():
+        from dtt.commands import bench
+
+        bench.run(name, overrides or [], runs=runs, new=new)
