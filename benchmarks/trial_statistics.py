@@ -1,7 +1,4 @@
-"""Statistics of repeated training runs: Student's t, paired tests, Holm, and two-level designs.
-
-Only the standard library is used: scipy is no dependency of dtt.
-"""
+"""Statistics of repeated training runs: paired tests, Holm, and two-level designs."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from dtt.bench.significance import t_cdf, t_quantile
 
 GENERATOR = "++-+++---+-"
 
@@ -34,38 +33,6 @@ class Estimate:
         """Return the two-sided confidence interval of Student's t."""
         half = t_quantile((1 + confidence) / 2, self.freedom) * self.error
         return self.value - half, self.value + half
-
-
-def t_cdf(t: float, freedom: int) -> float:
-    """Return P(T <= t) of Student's t with an integer number of degrees of freedom.
-
-    The finite sums of Abramowitz & Stegun, Handbook of Mathematical Functions (1964), 26.7.3
-    (odd `freedom`) and 26.7.4 (even), which are exact.
-    """
-    if freedom < 1:
-        raise ValueError(f"Student's t needs at least one degree of freedom, got {freedom}")
-    theta = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    total, term = 0.0, cosine if freedom % 2 else 1.0
-    for k in range(2 + freedom % 2, freedom + 1, 2):
-        total += term
-        term *= cosine**2 * (k - 1) / k
-    if freedom % 2:
-        return 0.5 + (theta + sine * total) / math.pi
-    return 0.5 + sine * total / 2
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """Return the t with P(T <= t) = `probability`, which is at least 0.5, by bisection."""
-    if not 0.5 <= probability < 1:
-        raise ValueError(f"expected a probability from 0.5 to below 1, got {probability}")
-    low, high = 0.0, 1.0
-    while t_cdf(high, freedom) < probability:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, freedom) < probability else (low, middle)
-    return (low + high) / 2
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:

@@ -39,18 +39,6 @@ def test_all_columns_of_the_design_are_balanced_and_orthogonal(scripts: SimpleNa
         assert sum(x * y for x, y in zip(a, b, strict=True)) == 0
 
 
-@pytest.mark.parametrize(
-    ("freedom", "quantile"),
-    [(1, 12.706205), (2, 4.302653), (4, 2.776445), (5, 2.570582), (8, 2.306004), (11, 2.200985)],
-)
-def test_quantiles_of_student_t_are_those_of_the_tables(
-    scripts: SimpleNamespace, freedom: int, quantile: float
-) -> None:
-    assert scripts.statistics.t_quantile(0.975, freedom) == pytest.approx(quantile, abs=1e-6)
-    assert scripts.statistics.t_cdf(-quantile, freedom) == pytest.approx(0.025, abs=1e-8)
-    assert scripts.statistics.t_cdf(0.0, freedom) == 0.5
-
-
 def test_a_paired_difference_is_students_sleep_data(scripts: SimpleNamespace) -> None:
     """t = 4.0621, p = 0.002833, interval 0.70 to 2.46 (R: t.test(paired = TRUE))."""
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from dtt.bench.significance import mean_interval, t_quantile, welch
+from dtt.bench.significance import mean_interval, t_cdf, t_quantile, welch
 
 
 @pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042)]
+    ("freedom", "quantile"),
+    [(1, 12.706205), (2, 4.302653), (4, 2.776445), (5, 2.570582), (8, 2.306004), (11, 2.200985)],
 )
 def test_quantiles_are_those_of_the_table_of_student(freedom: int, quantile: float) -> None:
-    assert t_quantile(0.975, freedom) == pytest.approx(quantile, abs=5e-4)
+    assert t_quantile(0.975, freedom) == pytest.approx(quantile, abs=1e-6)
+    assert t_cdf(-quantile, freedom) == pytest.approx(0.025, abs=1e-8)
+    assert t_cdf(0.0, freedom) == 0.5
 
 
 def test_the_interval_of_a_mean() -> None:
