@@ -115,7 +115,11 @@ class Plan:
         """Return the setting with these levels."""
         signs = dict(zip(self.factors, levels, strict=True))
         texts = {factor: self.level(factor, sign, config) for factor, sign in signs.items()}
-        changed = [" ".join([f, texts[f].strip()]) for f, sign in signs.items() if sign > 0]
+        changed = [
+            " ".join(dict.fromkeys([factor, texts[factor].strip()]))
+            for factor, sign in signs.items()
+            if sign > 0
+        ]
         keys = self.content["settings"].items()
         overrides = {key: str(form).format(**texts) for key, form in keys}
         return Setting(", ".join(changed) or "today's settings", overrides)
