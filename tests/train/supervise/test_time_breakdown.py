@@ -38,7 +38,8 @@ def test_a_run_reports_its_time_by_part(dtt: Dtt, tiny: Settings) -> None:
 
     clock = json.loads((job / "attempts/1/clock.json").read_text())
     assert (clock["first"], clock["step"], clock["steps"]) == (0, 12, 12)
-    assert 0 < sum(clock["parts"].values()) <= clock["seconds"]
+    # Two clocks read the age of the process, one after the other, and all figures are rounded.
+    assert 0 < sum(clock["parts"].values()) <= clock["seconds"] + 0.05
     assert "goodput: " in done.stderr
     reported = json.loads(dtt("job", "status", "jobs/t", "--json").stdout)["goodput"]
     working = clock["parts"]["forward_backward"] + clock["parts"]["optimizer"]
