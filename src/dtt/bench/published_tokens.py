@@ -64,7 +64,7 @@ def fetch(tokens: PublishedTokens) -> PublishedManifest:
         found = {name: _verified(folder, recorded[name], tokens) for name in here}
         missing = [name for name in wanted if name not in found]
         commit = previous.revision if previous else None
-        if missing != []:
+        if missing:
             commit, hashes = _download(tokens, missing, commit)
             for name, sha256 in hashes.items():
                 found[name] = _record(folder / name, sha256)
