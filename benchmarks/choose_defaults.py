@@ -265,21 +265,31 @@ class Measurement:
 
     def _check_source(self, runner: TrialRunner) -> None:
         """Raise ConfigError if the first losses differ with a later source of dtt."""
-        source = git("rev-parse", "HEAD:src")
         if not self.record.sources:
             return
-        first = self.runs("noise")[TODAY][0]
+        source = self.record.origin["src"]
+        first = self.first_trial()
         again = replace(first, name=f"repeated/{source[:12]}")
         if source not in self.record.sources:
             runner.train([again], self.tokens(first.config))
-        if again.name not in self.record:
-            return
-        if self.record[again.name].curve != self.outcomes("noise")[TODAY][0].curve:
+        if again.name in self.record and not self.repeated_equal(again.name):
             raise ConfigError(
                 f"the losses of {again.name} are not those of {first.name}",
                 why="since the first run, the source of dtt has changed, and with it its training",
-                next="check out the source of the first run, or move the record away",
+                next="check out the source of the first run, or move the record and "
+                f"{self.work} away",
             )
+
+    def first_trial(self) -> Trial:
+        """Return the run that was recorded first."""
+        name = self.record.lines[1]["run"]
+        independent = [self.runs(phase) for phase in ("noise", "screen")]
+        trials = [trial for runs in independent for each in runs.values() for trial in each]
+        return next(trial for trial in trials if trial.name == name)
+
+    def repeated_equal(self, again: str) -> bool:
+        """Return True if all losses of a repetition of the first run are the same bit for bit."""
+        return self.record[again].curve == self.record[self.first_trial().name].curve
 
     def tokens(self, config: str) -> Path:
         """Return the token files of a configuration; create them first if they do not exist."""

@@ -90,11 +90,12 @@ def _runs(measurement: Measurement) -> Iterator[str]:
         diverged = sum(not line["finished"] for line in of_phase)
         rows.append((phase, str(len(of_phase)), str(diverged), f"{hours:.2f}"))
     yield from _table(("phase", "finished runs", "diverged", "hours of processes"), rows)
-    repeated = sum(line["run"].startswith("repeated/") for line in lines[1:])
+    repeated = [line["run"] for line in lines[1:] if line["run"].startswith("repeated/")]
+    equal = sum(map(measurement.repeated_equal, repeated))
     yield ""
     yield (
-        f"{repeated} repetitions of the first run, with other versions of the source; all losses "
-        "were the same bit for bit."
+        f"{len(repeated)} repetitions of the first run, with other versions of the source: the "
+        f"losses of {equal} were the same bit for bit."
     )
 
 
@@ -247,9 +248,9 @@ def _to_same_loss(
     yield ""
     yield (
         f"Steps and seconds to the last loss of {baseline} ({seconds[baseline]:.4f} s per step) "
-        "with the same seed, interpolated between evaluations. The schedule ends at the last step, "
-        "so that the shares are upper bounds: a shorter schedule would decay earlier. A seed that "
-        "never reaches it counts with all steps."
+        "with the same seed, interpolated between evaluations. Where each seed reaches it, the "
+        "share is an upper bound, because the schedule ends at the last step: a shorter one would "
+        "decay earlier. A seed that never reaches it counts with all steps, which is too few."
     )
 
 

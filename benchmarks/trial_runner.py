@@ -23,7 +23,7 @@ from jobs import DTT
 from dtt.config.load import load_job
 from dtt.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.launch import local
-from dtt.runtime.files import append
+from dtt.runtime.files import append, write_atomically
 from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
@@ -66,8 +66,19 @@ class TrialRecord:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """All lines, the first with what the runs have in common; empty before the first run."""
-        return list(map(json.loads, self.path.read_text().splitlines())) if self.exists() else []
+        """All lines, the first with what the runs have in common; empty before the first run.
+
+        An unfinished last line, which a crash has left, is ignored.
+        """
+        if not self.exists():
+            return []
+        complete, _, _ = self.path.read_text().rpartition("\n")
+        return list(map(json.loads, complete.splitlines()))
+
+    @cached_property
+    def origin(self) -> dict[str, str]:
+        """The version of the source that new runs are trained with."""
+        return {"src": git("rev-parse", "HEAD:src"), "commit": git("rev-parse", "HEAD")}
 
     def exists(self) -> bool:
         """Return whether a run was recorded."""
@@ -99,18 +110,14 @@ class TrialRecord:
             raise ConfigError(
                 f"since the first run in {self.path}, these have changed: {', '.join(changed)}",
                 why="runs of one measurement differ in the planned settings and seeds only",
-                next="restore them, or move the record away to start again",
+                next="restore them, or move the record and WORK away to start again",
             )
-        if recorded.keys() >= common.keys():
-            return
         self.lines[:1] = [recorded | dict(common)]
-        text = "".join(json.dumps(line) + "\n" for line in self.lines)
-        self.path.write_text(text)
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Append the result of a run."""
-        origin = {"src": git("rev-parse", "HEAD:src"), "commit": git("rev-parse", "HEAD")}
-        line = {"run": name} | asdict(outcome) | origin
+        line = {"run": name} | asdict(outcome) | self.origin
         append(self.path, json.dumps(line) + "\n")
         self.lines.append(line)
 
@@ -122,7 +129,7 @@ class TrialRunner:
     work: Path
     record: TrialRecord
     threads: int
-    """Of each run."""
+    """Number of threads of each run."""
 
     def train(self, trials: Sequence[Trial], tokens: Path) -> None:
         """Train those that have not finished, as many at a time as there are cores for."""

@@ -132,6 +132,12 @@ def test_runs_with_another_plan_are_refused_and_finished_ones_are_not_repeated(
     again.start({"plan": "a"})
     with pytest.raises(ConfigError, match="these have changed: plan"):
         again.start({"plan": "b"})
+    with path.open("a") as file:
+        file.write('{"run": "noise/tod')  # a crash while it was written
+    again = scripts.runner.TrialRecord(path)
+    again.start({"plan": "a"})
+    assert again["noise/today-40"] == outcome
+    assert path.read_text().endswith("}\n")
     trial = scripts.runner.Trial("noise/today-40", "quickstart", {})
     scripts.runner.TrialRunner(tmp_path, again, threads=1).train([trial], tmp_path)
     assert not (tmp_path / "jobs").exists()

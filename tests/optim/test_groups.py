@@ -129,6 +129,21 @@ def test_groups_give_each_role_its_own_rate_decay_and_betas() -> None:
     assert [g["eps"] for g in (embed, head, norm)] == [1e-8, 1e-8, 1e-6]
 
 
+@pytest.mark.parametrize("config", [MuonConfig, AdamWConfig])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_decay_of_a_group_is_cautious_only_if_it_says_so(
+    config: type[OptimConfig], own: bool
+) -> None:
+    decays = ["cautious 0.2", 0.1] if own else [0.1, "cautious 0.2"]
+    entry = MuonGroup if config is MuonConfig else AdamWGroup
+    groups = (entry(match="layers.0.*", weight_decay=decays[0]),)
+    optimizers = made(config(weight_decay=decays[1], groups=groups))
+    for name, cautious in (("layers.0.mlp.up.weight", own), ("layers.1.mlp.up.weight", not own)):
+        group = group_of(optimizers, name)[1]
+        assert bool(group.get("cautious")) == cautious
+        assert group["weight_decay"] == (0.2 if cautious else 0.1)
+
+
 def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
     entries = (
         MuonGroup(match="layers.1.*.up.weight", lr=0.6),

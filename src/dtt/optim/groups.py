@@ -212,7 +212,7 @@ def _muon(
         label,
         lr=lr,
         weight_decay=parse_decay(decay).resolve(lr, steps),
-        cautious=parse_decay(decay).cautious or None,
+        cautious=parse_decay(decay).cautious,
         decay=entry.decay,
         split=split,
     )
