@@ -37,7 +37,7 @@ def a_run(seed: int, value: float, rule: ScoreRule, attempts: int = 1) -> RunRes
 def result(values: list[float], rule: ScoreRule = BITS, **changes: Any) -> BenchResult:
     runs = tuple(a_run(seed, value, rule) for seed, value in enumerate(values))
     facts: dict[str, Any] = {
-        "recipe": "laptop", "recipe_sha256": "0" * 64, "started": "2026-11-20T10:00:00+01:00",
+        "recipe": "laptop", "recipe_key": "0" * 64, "started": "2026-11-20T10:00:00+01:00",
         "overrides": (), "changed": {}, "config_sha256": "1" * 64, "version": "1.0", "code": None,
         "machine": MACHINE, "score": rule, "runs": runs, "value": Spread.of(values),
         "data": DataFacts(source="python-stdlib", revision=None, key="k", files=()),
@@ -58,6 +58,10 @@ def test_the_rule_of_the_speedrun() -> None:
     close = target_test(LOSS, [3.278, 3.279])
     assert close is not None
     assert close.significant is False
+    missed = target_test(LOSS, [3.2, 3.2, 3.2, 3.3])
+    assert missed is not None
+    assert missed.statistic == pytest.approx(0.11)
+    assert missed.significant is False, "one run has missed the target"
 
 
 def test_one_run_claims_no_significance() -> None:
@@ -88,6 +92,7 @@ def test_a_result_is_compared_with_the_newest_comparable_one() -> None:
         ("a", result([3.0, 3.0, 3.1])),
         ("b", result([2.0, 2.01, 1.99])),
         ("other data", result([9.0, 9.1], data=now.data.model_copy(update={"key": "x"}))),
+        ("other rules", result([9.0, 9.1], recipe_key="x")),
         ("other settings", result([9.0, 9.1], changed={"train.budget": "9s"})),
         ("other machine", result([9.0, 9.1], machine=H100)),
         ("interrupted", result([9.0, 9.1], resumed=True)),
@@ -120,6 +125,8 @@ def test_a_record_needs_the_hardware_the_recipe_and_all_runs() -> None:
     assert "other hardware: 2 cores, A" in remarks(file, MACHINE, runs, {})
     assert "changed: train.steps" in remarks(file, H100, runs, {"train.steps": 5})
     assert "3 of 4 runs" in remarks(file, H100, runs[:3], {})
+    missed = [*runs[:3], a_run(3, 3.3, LOSS)]
+    assert "target not reached by 1 of 4 runs" in remarks(file, H100, missed, {})
     again = [*runs[:3], a_run(3, 3.2, LOSS, attempts=2)]
     assert "runs were interrupted and resumed" in remarks(file, H100, again, {})
 

@@ -105,6 +105,15 @@ def test_another_revision_or_repository_is_refused(fetch: Fetches) -> None:
         assert words in other["error"]
     assert fetch("other", repo="org/else")["code"] == 2
     assert fetch("other", revision=first["revision"]) == first
+    assert fetch("other", revision="v2")["code"] == 2
+
+
+def test_a_file_that_the_recipe_does_not_name_is_refused(fetch: Fetches) -> None:
+    fetch("stray")
+    (fetch.folder / "stray/mine.bin").write_bytes(token_file(learnable(100)))
+    found = fetch("stray")
+    assert found["code"] == 66
+    assert "runs would train on mine.bin" in found["error"]
 
 
 @pytest.mark.parametrize(

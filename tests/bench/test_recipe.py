@@ -65,6 +65,10 @@ def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert find(str(write(tmp_path, MINIMAL))).name == "mine"
     with pytest.raises(InputError, match=r"no recipe 'laptob'[\s\S]*dtt bench laptop"):
         find("laptob")
+    path = tmp_path / "laptop.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"name of a shipped recipe[\s\S]*my-laptop\.yaml"):
+        find(str(path))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtt.bench import target_watch
 from dtt.bench.recipe import ScoreRule
 from dtt.bench.run_score import first_reached, score, training_seconds, values
 from dtt.bench.target_watch import TargetWatch
 from dtt.errors import DamagedError
+from dtt.runtime.files import write_atomically
 from dtt.runtime.jobdir import JobDir
 
 LOSS = ScoreRule(
@@ -59,10 +62,12 @@ def test_a_run_that_misses_the_target_counts_with_its_last_evaluation(tmp_path: 
     records = [evaluation(0, 5.0), evaluation(10, 3.1), evaluation(20, 3.2), evaluation(30, None)]
     found = score(write(tmp_path, *records), LOSS, [])
     assert (found.step, found.value, found.reached, found.best) == (20, 3.2, False, 3.1)
+    with pytest.raises(DamagedError, match=r"lacks eval\.loss[\s\S]*at step 30 it is not finite"):
+        score(write(tmp_path, *records), LOSS.model_copy(update={"target": None}), [])
 
 
 def test_a_run_without_the_metric_has_no_score(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match=r"no evaluation with task\.\*\.centred"):
+    with pytest.raises(DamagedError, match=r"lacks task\.\*\.centred"):
         score(write(tmp_path, evaluation(0, 5.0)), CORE, ["a"])
 
 
@@ -103,6 +108,25 @@ def test_a_run_is_asked_to_stop_when_its_target_is_reached(tmp_path: Path) -> No
         assert job.stop.read_text() == "dtt bench: loss 3 is reached\n"
     assert not job.stop.exists(), "the next attempt would stop"
     assert first_reached(job, LOSS, []) == 10
+
+
+def test_a_disk_that_was_full_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write(tmp_path, evaluation(10, 2.9))
+    attempts = []
+
+    def full_once(path: Path, content: str) -> None:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, content)
+
+    monkeypatch.setattr(target_watch, "write_atomically", full_once)
+    with TargetWatch(job, LOSS, []) as watch:
+        watch.wait()
+        assert job.stop.read_text() == "dtt bench: loss 3 is reached\n"
+    assert len(attempts) == 2
 
 
 def test_a_run_without_a_target_is_left_alone(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class BenchResult(Manifest):
 
     format: Literal["dtt-bench-1"] = "dtt-bench-1"
     recipe: str
-    recipe_sha256: str
+    recipe_key: str
+    """Hash of what is trained and how it is scored; see `RecipeFile.key`."""
     started: str
     """Local time with its offset from UTC, ISO 8601."""
     overrides: tuple[str, ...]
@@ -131,11 +132,8 @@ class BenchResult(Manifest):
 
     @property
     def comparable(self) -> tuple[Any, ...]:
-        """What two results must share to be compared; dtt's version and defaults may differ."""
-        return (
-            self.recipe, self.score.metric, self.score.target, self.data.key,
-            self.changed, self.machine.hardware,
-        )  # fmt: skip
+        """Facts that must be equal to compare results; version and defaults of dtt may differ."""
+        return self.recipe, self.recipe_key, self.data.key, self.changed, self.machine.hardware
 
     def scores(self) -> list[float] | None:
         """Return what is compared: seconds to the target, or values where there is none.
@@ -152,11 +150,14 @@ class BenchResult(Manifest):
 
 
 def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
-    """Test whether the mean of values reaches the target of a recipe; None without a target."""
+    """Test whether the mean of values reaches the target of a recipe; None without a target.
+
+    It is not significant if a run has missed the target.
+    """
     if rule.target is None:
         return None
     sign = 1 if rule.goal == "min" else -1
-    several = len(values) > 1
+    several, all_reached = len(values) > 1, all(map(rule.reached, values))
     if rule.margin is not None:
         mean, root = statistics.fmean(values), math.sqrt(len(values))
         found = sign * (rule.target - mean) * root
@@ -164,7 +165,7 @@ def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
         return TargetTest(
             rule=f"({order}) * sqrt(n) >= {rule.margin:g}",
             statistic=found,
-            significant=found >= rule.margin if several else None,
+            significant=all_reached and found >= rule.margin if several else None,
         )
     interval = mean_interval(values)
     bound = None if interval is None else interval.high if sign > 0 else interval.low
@@ -172,7 +173,7 @@ def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
     return TargetTest(
         rule=f"{end} end of the 95 % confidence interval of the mean {order} {rule.target:g}",
         statistic=bound,
-        significant=None if bound is None else rule.reached(bound),
+        significant=None if bound is None else all_reached and rule.reached(bound),
     )
 
 
@@ -212,6 +213,8 @@ def remarks(
         found.append(f"changed: {', '.join(changed)}")
     if len(runs) < recipe.runs:
         found.append(f"{len(runs)} of {recipe.runs} runs")
+    if missed := sum(run.reached is False for run in runs):
+        found.append(f"target not reached by {missed} of {len(runs)} runs")
     if any(run.attempts > 1 for run in runs):
         found.append("runs were interrupted and resumed")
     return (UNOFFICIAL, *found) if found else ()

@@ -1,4 +1,4 @@
-"""The results of all benchmarks of this machine, as rows of a table beside published results."""
+"""The results of all benchmarks in a folder, as rows of a table beside published results."""
 
 from __future__ import annotations
 

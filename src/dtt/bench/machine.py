@@ -38,7 +38,7 @@ class MachineFacts(Record):
 
     @property
     def hardware(self) -> tuple[Any, ...]:
-        """What two machines must share for their results to be compared."""
+        """Facts that must be equal to compare the results of two machines."""
         return self.cpu, self.cores, tuple(sorted(self.gpus.items()))
 
 

@@ -23,7 +23,6 @@ from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomica
 from dtt.runtime.log import log
 
 TOKENIZER = "tokenizer.json"
-COMMIT_LENGTH = 40
 
 
 class PublishedManifest(Manifest):
@@ -37,6 +36,8 @@ class PublishedManifest(Manifest):
     repo: str
     revision: str
     """Commit of the first download."""
+    asked: str | None
+    """Branch, tag or commit that the recipe named at the first download; null: none."""
     tokenizer: str
     """Model on the Hub that the tokenizer is from."""
     files: tuple[CorpusFile, ...]
@@ -50,14 +51,16 @@ def fetch(tokens: PublishedTokens) -> PublishedManifest:
     """Download the files that are missing and verify the others; return their record.
 
     Raises ConfigError if the folder holds files of another repository or revision, DamagedError
-    for a file that differs from its first download, and the errors of the Hub and of
-    `read_header`. Existing files are never replaced.
+    for a file that differs from its first download, InputError for token files that the recipe
+    does not name, and the errors of the Hub and of `read_header`. Recorded files are never
+    replaced.
     """
     folder = tokens.folder
     with exclusive(folder, "a download of token files"):
         previous = PublishedManifest.read(folder) if PublishedManifest.exists(folder) else None
         if previous is not None:
             _check_origin(tokens, previous)
+        _check_names(tokens)
         recorded = {file.path: file for file in previous.files} if previous else {}
         wanted = [*tokens.names(), TOKENIZER]
         here = [name for name in wanted if name in recorded and (folder / name).is_file()]
@@ -71,10 +74,10 @@ def fetch(tokens: PublishedTokens) -> PublishedManifest:
                 if name in recorded:
                     _check_hash(folder, recorded[name], sha256, tokens)
         files = tuple(found[name] for name in wanted)
-        kept = tuple(file for name, file in recorded.items() if name not in found)
         assert commit is not None, "a first download has missing files"
+        asked = previous.asked if previous else tokens.revision
         manifest = PublishedManifest(
-            repo=tokens.repo, revision=commit, tokenizer=tokens.tokenizer, files=files + kept
+            repo=tokens.repo, revision=commit, asked=asked, tokenizer=tokens.tokenizer, files=files
         )
         if manifest != previous:
             write_atomically(folder / PublishedManifest.filename, manifest.dump())
@@ -85,9 +88,9 @@ def _check_origin(tokens: PublishedTokens, previous: PublishedManifest) -> None:
     """Raise ConfigError if the recorded files are not those that a recipe names."""
     asked, has = tokens.revision, previous.revision
     # A branch or tag is resolved only once: what it points to may change.
-    moved = asked is not None and len(asked) == COMMIT_LENGTH and asked != has
+    same = asked in (previous.asked, has)
     origin = (tokens.repo, tokens.tokenizer)
-    if moved or origin != (previous.repo, previous.tokenizer):
+    if not same or origin != (previous.repo, previous.tokenizer):
         raise ConfigError(
             "the folder holds other published token files",
             where=tokens.folder,
@@ -95,6 +98,19 @@ def _check_origin(tokens: PublishedTokens, previous: PublishedManifest) -> None:
             f"and the recipe names {tokens.repo}{f' at {asked}' if asked else ''} with that of "
             f"{tokens.tokenizer}",
             next=f"mv {tokens.folder} ANOTHER, then run the same command again",
+        )
+
+
+def _check_names(tokens: PublishedTokens) -> None:
+    """Raise InputError for token files that the recipe does not name: they would be trained on."""
+    names = set(tokens.names())
+    others = sorted(path for path in tokens.folder.glob("*.bin") if path.name not in names)
+    if others:
+        raise InputError(
+            "the folder has token files that the recipe does not name",
+            where=tokens.folder,
+            why=f"runs would train on {others[0].name} ({len(others)} such files)",
+            next="move them to another folder",
         )
 
 

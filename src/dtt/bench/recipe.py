@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
+from dtt.artifacts import fingerprint
 from dtt.config import load, source
 from dtt.config.base import Section
 from dtt.config.run import NAME
 from dtt.errors import ConfigError, InputError
-from dtt.runtime.files import sha256_file
 
 Text = Annotated[str, Field(min_length=1)]
 METRIC = r"^(eval\.(loss|bits_per_byte)|task\.([\w-]+|\*)\.\w+)$"
@@ -137,13 +137,18 @@ class RecipeFile:
     """A checked recipe file."""
 
     path: Path
-    sha256: str
     recipe: Recipe
 
     @property
     def name(self) -> str:
         """The name of the recipe: that of its file without the suffix."""
         return self.path.stem
+
+    @property
+    def key(self) -> str:
+        """Hash of what is trained and how it is scored; results with another are not compared."""
+        rules = {"config", "overrides", "tokens", "score"}
+        return fingerprint(self.recipe.model_dump(mode="json", include=rules))
 
     def arguments(self) -> list[str]:
         """Return the `key=value` arguments of its runs, without name and seed."""
@@ -169,18 +174,33 @@ def read(path: Path) -> RecipeFile:
     if recipe is None:
         raise load.Mistakes(problems, layer, "the recipe", next="docs/bench.md shows each key")
     if not re.fullmatch(NAME, path.stem):
-        raise ConfigError(f"{path.stem!r} cannot be the name of a recipe", where=path)
-    return RecipeFile(path, sha256_file(path), recipe)
+        raise ConfigError(
+            f"{path.stem!r} cannot be the name of a recipe",
+            where=path,
+            why="its results get a folder of that name",
+            next="rename the file, with letters, digits, '.', '_' and '-' only",
+        )
+    return RecipeFile(path, recipe)
 
 
 def find(name: str) -> RecipeFile:
-    """Return a shipped recipe by name, or that of a YAML file; InputError if there is none."""
-    path = Path(name)
-    candidates: Sequence[Path] = (_folder() / f"{name}.yaml", path)
-    for candidate in candidates:
-        if candidate.suffix in (".yaml", ".yml") and candidate.is_file():
-            return read(candidate)
+    """Return a shipped recipe by name, or that of a YAML file.
+
+    Raises InputError if there is none, and ConfigError for a file with the name of a shipped one.
+    """
+    path, shipped_file = Path(name), _folder() / f"{name}.yaml"
     known = sorted(path.stem for path in _folder().glob("*.yaml"))
+    if name in known:
+        return read(shipped_file)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        if path.stem in known and not path.samefile(_folder() / f"{path.stem}.yaml"):
+            raise ConfigError(
+                f"{path.stem} is the name of a shipped recipe",
+                where=path,
+                why="results of both would be in one folder",
+                next=f"mv {path} {path.with_stem(f'my-{path.stem}')}",
+            )
+        return read(path)
     close = difflib.get_close_matches(name, known, n=1)
     raise InputError(
         f"no recipe {name!r}",

@@ -23,7 +23,7 @@ PERF: dict[str, Kind] = {"seconds_per_step": float, "seconds": dict}
 
 @dataclass(frozen=True)
 class RunScore:
-    """What a run has reached, at the evaluation that counts."""
+    """The score of a run, at the evaluation that counts."""
 
     step: int
     tokens: int
@@ -103,14 +103,17 @@ def _working(parts: dict[str, Any]) -> float:
 def score(job: JobDir, rule: ScoreRule, tasks: Sequence[str]) -> RunScore:
     """Score a finished run at its first evaluation that reaches the target, else at its last.
 
-    Raises DamagedError if its metrics lack the metric.
+    Raises DamagedError if it never measured the metric, or, without a target, not at its end.
     """
     points = values(job.metrics, rule.metric, tasks)
-    if not points:
+    kind = rule.metric.partition(".")[0]
+    last = max((record["step"] for record in jsonl.read(job.metrics, kind)), default=None)
+    if not points or (rule.target is None and points[-1][0] != last):
         raise DamagedError(
-            f"the run has no evaluation with {rule.metric}",
+            f"the run has no score: its last evaluation lacks {rule.metric}",
             where=job.metrics,
-            next="dtt bench NAME --new trains again",
+            why="no record has it" if not points else f"at step {last} it is not finite",
+            next=f"look at the run with dtt report {job.root}, and change its settings",
         )
     step, value = next((p for p in points if rule.reached(p[1])), points[-1])
     best = min if rule.goal == "min" else max

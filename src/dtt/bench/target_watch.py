@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,6 +14,8 @@ from dtt.runtime.files import remove, write_atomically
 from dtt.runtime.jobdir import JobDir
 
 SECONDS_BETWEEN_LOOKS = 0.5
+BY = "dtt bench"
+"""Origin of the request to stop, as the run records it in `asked_by`."""
 
 
 class TargetWatch:
@@ -53,14 +56,13 @@ class TargetWatch:
     def _run(self) -> None:
         size = -1
         while not self._over.wait(SECONDS_BETWEEN_LOOKS):
-            try:
+            # The run has not started, or the disk is full: the next look may succeed.
+            with contextlib.suppress(OSError):
                 now = self._job.metrics.stat().st_size
-            except OSError:  # the run has not started
-                continue
-            if now == size:
-                continue
-            size = now
-            if first_reached(self._job, self._rule, self._tasks) is not None:
-                target = f"{self._rule.label} {self._rule.target:g}"
-                write_atomically(self._job.stop, f"dtt bench: {target} is reached\n")
-                return
+                if now == size:
+                    continue
+                if first_reached(self._job, self._rule, self._tasks) is not None:
+                    target = f"{self._rule.label} {self._rule.target:g}"
+                    write_atomically(self._job.stop, f"{BY}: {target} is reached\n")
+                    return
+                size = now

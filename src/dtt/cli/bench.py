@@ -13,7 +13,7 @@ from dtt.runtime.process import command
 
 @cli.command(
     epilog=examples(
-        "dtt bench                      # list recipes, and the results of this machine",
+        "dtt bench                      # list recipes, and the results of this folder",
         "dtt bench laptop",
         "dtt bench fineweb-3.28 --runs 2",
     )
@@ -29,7 +29,7 @@ def bench(
         typer.Option(min=1, metavar="N", help="Number of runs, each with its own seed."),
     ] = None,
     new: Annotated[
-        bool, typer.Option("--new", help="Start anew instead of continuing an interrupted one.")
+        bool, typer.Option("--new", help="Start a new result instead of continuing one.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:

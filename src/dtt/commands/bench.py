@@ -13,7 +13,7 @@ from typing import Any
 
 import dtt
 from dtt.artifacts import CorpusManifest, DataManifest, FileRecord, fingerprint
-from dtt.bench import history, published_tokens
+from dtt.bench import history, published_tokens, target_watch
 from dtt.bench import recipe as recipes
 from dtt.bench.bench_result import (
     BenchResult,
@@ -24,7 +24,7 @@ from dtt.bench.bench_result import (
     remarks,
     target_test,
 )
-from dtt.bench.machine import this_machine
+from dtt.bench.machine import MachineFacts, this_machine
 from dtt.bench.published_tokens import PublishedManifest
 from dtt.bench.recipe import RecipeFile
 from dtt.bench.run_score import first_reached, score
@@ -61,6 +61,7 @@ class Bench:
     """Keys whose values differ from those of the recipe."""
     code: dict[str, str] | None
     """Commit of dtt, and hash of its uncommitted changes; None outside a clone."""
+    machine: MachineFacts
 
     @property
     def tasks(self) -> list[str]:
@@ -70,11 +71,12 @@ class Bench:
     def identity(self) -> dict[str, Any]:
         """Return what an interrupted bench must share to be continued."""
         return {
-            "recipe_sha256": self.file.sha256,
+            "recipe_key": self.file.key,
             "overrides": list(self.overrides),
             "config_sha256": self.config_sha256,
             "version": dtt.__version__,
             "code": self.code,
+            "machine": f"{self.machine.summary}, torch {self.machine.torch}",
         }
 
     @property
@@ -88,7 +90,7 @@ def run(name: str | None, overrides: Sequence[str], *, runs: int | None, new: bo
     """Run the recipe `name` and print its result; without a name, list recipes and results.
 
     `runs` replaces the recipe's number of runs. Unless `new`, continues an interrupted bench of
-    the same recipe, settings and code. If a run fails or is stopped, exits with its exit code.
+    the same recipe, settings, code and machine. If a run fails or is stopped, exits with its code.
     """
     if name is None:
         if runs is not None or new:
@@ -110,7 +112,7 @@ def run(name: str | None, overrides: Sequence[str], *, runs: int | None, new: bo
 
 
 def _list() -> None:
-    """Print the shipped recipes, and the results of this machine beside published ones."""
+    """Print the shipped recipes, and the results of this folder beside published ones."""
     files = recipes.shipped()
     rows = [("recipe", "runs", "what", "needs")]
     rows += [(f.name, str(f.recipe.runs), f.recipe.description, f.recipe.needs) for f in files]
@@ -143,14 +145,25 @@ def _prepare(file: RecipeFile, overrides: Sequence[str], runs: int | None) -> Be
         changes = hashlib.sha256(state["diff"].encode()).hexdigest() if state["diff"] else ""
         code = {"commit": state["commit"], "changes": changes}
     settings = json.loads(json.dumps(changed, default=str))
-    return Bench(file, tuple(overrides), runs or recipe.runs, config, settings, code)
+    machine = this_machine(config.train.device, config.pipeline.train_processes)
+    bench = Bench(file, tuple(overrides), runs or recipe.runs, config, settings, code, machine)
+    for metric in (recipe.score.metric, *recipe.score.beside):
+        kind, task, *_ = metric.split(".")
+        if kind == "task" and not (bench.tasks if task == "*" else task in bench.tasks):
+            raise ConfigError(
+                f"the runs do not measure {metric}, the score of {file.name}",
+                where="eval.tasks",
+                why=f"it is {bench.tasks}",
+                next=f"leave eval.tasks as it is in {file.path}",
+            )
+    return bench
 
 
 def _folder(bench: Bench, *, new: bool) -> Path:
     """Return the folder of an interrupted bench that can be continued, or of a new one."""
     root, identity = history.FOLDER / bench.file.name, bench.identity()
     for folder in sorted(root.glob("*"), reverse=True):
-        started = read_record(folder / START, {"recipe_sha256": str})
+        started = read_record(folder / START, {"recipe_key": str})
         if new or started is None or (folder / BenchResult.filename).exists():
             continue
         if started == identity:
@@ -202,12 +215,14 @@ def _run_step(bench: Bench, step: Step, place: str) -> None:
     else:
         with TargetWatch(job, bench.file.recipe.score, bench.tasks):
             code = pipeline.run_step(step, place)
-        done = code == ExitCode.DONE or _finished(bench, job)
+        ending = job.exit_record(job.attempt()) or {}
+        done = code == ExitCode.DONE or str(ending.get("asked_by")).startswith(target_watch.BY)
         if done and code != ExitCode.DONE:
             log.info("%s was stopped, because it has reached its target", job.root)
     if not done:
         started = job.attempt() > before
-        sys.exit(pipeline.report_stop(step.title, code, job, started=started, of="bench"))
+        title = f"{step.title} of {job.root}"
+        sys.exit(pipeline.report_stop(title, code, job, started=started, of="bench"))
 
 
 def _result(bench: Bench, folder: Path) -> BenchResult:
@@ -220,21 +235,20 @@ def _result(bench: Bench, folder: Path) -> BenchResult:
         )
         for seed, job in enumerate(jobs)
     )
-    machine = this_machine(bench.config.train.device, bench.config.pipeline.train_processes)
-    against = remarks(file, machine, runs, bench.changed)
+    against = remarks(file, bench.machine, runs, bench.changed)
     values, seconds = [run.value for run in runs], [run.seconds for run in runs]
     beside = {name: [run.beside[name] for run in runs] for name in rule.beside}
     start = datetime.strptime(folder.name, "%Y%m%d-%H%M%S").astimezone()
     result = BenchResult(
         recipe=file.name,
-        recipe_sha256=file.sha256,
+        recipe_key=file.key,
         started=start.isoformat(),
         overrides=bench.overrides,
         changed=bench.changed,
         config_sha256=bench.config_sha256,
         version=dtt.__version__,
         code=bench.code,
-        machine=machine,
+        machine=bench.machine,
         data=_data(bench, jobs[0]),
         score=rule,
         runs=runs,

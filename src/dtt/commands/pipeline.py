@@ -264,7 +264,10 @@ def report_stop(
         code, reason = record["code"], f"\n{record['reason']}"
     print(f"\nthe {of} stopped in {step}, exit code {code}{reason}", file=sys.stderr)
     without = " without --redo-from" if redo else ""
-    print(f"finished work is kept; run the same command{without} to resume", file=sys.stderr)
+    resume = f"run the same command{without} to resume"
+    if code == ExitCode.DIVERGED:
+        resume = "the same command would diverge again, so change its settings"
+    print(f"finished work is kept; {resume}", file=sys.stderr)
     return code
 
 
