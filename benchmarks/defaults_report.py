@@ -46,7 +46,7 @@ def report(measurement: Measurement) -> str:
     for title, part in parts.items():
         lines += ["", f"## {title}", ""]
         try:
-            lines += list(part(measurement))
+            lines.extend(part(measurement))  # an error leaves the lines before it
         except InputError as error:
             lines.append(f"Not available: {str(error).splitlines()[0]}.")
     return "\n".join(lines)
