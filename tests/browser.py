@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -102,6 +103,13 @@ class OpenPage:
     def close(self) -> None:
         """Close the page."""
         self.context.close()
+
+    def wait_for_problem(self, text: str) -> None:
+        """Wait until a problem contains `text`: the browser reports what a page does after it."""
+        deadline = time.monotonic() + TIMEOUT / 1000
+        while not any(text in problem for problem in self.problems):
+            assert time.monotonic() < deadline, f"no {text!r} in {self.problems}"
+            self.page.wait_for_timeout(20)  # events arrive meanwhile
 
     @property
     def pwned(self) -> object:
