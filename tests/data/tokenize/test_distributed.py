@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +150,14 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
 
 
-def test_a_rerun_does_nothing_and_is_quick(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_rerun_does_nothing(corpus: Corpus, tmp_path: Path) -> None:
     def times() -> dict[Path, int]:
         files = (path for path in (tmp_path / "out").rglob("*") if path.name != ".lock")
         return {path: path.stat().st_mtime_ns for path in files}
 
     first = run(corpus, tmp_path / "out")
     before = times()
-    start = time.monotonic()
     second = run(corpus, tmp_path / "out")
-    assert time.monotonic() - start < 1
     assert second.units == 0
     assert first.units > 0
     assert second.manifest == first.manifest

@@ -122,10 +122,11 @@ def test_a_clock_that_is_set_while_a_run_starts_changes_no_measurement(
     clock, timer = Clock(job, 1), PhaseTimer()
     timer.end_phase("imports")
     clock.close()
-    assert 0 <= clock.ran() - age < 60
-    assert 0 <= timer.seconds["imports"] - age < 60
+    # Each reading of the age of the process takes a moment of its own.
+    assert -1 <= clock.ran() - age < 60
+    assert -1 <= timer.seconds["imports"] - age < 60
     kept = json.loads(job.clock(1).read_text())
-    assert 0 <= kept["seconds"] - age < 60
+    assert -1 <= kept["seconds"] - age < 60
 
 
 def test_a_time_below_zero_that_an_earlier_version_kept_is_never_shown(tmp_path: Path) -> None:
