@@ -10,7 +10,7 @@ import pytest
 from browser import OpenPage
 from hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
 from planted_secrets import ENVIRONMENT, SECRETS, write_job_with_secrets
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, expect
 from report_jobs import (
     SyntheticRun,
     write_finished_job,
@@ -268,6 +268,21 @@ def test_the_page_can_be_used_with_the_keyboard_alone(jobs: Path, chromium: Brow
         focus("#samples input[type=range]")
         page.keyboard.press("Home")
         assert page.locator("#samples output").inner_text() == "step 0"
+
+
+def test_charts_that_are_drawn_later_leave_the_cursor_of_the_keyboard_where_it_is(
+    jobs: Path, chromium: Browser
+) -> None:
+    with OpenPage(chromium, jobs / "both.html") as opened:
+        page = opened.page
+        page.mouse.move(0, 0)  # where no chart can scroll under the mouse and move the cursor
+        page.check("input[name=log]")  # all charts are built again, those out of view later
+        chart = page.locator(CHART.format("Training loss"))
+        chart.locator(".plot").press("Home")
+        expect(chart.locator(".readout")).to_contain_text("6.971")
+        expect(page.locator(".plot:not(:has(canvas))")).to_have_count(0)
+        page.wait_for_timeout(200)  # longer than a frame, after which a cursor would have moved
+        assert "6.971" in chart.locator(".readout").inner_text()
 
 
 def test_the_slider_shows_the_sample_of_each_step(jobs: Path, chromium: Browser) -> None:

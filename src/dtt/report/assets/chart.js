@@ -124,9 +124,7 @@ class Chart {
         ],
         hooks: {
           draw: [(u) => this.draw(u)],
-          setCursor: [
-            (u) => this.x.point(u.cursor.left < 0 ? null : u.posToVal(u.cursor.left, "x")),
-          ],
+          setCursor: [(u) => this.follow(u)],
           setSelect: [(u) => this.select(u)],
         },
       },
@@ -223,6 +221,14 @@ class Chart {
       if (all) dot(ctx, x, toY(line.mean[k]), 3.2 * ratio);
       if ((line.max ?? line.mean)[k] > top) triangle(ctx, x, bbox.top + 2 * ratio, 5 * ratio);
     });
+  }
+
+  /** Follow the mouse. A plot also calls this when it is drawn, which moves no cursor. */
+  follow(u) {
+    const hovered = u.cursor.left >= 0;
+    if (hovered) this.x.point(u.posToVal(u.cursor.left, "x"));
+    else if (this.hovered) this.x.point(null);
+    this.hovered = hovered;
   }
 
   select(u) {
