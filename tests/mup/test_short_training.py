@@ -14,6 +14,7 @@ from dtt.checkpoint import store
 from dtt.commands import export
 from dtt.config.load import load_job, resolve
 from dtt.mup.short_training import ShortTraining, at_width
+from dtt.mup.transfer import final_loss, with_rate
 from dtt.runtime.dist import World
 from dtt.runtime.ranks import Ranks
 from dtt.track import jsonl
@@ -42,6 +43,28 @@ def test_a_probe_under_mup_has_the_losses_of_the_run_whose_export_transformers_a
     exported = load_file("out/model.safetensors")["model.norm.weight"]
     kept = store.at_step(job / "checkpoints", 12).tensors(store.MODEL)["norm.weight"]
     assert torch.equal(exported, kept / 4)
+
+
+def test_a_transfer_trains_as_a_run_with_this_rate_does(
+    dtt: Dtt, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = tiny(
+        optim__type="muon", optim__weight_decay="'horizon 0.5'", optim__adamw__lr=8e-3,
+        optim__groups="[{match: embed, lr: 4e-3, weight_decay: horizon 0.5, decay: 60%}]",
+        train__steps=6, schedule__type="wsd",
+    )  # fmt: skip
+    dtt("train", *arguments)
+    monkeypatch.chdir(dtt.folder)
+    world = World(Ranks(), torch.device("cpu"), None)
+    cfg = load_job(dtt.folder / "jobs/t")
+    doubled = resolve(None, [*arguments, f"optim.lr={2 * cfg.optim.lr}", "optim.adamw.lr=1.6e-2",
+        "optim.groups=[{match: embed, lr: 8e-3, weight_decay: horizon 0.5, decay: 60%}]",
+    ]).config  # fmt: skip
+    assert with_rate(cfg.optim, 2 * cfg.optim.lr) == doubled.optim
+    width = cfg.model.dim
+    own = final_loss(doubled, width, doubled.optim.lr, world)
+    assert final_loss(cfg, width, doubled.optim.lr, world) == own
+    assert own != final_loss(cfg, width, cfg.optim.lr, world)
 
 
 def test_another_width_scales_the_heads_and_the_mlp_in_proportion(tiny: Any) -> None:

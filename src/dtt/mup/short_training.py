@@ -73,9 +73,9 @@ class ShortTraining:
         """Return the multiplier of learning rates that the run itself has at a step."""
         return self._step_sizes.at(step).lr_factor * self.plan.schedule.multiplier(step)
 
-    def scheduled_own(self, step: int, factor: float = 1.0) -> dict[Length, float]:
-        """Return `factor` times those of groups with their own decay, by its duration."""
-        factor *= self._step_sizes.at(step).lr_factor
+    def scheduled_own(self, step: int) -> dict[Length, float]:
+        """Return those of groups with their own decay, by its duration."""
+        factor = self._step_sizes.at(step).lr_factor
         own = self.plan.schedule.own_multipliers(step)
         return {length: factor * multiplier for length, multiplier in own.items()}
 

@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import linear_regression
+from typing import Any
 
 import numpy as np
 import torch
 
+from dtt.config.optim import MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.mup.short_training import ShortTraining, at_width
 from dtt.runtime.dist import World
@@ -24,18 +26,29 @@ LAST = 0.1
 def final_loss(cfg: RunConfig, width: int, lr: float, world: World) -> float:
     """Train the run at a width with the peak rate `lr`; return its final loss in nats per token.
 
-    All other rates of `cfg.optim` keep their proportion to `optim.lr`. The loss is infinite if the
-    run diverges.
+    The loss is infinite if the run diverges.
     """
-    training = ShortTraining(at_width(cfg, width), world)
-    factor = lr / cfg.optim.lr
-    multipliers = (
-        lambda step: factor * training.scheduled(step),
-        lambda step: training.scheduled_own(step, factor),
-    )
-    losses = torch.stack(list(training.losses(*multipliers)))
+    optim = with_rate(cfg.optim, lr)
+    training = ShortTraining(at_width(cfg.model_copy(update={"optim": optim}), width), world)
+    losses = torch.stack(list(training.losses(training.scheduled, training.scheduled_own)))
     loss = losses[-max(1, round(LAST * len(losses))) :].mean().item()
     return loss if math.isfinite(loss) else math.inf
+
+
+def with_rate(optim: OptimConfig, lr: float) -> OptimConfig:
+    """Return the settings with the peak rate `lr`; all other rates keep their proportion to it.
+
+    A weight decay by horizon then follows its rate, as in a run with these settings.
+    """
+    factor = lr / optim.lr
+    groups = [
+        entry if entry.lr is None else entry.model_copy(update={"lr": factor * entry.lr})
+        for entry in optim.groups
+    ]
+    update: dict[str, Any] = {"lr": lr, "groups": tuple(groups)}
+    if isinstance(optim, MuonConfig):
+        update["adamw"] = optim.adamw.model_copy(update={"lr": factor * optim.adamw.lr})
+    return optim.model_copy(update=update)
 
 
 @dataclass(frozen=True)
