@@ -123,10 +123,11 @@ class Manifest(Record):
 
     def dump(self) -> str:
         """Return the text of the manifest file."""
-        return _text(self.model_dump(mode="json"))
+        return manifest_text(self.model_dump(mode="json"))
 
 
-def _text(content: dict[str, Any]) -> str:
+def manifest_text(content: Any) -> str:
+    """Return the text of a manifest file with this JSON content."""
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -379,7 +380,13 @@ class DataManifest(Manifest):
 
 
 class CheckpointManifest(Manifest):
-    """The manifest of a checkpoint. `dtt train` writes it last, when all files are complete."""
+    """The manifest of a checkpoint. `dtt train` writes it last, when all files are complete.
+
+    Fields that this version does not know are ignored: they are optional, and were added later. A
+    new field without which a checkpoint cannot be read right changes `format`.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
     filename: ClassVar[str] = "MANIFEST.json"
     holds: ClassVar[str] = "checkpoint"
@@ -402,7 +409,7 @@ class CheckpointManifest(Manifest):
     def dump(self) -> str:
         """Return the text of the manifest file, with a hash that detects damage to the manifest."""
         content = self.model_dump(mode="json")
-        return _text(content | {"seal": fingerprint(content)})
+        return manifest_text(content | {"seal": fingerprint(content)})
 
     @model_validator(mode="before")
     @classmethod

@@ -112,6 +112,28 @@ def alone() -> World:
     return start(Ranks(), "cpu")
 
 
+def fail_with_a_bug(world: World, folder: Path, asynchronous: bool) -> str:
+    saver = make(folder, world, asynchronous=asynchronous)
+    position: dict[str, Any] = {"step": 1}
+    if world.first:
+        position["unexpected"] = object()  # json.dumps raises TypeError
+    try:
+        saver.begin(1, state(1.0), own(world.rank), position)
+        saver.wait()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_bug_on_one_rank_ends_the_save_on_all(tmp_path: Path, asynchronous: bool) -> None:
+    first, second = on_ranks(2, fail_with_a_bug, tmp_path, asynchronous)
+    assert first.startswith("TypeError: Object of type object")
+    assert second.startswith("PeerLost: rank 0 failed while it saved a checkpoint")
+    assert "TypeError: Object of type object" in second
+    assert store.newest(tmp_path / "checkpoints") is None
+
+
 def test_insufficient_disk_space_is_detected_before_anything_is_written(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

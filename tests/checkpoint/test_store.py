@@ -22,7 +22,7 @@ import torch
 
 import dtt
 from dtt import reading
-from dtt.artifacts import CheckpointManifest
+from dtt.artifacts import CheckpointManifest, fingerprint, manifest_text
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
@@ -229,6 +229,33 @@ def test_a_manifest_that_is_not_as_written_is_found(
 ) -> None:
     damage(folder / "step-000010" / "MANIFEST.json")
     assert falls_back(folder, "MANIFEST.json", caplog)
+
+
+def test_manifests_with_other_optional_fields_are_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an older dtt, which lacks a field of today, and of a newer one, which has one more."""
+    path = folder / "step-000010" / "MANIFEST.json"
+    content = json.loads(path.read_text())
+    del content["seal"]
+    content["base"] = {"manifest_sha256": "a" * 64}
+    path.write_text(manifest_text(content | {"seal": fingerprint(content)}))
+    assert store.verify(path.parent).step == 10
+
+    class Later(CheckpointManifest):
+        base: str | None = None
+
+    monkeypatch.setattr(store, "CheckpointManifest", Later)
+    assert store.verify(folder / "step-000005").step == 5
+
+
+def test_any_changed_byte_of_a_manifest_is_found(folder: Path) -> None:
+    path = folder / "step-000010" / "MANIFEST.json"
+    whole = path.read_bytes()
+    for i in range(len(whole)):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+        with pytest.raises((DamagedError, InputError)):
+            store.verify(path.parent)
 
 
 def test_training_does_not_restart_by_itself_if_all_checkpoints_are_damaged(

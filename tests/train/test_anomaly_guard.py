@@ -362,6 +362,30 @@ def test_rewinds_to_checkpoints_of_the_same_weights_count_as_one() -> None:
     go_back(15, 12)  # step 11 was trained on
 
 
+def test_an_average_starts_after_a_step_that_a_rewind_leaves_out(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """Step 11 is the last one before the average starts, so step 12 is its only update."""
+    trainer = build(
+        ALONE, tmp_path, tokens, "guard.non_finite=rewind", "guard.rewind_around=0",
+        "train.ema_decay=0.9 from 11",
+    )  # fmt: skip
+    poison(trainer, {11: "nan"})
+    before: dict[str, Tensor] = {}
+
+    def remember(module: nn.Module, _: Any) -> None:
+        if trainer.position.step == 11:
+            before.update((name, p.detach().clone()) for name, p in module.named_parameters())
+
+    trainer.state.model.register_forward_pre_hook(remember)
+    finish(trainer)
+    saved = store.find(str(trainer.job.root)).tensors(store.STATE)
+    assert saved["ema/updates/count"] == 1
+    for name, weight in trainer.state.model.named_parameters():
+        expected = torch.lerp(before[name], weight.detach(), 0.9)
+        torch.testing.assert_close(saved[f"ema/{name}/value"], expected, rtol=1e-6, atol=1e-7)
+
+
 # ---- the judgement alone -------------------------------------------------------------------------
 
 

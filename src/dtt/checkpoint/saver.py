@@ -25,7 +25,7 @@ from dtt.artifacts import FileRecord
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
-from dtt.errors import DiskFull, DttError, StorageError
+from dtt.errors import DiskFull, DttError, PeerLost, StorageError
 from dtt.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
 from dtt.runtime.dist import World
 from dtt.runtime.files import check_space, forget_cached
@@ -253,21 +253,35 @@ class Saver:
     def _together(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank, and return the results of all ranks.
 
-        If it fails on any rank, every rank raises the first failure. OSErrors become StorageErrors.
+        If it fails on any rank, every rank raises an error. OSErrors become StorageErrors. A rank
+        whose action fails with a bug raises that; the others raise PeerLost.
         """
-        outcome: T | DttError
+        result: T | None = None
+        failure: DttError | None = None
+        bug: Exception | None = None
         try:
-            outcome = action()
+            result = action()
         except OSError as error:
-            failure = in_words(error)  # every OSError here is a storage failure
-            outcome = failure if isinstance(failure, StorageError) else StorageError(str(failure))
+            words = in_words(error)  # every OSError here is a storage failure
+            failure = words if isinstance(words, StorageError) else StorageError(str(words))
         except DttError as error:
-            outcome = error
-        outcomes = self._world.exchange(outcome)
-        failures = [error for error in outcomes if isinstance(error, DttError)]
-        if failures:
-            raise failures[0]
-        return [result for result in outcomes if not isinstance(result, DttError)]
+            failure = error
+        # A bug must reach the exchange below as well: the other ranks wait there, and would hang
+        # until its timeout, which is hours. It is sent as text, because not every exception can be
+        # pickled.
+        except Exception as error:  # noqa: BLE001  raised again after the exchange
+            failure = PeerLost(
+                f"rank {self._world.rank} failed while it saved a checkpoint",
+                why=f"{type(error).__name__}: {error}",
+            )
+            bug = error
+        outcomes = self._world.exchange((result, failure))
+        if bug is not None:
+            raise bug
+        for _, failed in outcomes:
+            if failed is not None:
+                raise failed
+        return [done for done, _ in outcomes]  # type: ignore[misc]  # no rank failed
 
     def _prune(self) -> None:
         try:

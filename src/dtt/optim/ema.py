@@ -56,7 +56,8 @@ class Ema:
         """Move the averages one step towards the parameters; does not synchronise with the device.
 
         `skip` [] is a tensor on the device, the `found_inf` of optimizers: 0.0, or 1.0 if the
-        averages must stay as they are. `step` is the number of steps done before this one.
+        averages must stay as they are. `step` is the number of steps done before this one. Call it
+        for steps that a rewind leaves out, too: the average may have to start after one of them.
         """
         if step < self._start:
             self._behind = True

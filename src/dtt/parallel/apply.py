@@ -130,17 +130,22 @@ def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: fl
     in fp32, divided by the number of ranks that hold the same shard, and one all-reduce adds them
     up.
     """
-    if not layout.sharded and parameters[0].dtype is torch.float32:
+    # One bf16 parameter among them decides: torch sums its squares in bf16, to three digits.
+    if not layout.sharded and all(p.dtype is torch.float32 for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
     sharded = [p.grad for p in parameters if p.grad is not None]
     gradients = [local(gradient) for gradient in sharded]
-    norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
-    torch._foreach_mul_(norms, [layout_of(gradient).replica_count ** -0.5 for gradient in sharded])
-    square = torch.stack(norms).square().sum()
+    square = torch.zeros((), device=parameters[0].device)
+    if gradients:  # else, this rank still takes part in the all-reduce
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
+        replicas = [layout_of(gradient).replica_count ** -0.5 for gradient in sharded]
+        torch._foreach_mul_(norms, replicas)
+        square = torch.stack(norms).square().sum()
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt()
-    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    if gradients:
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

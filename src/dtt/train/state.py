@@ -171,9 +171,12 @@ def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTe
 def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, FullTensor]) -> None:
     """Load the optimizer state; raise ConfigError if optimizers or parameters differ.
 
-    Each rank loads its part: state is sharded as its parameter is. Tensors that belong to no
-    optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise DamagedError for any other tensor
-    that an optimizer cannot have written.
+    Each rank loads its part: state is sharded as its parameter is. Parameters without state in the
+    checkpoint have none here: an optimizer makes it at the first gradient, and some parameters may
+    not have had one. `load_parameters` has compared the names of all parameters before.
+
+    Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise
+    DamagedError for any other tensor that an optimizer cannot have written.
     """
     by_parameter: dict[tuple[str, str], dict[str, FullTensor]] = {}
     for path, whole in saved.items():
@@ -188,22 +191,23 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Ful
             optimizer.state.clear()
         return
     expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
-    if by_parameter.keys() != expected:
-        difference = sorted(by_parameter.keys() ^ expected)[0]
+    if unknown := sorted(by_parameter.keys() - expected):
+        owner, name = unknown[0]
         raise ConfigError(
             "the optimizers of this run do not match those of the checkpoint",
-            why=f"{difference[0]} state of {difference[1]} is present on one side only",
+            why=f"there, {name} has state of {owner}, which does not train it here",
             next="keep optim unchanged, or start a new job with these weights: init.from=JOB",
         )
     for optimizer_name, optimizer in optimizers.items():
-        named = [by_parameter[optimizer_name, name] for name, _ in _named(optimizer)]
+        named = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
         if any(one.keys() != named[0].keys() for one in named):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):
-            optimizer.state[parameter] = {
-                key: _beside(parameter, whole)
-                for key, whole in by_parameter[optimizer_name, name].items()
-            }
+            optimizer.state.pop(parameter, None)
+            if (saved_state := by_parameter.get((optimizer_name, name))) is not None:
+                optimizer.state[parameter] = {
+                    key: _beside(parameter, whole) for key, whole in saved_state.items()
+                }
 
 
 def _beside(parameter: nn.Parameter, saved: FullTensor) -> Tensor:
@@ -288,6 +292,11 @@ def tasks_due(cfg: RunConfig, steps: int, position: Position) -> bool:
     return wanted and position.tasks_evaluated != position.step
 
 
+def sampling_due(train: TrainConfig, steps: int, position: Position) -> bool:
+    """Return True if a run of `steps` steps samples at this position, after its evaluation."""
+    return every(train.sample_every, position.step) or position.step in (0, steps)
+
+
 def kinds_due(
     cfg: RunConfig, steps: int, position: Position, *, validates: bool, has_tasks: bool
 ) -> set[str]:
@@ -297,8 +306,7 @@ def kinds_due(
         found.add("eval")
     if has_tasks and tasks_due(cfg, steps, position):
         found.add("task")
-    sampled = every(cfg.train.sample_every, position.step) or position.step in (0, steps)
-    if found and cfg.train.sample_tokens and sampled:
+    if found and cfg.train.sample_tokens and sampling_due(cfg.train, steps, position):
         found.add("sample")
     return found
 

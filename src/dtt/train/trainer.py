@@ -34,6 +34,7 @@ from dtt.train.state import (
     every,
     restore_rng,
     rng_tensors,
+    sampling_due,
     seed_rank,
     tasks_due,
 )
@@ -133,6 +134,10 @@ class Trainer:
         """
         state, step, meter = self.state, self.position.step, self.observers.meter
         if step + 1 in self.position.steps_to_skip:
+            if state.ema is not None:
+                # Nothing is averaged, but the average may start after this step. Without this call
+                # it would start from the weights of the last save, and then start again.
+                state.ema.update(torch.ones((), device=self.world.device), step)
             self.advance_position(batch, multiplier, state.guard.skipped_values(), ())
             return
         losses = forward_backward(
@@ -259,14 +264,13 @@ class Trainer:
 
         An evaluation that a stop request has cut short is due again when the run resumes.
         """
-        step, ends = self.position.step, (0, self.schedule.steps)
         if self.validation_due():
             self.evaluate()
         if self.tasks_due() and not self.validation_due():
             self.evaluate_tasks()
         if self.evaluation_due():
             return
-        if every(self.cfg.train.sample_every, step) or step in ends:
+        if sampling_due(self.cfg.train, self.schedule.steps, self.position):
             self.sample()
 
     def evaluation_due(self) -> bool:
