@@ -44,24 +44,24 @@ from jobs import SHARED_DATA, free_port, make_novel_tokens, rank_environment
 from measurement import Table
 from torch import Tensor, nn
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import Diverged
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
-from dtt.commands.build import build as wire
 from dtt.config.guard import GuardConfig
 from dtt.config.load import resolve
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import Batches
-from dtt.errors import Diverged
-from dtt.runtime.dist import World, start, stop
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.runtime.ranks import Ranks
+from dtt.jobs.attempt import Attempt
+from dtt.jobs.stop import Requests
+from dtt.mesh.dist import World, start, stop
 from dtt.track import jsonl
 from dtt.train.anomaly_guard import LEAST_FACTOR, SPIKE_WINDOW
+from dtt.train.build import build as wire
 from dtt.train.run_plan import make_plan
 from dtt.train.state import optimizer_tensors
-from dtt.train.supervise.attempt import Attempt
-from dtt.train.supervise.stop import Requests
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from jobs import DTT, SHARED_DATA, make_novel_tokens
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.optim.schedule import Decay
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 

@@ -83,7 +83,7 @@ def prepare_dtt(rows: Path, tokenizer: Path, folder: Path) -> None:
     from dtt.data.samples.token_source import open_tokens
     from dtt.data.token_file import TokenFile, mask_path
     from dtt.data.tokenize.distributed import tokenize
-    from dtt.runtime.comm import Serial
+    from dtt.mesh.comm import Serial
 
     start, cpu = time.perf_counter(), time.process_time()
     download(DownloadConfig(dataset=str(rows)), folder / "corpus", rows=True)

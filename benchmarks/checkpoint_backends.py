@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import retention, store
 from dtt.checkpoint.saver import Saver
 from dtt.config.train import CheckpointConfig
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import World
 
 T = TypeVar("T")
 State = dict[str, Tensor]

@@ -27,19 +27,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from measurement import Table, column_medians, in_turns
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
 from dtt.data.samples.loader import MicroBatch
+from dtt.mesh import dist as dtt_dist
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
-from dtt.runtime import dist as dtt_dist
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
 from dtt.train.state import optimizer_tensors, rng_tensors
 from dtt.train.step import forward_backward, next_token, update
 

@@ -36,9 +36,9 @@ from jobs import SHARED_DATA, dtt, make_tokens
 from trial_runner import Outcome, Trial, TrialRecord, TrialRunner, git
 from trial_statistics import Estimate, main_effects, plackett_burman
 
-from dtt.errors import ConfigError, DttError, InputError
-from dtt.launch import local
-from dtt.runtime.files import exclusive
+from dtt.base import local
+from dtt.base.errors import ConfigError, DttError, InputError
+from dtt.base.files import exclusive
 
 PLAN = Path(__file__).with_suffix(".yaml")
 RECORD = Path(__file__).with_suffix(".jsonl")

@@ -33,7 +33,7 @@ import numpy as np
 from data_loaders import END, SEQ_LEN
 from measurement import Table
 
-from dtt.artifacts import CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import CorpusSource, SplitCounts, TokenShard, TokensManifest
 from dtt.data.samples.compatibility import index_bytes
 from dtt.data.token_file import HEADER, MAGIC, VERSION, TokenFileWriter, bin_path, idx_path
 

@@ -19,7 +19,7 @@ from trial_statistics import (
     value_at,
 )
 
-from dtt.errors import InputError
+from dtt.base.errors import InputError
 
 if TYPE_CHECKING:
     from choose_defaults import Measurement

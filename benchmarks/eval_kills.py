@@ -32,9 +32,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
-        "dtt.commands.eval",
+        "dtt.evaluate.evaluation",
         "dtt.evaluate.tasks.runner",
-        "dtt.train.supervise.attempt",
+        "dtt.jobs.attempt",
     ]
 )
 QUESTIONS = 1000

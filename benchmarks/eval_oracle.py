@@ -43,8 +43,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dtt.config.model import Llama3RopeScaling, ModelConfig
 from dtt.evaluate.tasks import result_files
-from dtt.export import hf
-from dtt.export.read import Trained
+from dtt.hf import hf
+from dtt.hf.read import Trained
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize

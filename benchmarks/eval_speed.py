@@ -29,15 +29,15 @@ import transformers
 from measurement import Table, column_medians, in_turns
 from tokenizers import Tokenizer
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.scorer import Scorer
-from dtt.export.weights import to_hf
+from dtt.hf.weights import to_hf
+from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.runtime.dist import start
-from dtt.runtime.ranks import Ranks
 
 FILES = {
     "HellaSwag": "hellaswag_val1000.jsonl",

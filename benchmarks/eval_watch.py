@@ -20,8 +20,8 @@ from pathlib import Path
 
 from jobs import DTT, dtt, make_tokens, wait_until
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 EVERY = 20

@@ -43,11 +43,11 @@ from pathlib import Path
 import torch
 from checkpoint_backends import DTT_BACKENDS, PEER_BACKENDS, Backend, Dtt, State, state_of
 
-from dtt import reading
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import reading
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.log import log
 from dtt.checkpoint import store
-from dtt.errors import DamagedError, InputError
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
 
 OLD, NEW, NEXT = 10, 20, 30
 FAULTS = {

@@ -257,8 +257,8 @@ def small_keys(session: Session, name: str, **changes: object) -> list[str]:
 
 def flex(session: Session) -> None:
     """Compare FlexAttention with a dense mask, outputs and gradients, at several lengths."""
+    from dtt.mesh.compilation import compiler
     from dtt.model import attention_backend
-    from dtt.runtime.compilation import compiler
 
     for length in (64, 128) if session.tiny else (64, 128, 256, 1024):
         for window, documents in ((48, False), (None, True), (48, True)):
@@ -316,7 +316,7 @@ def training(
 
 def loss(session: Session) -> None:
     """Measure the loss alone, eager and compiled, for several chunk sizes and vocabularies."""
-    from dtt.runtime.compilation import compiler
+    from dtt.mesh.compilation import compiler
 
     tokens, width = (64, 32) if session.tiny else (65_536, 768)
     for vocab_size in (300,) if session.tiny else (50_304, 128_256):

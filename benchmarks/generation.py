@@ -21,7 +21,7 @@ import transformers
 from measurement import Table, in_turns
 
 from dtt.config.model import ModelConfig
-from dtt.export.weights import from_hf
+from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
 from dtt.checkpoint import store
-from dtt.errors import DttError
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 DTT = [sys.executable, "-m", "dtt.main"]

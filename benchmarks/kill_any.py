@@ -43,8 +43,8 @@ from jobs import (
 )
 from kills import STEPS, settings
 
-from dtt.launch import local
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import local
 
 LIMIT = 30.0
 """Seconds after a kill in which all processes of a job must have ended."""

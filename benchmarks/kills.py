@@ -26,7 +26,7 @@ from typing import Any
 from jobs import differences, make_tokens, results, wait_until
 from runs import Run, Torchrun
 
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
 
 STEPS = 120
 KILLS_PER_JOB = 10

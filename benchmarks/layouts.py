@@ -25,7 +25,7 @@ from typing import NamedTuple
 from jobs import make_tokens
 from runs import Run
 
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
 from dtt.track import jsonl
 
 STEPS = 20

@@ -31,19 +31,19 @@ from jobs import free_port, rank_environment
 from measurement import Table, in_turns
 from torch.multiprocessing.spawn import spawn
 
+from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.parallel import Sizes
 from dtt.data.samples.loader import MicroBatch
+from dtt.mesh.dist import World, native_bf16, start, stop
+from dtt.mesh.mesh import make_layout
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.muon.optimizer import Muon
 from dtt.parallel.apply import apply
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World, native_bf16, start, stop
-from dtt.runtime.ranks import Ranks
 from dtt.train.step import forward_backward, next_token
 
 LLAMA = (

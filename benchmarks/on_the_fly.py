@@ -29,7 +29,7 @@ from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.encoded_documents import Documents
 from dtt.data.samples.text_source import TextSource
-from dtt.data.tokenize.encoder import Encoder
+from dtt.data.text.encoder import Encoder
 
 SEQ_LEN = 1024
 SEQUENCES = 64

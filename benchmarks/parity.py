@@ -27,9 +27,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
-from dtt.export import hf
-from dtt.export.read import Trained, read_hf_folder
-from dtt.export.weights import from_hf, to_hf
+from dtt.hf import hf
+from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf.weights import from_hf, to_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder

@@ -19,13 +19,13 @@ from fnmatch import fnmatchcase
 from jobs import free_port, rank_environment
 from measurement import Table
 
+from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.measurement import probe
 from dtt.estimate.memory import memory
-from dtt.runtime.dist import start, stop
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import start, stop
 
 MIB = 2**20
 GPT2 = ("model.family=gpt2", "model.dim=512", "model.n_layers=8", "model.n_heads=8")

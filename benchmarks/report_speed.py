@@ -41,11 +41,11 @@ from jobs import DTT
 from measurement import Table, in_turns
 from playwright.sync_api import Browser, Error, sync_playwright
 
-from dtt.artifacts import CorpusSource, DataManifest, SourceFacts
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CorpusSource, DataManifest, SourceFacts
+from dtt.base.errors import ExitCode
 from dtt.config.explain import show
 from dtt.config.load import resolve
-from dtt.errors import ExitCode
-from dtt.runtime.jobdir import JobDir
 
 PEERS = Path(__file__).with_name("report_peers.py")
 BATCH_TOKENS, SECONDS_PER_STEP, LOG_EVERY = 524_288, 0.25, 10

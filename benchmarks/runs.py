@@ -25,9 +25,9 @@ import torch._dynamo  # optimizers import it on first use  # noqa: F401
 from jobs import free_port, rank_environment, wait_until
 
 from dtt.checkpoint.saver import Saver
+from dtt.jobs.stop import Requests
 from dtt.main import main
 from dtt.train import step as training_step
-from dtt.train.supervise.stop import Requests
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer
 

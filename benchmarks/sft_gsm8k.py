@@ -23,17 +23,17 @@ from pathlib import Path
 import torch
 from jobs import SHARED_DATA, dtt
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.loader import BatchReader
 from dtt.evaluate.answers import AnswerEvaluator, first_prompts
 from dtt.evaluate.validation import Evaluator, held_out
+from dtt.mesh import dist
 from dtt.model.decoder import Decoder
 from dtt.model.scaling import scaled
-from dtt.runtime import dist
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
 
 SEQ_LEN = 512
 MODEL = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "train.precision=fp32"]

@@ -27,9 +27,9 @@ from jobs import make_tokens, wait_until
 from runs import PHASES as ALL_PHASES
 from runs import Run
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
 from dtt.checkpoint import store
-from dtt.errors import DttError
-from dtt.runtime.jobdir import JobDir
 
 HOW = ("SIGTERM", "SIGINT", "SIGUSR2", "control/stop", "control/save")
 PHASES = [name for name in ALL_PHASES if name]

@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from dtt.base.ranks import Ranks
 from dtt.config.load import resolve, shipped_configs
 from dtt.config.source import read_file
 from dtt.data.samples.loader import MicroBatch
@@ -38,16 +39,15 @@ from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import moments
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import make_layout
+from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, roles
 from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
-from dtt.runtime.sharding import local
 from dtt.train.step import forward_backward, next_token
 
 NODE = 8

@@ -22,8 +22,8 @@ from pathlib import Path
 from jobs import METRICS, differences, dtt, make_tokens, require_programs, results
 from measurement import Table
 
-from dtt.launch import local
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import local
 from dtt.track import jsonl
 
 LEAD_SECONDS = 30

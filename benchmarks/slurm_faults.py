@@ -38,7 +38,7 @@ from typing import Any
 from jobs import differences, dtt, make_tokens, require_programs, results
 from slurm_chain import seconds_per_step, settings, train_without_slurm
 
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
 
 SECONDS_BETWEEN_FAULTS = {"node": 8, "slurmd": 50, "suspend": 8, "preempt": 8, "limit": 60}
 """Seconds of training: Slurm takes half a minute to notice a dead slurmd."""

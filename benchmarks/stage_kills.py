@@ -36,8 +36,8 @@ import yaml
 from jobs import DTT, differences, require_programs, results, wait_until, write_documents
 from kill_any import KILLS_PER_JOB, LIMIT, PATIENCE, Processes, Tally, ended
 
-from dtt.errors import ExitCode
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode
 
 COMMON: dict[str, Any] = {
     "name": "chain",

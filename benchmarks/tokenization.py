@@ -37,9 +37,9 @@ from jobs import SHARED_DATA
 from measurement import Table, column_medians
 from xxhash import xxh3_64_intdigest
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.data.text.tokenizer import open_tokenizer
 from dtt.data.token_file import TokenFile, token_dtype
-from dtt.data.tokenize.tokenizer import open_tokenizer
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent

@@ -45,13 +45,13 @@ TOOLS = {
 
 def dtt(folder: Path, vocab_size: int) -> tuple[float, list[list[str]] | None]:
     """Train as `dtt tokenize` does; return the seconds and, on rank 0, the merges."""
+    from dtt.base.ranks import Ranks
     from dtt.config.data import TrainedTokenizerConfig
+    from dtt.data.corpus.document_sampling import tokenizer_sample
     from dtt.data.corpus.units import Corpus
-    from dtt.data.tokenize.document_sampling import tokenizer_sample
-    from dtt.data.tokenize.pretokens import count_pre_tokens, sum_over_ranks
-    from dtt.data.tokenize.tokenizer import train_tokenizer
-    from dtt.runtime.comm import open_comm
-    from dtt.runtime.ranks import Ranks
+    from dtt.data.text.pretokens import count_pre_tokens, sum_over_ranks
+    from dtt.data.text.tokenizer import train_tokenizer
+    from dtt.mesh.comm import open_comm
 
     comm = open_comm(Ranks.detect(), folder / "rendezvous")
     cfg = TrainedTokenizerConfig(vocab_size=vocab_size, train_bytes=10**12)

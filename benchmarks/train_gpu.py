@@ -31,7 +31,7 @@ from jobs import DTT, make_tokens
 from measurement import Table
 from train_peers import Shape, hf_model
 
-from dtt.launch import local
+from dtt.base import local
 
 
 class Case(NamedTuple):

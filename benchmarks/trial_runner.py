@@ -20,11 +20,11 @@ from typing import Any
 
 from jobs import DTT
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import local
+from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
+from dtt.base.files import append, write_atomically
 from dtt.config.load import load_job
-from dtt.errors import ConfigError, DamagedError, ExitCode, InputError
-from dtt.launch import local
-from dtt.runtime.files import append, write_atomically
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
-from dtt.data.tokenize.tokenizer import train_tokenizer
+from dtt.data.text.tokenizer import train_tokenizer
 
 WORDS = ["seven", "eggs", "minus", "three", "is", "four", "ünïcode", "字", "<|im_end|>", "\n"]
 

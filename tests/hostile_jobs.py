@@ -23,10 +23,10 @@ from report_jobs import (
     write_surroundings,
 )
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode
 from dtt.config.explain import show
-from dtt.errors import ExitCode
-from dtt.launch.sweep import trials
-from dtt.runtime.jobdir import JobDir
+from dtt.jobs import sweep_trials as trials
 
 SET = "window.pwned={n}"
 ELSEWHERE = "https://pwned.example/{n}"

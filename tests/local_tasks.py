@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dtt.commands import eval_models
-from dtt.commands.eval import open_evaluation
+from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
+from dtt.evaluate import models as eval_models
+from dtt.evaluate.evaluation import open_evaluation
 from dtt.evaluate.tasks import runner
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import World
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 DEFINITIONS = {

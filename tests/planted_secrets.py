@@ -11,7 +11,7 @@ from pathlib import Path
 
 from report_jobs import START, SyntheticRun, write_new_job
 
-from dtt.errors import ExitCode
+from dtt.base.errors import ExitCode
 
 BODY = "0123456789abcdefABCDEF0123456789wxyzWXYZ"
 ENVIRONMENT = {

@@ -13,12 +13,12 @@ from running import Dtt
 from tiny_job import make_tokenizer, write_chat_job, write_checkpoint
 from torch import Tensor
 
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.model import ModelConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.targets import IGNORE_INDEX
 
 VOCAB_SIZE, SEQ_LEN = 300, 64
 

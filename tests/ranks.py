@@ -11,8 +11,8 @@ from typing import Any
 
 from forked import CONTEXT
 
-from dtt.runtime.dist import World, start, stop
-from dtt.runtime.ranks import Ranks
+from dtt.base.ranks import Ranks
+from dtt.mesh.dist import World, start, stop
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

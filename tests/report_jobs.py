@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from tiny_job import KEY, make_tokenizer
 
-from dtt.artifacts import CorpusSource, DataManifest, SourceFacts, fingerprint
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CorpusSource, DataManifest, SourceFacts, fingerprint
+from dtt.base.errors import ExitCode
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.explain import show
 from dtt.config.load import Resolved, resolve
 from dtt.config.source import Leaf
-from dtt.errors import ExitCode
-from dtt.launch.sweep import trials
-from dtt.runtime.files import sha256_file
-from dtt.runtime.jobdir import JobDir
+from dtt.jobs import sweep_trials as trials
 from dtt.track.base import Record
 from dtt.track.jsonl import JsonlTracker
 

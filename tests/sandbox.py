@@ -26,13 +26,13 @@ from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
 from token_files import write_pair
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
-from dtt.launch.sweep import trials
-from dtt.runtime.files import sha256_file
-from dtt.runtime.jobdir import JobDir
+from dtt.jobs import sweep_trials as trials
 
 STORIES, EDU = "roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"
 GPT2 = "openai-community/gpt2"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from running import ROOT
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
-from dtt.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

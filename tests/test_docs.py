@@ -18,7 +18,7 @@ from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
 from dtt.config.sweep import KINDS, SweepConfig
 from dtt.evaluate.tasks.definition import load_tasks
-from dtt.launch.sweep import trials
+from dtt.jobs import sweep_trials as trials
 from dtt.main import cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

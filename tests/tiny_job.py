@@ -12,7 +12,15 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dtt.artifacts import CHAT_TEMPLATE, ChatFacts, CorpusSource, DataManifest, SourceFacts
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import (
+    CHAT_TEMPLATE,
+    ChatFacts,
+    CorpusSource,
+    DataManifest,
+    SourceFacts,
+)
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job
 from dtt.data.conversations.template import CHATML
@@ -20,8 +28,6 @@ from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.optim.ema import Ema
-from dtt.runtime.files import sha256_file
-from dtt.runtime.jobdir import JobDir
 
 END_OF_DOCUMENT, IM_START, IM_END = 256, 257, 258
 KEY = "0" * 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import CorpusSource, SplitCounts, TokenShard, TokensManifest
 from dtt.data.token_file import TokenFileWriter
 
 if TYPE_CHECKING:

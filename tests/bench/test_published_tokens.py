@@ -16,7 +16,7 @@ SCRIPT = """
 import json, sys
 from dtt.bench.published_tokens import fetch
 from dtt.bench.recipe import PublishedTokens
-from dtt.errors import DttError
+from dtt.base.errors import DttError
 for line in sys.stdin:
     [options] = json.loads(line)
     try:

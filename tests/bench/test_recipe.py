@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.bench.recipe import RecipeFile, ScoreRule, find, read, shipped
 from dtt.config.load import Mistakes, resolve
-from dtt.errors import ConfigError, InputError
 
 MINIMAL = """\
 description: a test

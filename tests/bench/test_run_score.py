@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DamagedError
+from dtt.base.files import write_atomically
 from dtt.bench import target_watch
 from dtt.bench.recipe import ScoreRule
 from dtt.bench.run_score import first_reached, score, training_seconds, values
 from dtt.bench.target_watch import TargetWatch
-from dtt.errors import DamagedError
-from dtt.runtime.files import write_atomically
-from dtt.runtime.jobdir import JobDir
 
 LOSS = ScoreRule(
     metric="eval.loss", label="loss", target=3.0, beside=("eval.bits_per_byte", "task.a.acc")

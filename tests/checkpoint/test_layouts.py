@@ -17,21 +17,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import Layout, make_layout
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import RESIDUAL_WRITERS, initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
-from dtt.parallel.mesh import Layout, make_layout
-from dtt.runtime.dist import World, start
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
 from dtt.train.warm_start import take_weights
 

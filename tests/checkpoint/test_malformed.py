@@ -18,17 +18,17 @@ import pytest
 import torch
 from running import Dtt, in_this_process
 
-from dtt.artifacts import CheckpointManifest, FileRecord, fingerprint
+from dtt.artifacts.manifests import CheckpointManifest, FileRecord, fingerprint
+from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
+from dtt.base.files import sha256_file
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.errors import ConfigError, DamagedError, ExitCode, InputError
+from dtt.mesh.dist import World, start
 from dtt.optim.ema import Ema
-from dtt.runtime.dist import World, start
-from dtt.runtime.files import sha256_file
-from dtt.runtime.ranks import Ranks
 from dtt.train.anomaly_guard import Guard
 from dtt.train.assemble import assemble, make_optimizers
 from dtt.train.run_plan import RunPlan, make_plan

@@ -12,16 +12,15 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from dtt import reading
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import files, reading
+from dtt.base.errors import DiskFull, DttError, StorageError
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import saver as module
 from dtt.checkpoint import store, tensors
 from dtt.checkpoint.saver import Saver
 from dtt.config.train import CheckpointConfig
-from dtt.errors import DiskFull, DttError, StorageError
-from dtt.runtime import files
-from dtt.runtime.dist import World, start
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import World, start
 
 FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import dtt
-from dtt import reading
-from dtt.artifacts import CheckpointManifest, fingerprint, manifest_text
+from dtt.artifacts.manifests import CheckpointManifest, fingerprint, manifest_text
+from dtt.base import reading
+from dtt.base.errors import DamagedError, InputError
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
-from dtt.errors import DamagedError, InputError
 
 fork = multiprocessing.get_context("fork")
 

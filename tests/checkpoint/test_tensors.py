@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dtt.base.errors import DamagedError
 from dtt.checkpoint import tensors
-from dtt.errors import DamagedError
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),

@@ -8,7 +8,7 @@ import pytest
 import typer
 from running import Dtt
 
-from dtt.errors import ExitCode
+from dtt.base.errors import ExitCode
 from dtt.main import cli
 
 REPEATABLE = {"allow_change", "prompt"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dtt.base.errors import ConfigError
 from dtt.config.averaging import Averaging, parse_averaging
 from dtt.config.load import resolve
-from dtt.errors import ConfigError
 
 
 @pytest.mark.parametrize(

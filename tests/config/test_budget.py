@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from dtt.base.errors import ConfigError
 from dtt.config.budget import moment, seconds
 from dtt.config.load import resolve
-from dtt.errors import ConfigError
 
 
 @pytest.mark.parametrize(

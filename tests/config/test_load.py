@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_names
 from dtt.config.optim import AdamWConfig, MuonConfig
-from dtt.errors import ConfigError, InputError
 
 SHIPPED = sorted(
     p

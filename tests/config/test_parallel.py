@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dtt.base.errors import ConfigError
 from dtt.config.parallel import ParallelConfig, resolve
-from dtt.errors import ConfigError
 
 
 def test_minus_one_takes_the_remaining_devices() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dtt.base.errors import ConfigError
 from dtt.config.explain import all_fields
 from dtt.config.load import load_job, resolve
 from dtt.config.removed import REMOVED
-from dtt.errors import ConfigError
 
 VALUES = {"optim.cautious_weight_decay": True, "optim.ns_steps": 7}
 """A value of each removed key that is not its default."""

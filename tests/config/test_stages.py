@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dtt.base.errors import ConfigError
 from dtt.config.explain import show_stages
 from dtt.config.load import Mistakes, Resolved, resolve, stage_names
-from dtt.errors import ConfigError
 
 TINY = """\
 name: tiny

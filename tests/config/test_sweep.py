@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.config import filters, sweep
 from dtt.config.load import shipped_configs, validate
 from dtt.config.sweep import SweepConfig, combinations
-from dtt.errors import ConfigError, InputError
 
 SHIPPED = sorted((shipped_configs() / "sweeps").glob("*.yaml"))
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tiny_job import make_tokenizer
 from token_files import END, random_documents, write_folder, write_pair
 
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.data.inspect import raw_text, token_ids
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.lengths import Lengths
@@ -28,7 +29,6 @@ from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import Ends, Shard
 from dtt.data.token_file import TokenFile, idx_path
-from dtt.errors import ConfigError, DamagedError, InputError
 
 BY_DATATROVE = Path(__file__).parent / "samples/written_by_datatrove"
 

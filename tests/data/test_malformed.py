@@ -18,7 +18,8 @@ import pytest
 from malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
 from running import ROOT, Dtt
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError, DamagedError, DttError
 from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.download import download
@@ -28,8 +29,7 @@ from dtt.data.inspect.report import InspectOptions
 from dtt.data.samples.encoded_documents import Documents
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.errors import ConfigError, DamagedError, DttError
-from dtt.runtime.comm import Serial
+from dtt.mesh.comm import Serial
 
 WISHES = InspectOptions(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
 PAGE = ROOT / "docs/bad-input.md"
@@ -241,7 +241,7 @@ def test_memory_is_bounded_for_unbounded_documents(dtt: Dtt, suffix: str) -> Non
     # Not getrusage: its peak begins with that of the process that started this one.
     code = (
         "import sys; from pathlib import Path\n"
-        "from dtt.commands import tokenize; from dtt.config.load import resolve\n"
+        "from dtt.data.tokenize import run as tokenize; from dtt.config.load import resolve\n"
         f"cfg = resolve(None, [*{JSON_SKIP[2:]!r}, 'tokenize.validation_fraction=0']).config\n"
         "tokenize.run(cfg, as_json=True)\n"
         "print(Path('/proc/self/status').read_text(), file=sys.stderr)\n"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dtt.artifacts import TokensManifest, shard_stem
+from dtt.artifacts.manifests import TokensManifest, shard_stem
+from dtt.base.errors import InputError
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
 from dtt.data.corpus.units import Corpus
 from dtt.data.tokenize import verification
 from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.data.tokenize.dry_run import Reuse, explain
-from dtt.errors import InputError
-from dtt.runtime.comm import Serial
+from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
 

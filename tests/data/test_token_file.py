@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtt.base.errors import DamagedError, InputError
 from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_dtype
-from dtt.errors import DamagedError, InputError
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [1, 2, 3, 4, 0]]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.doctor import collectives
 from dtt.doctor.collectives import Heard, Pair, Timing, blamed
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World
+from dtt.mesh.dist import World
 
 NODE = socket.gethostname()
 

@@ -10,7 +10,7 @@ import torch
 
 from dtt.doctor import devices
 from dtt.doctor.devices import Device
-from dtt.runtime.dist import native_bf16
+from dtt.mesh.dist import native_bf16
 
 CPU = torch.device("cpu")
 GPU = Device("cuda:0", "H200", 2**37, 2**37, True, {"float32": 50.0, "bfloat16": 700.0}, ())

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks
 
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.ranks import Ranks
 from dtt.doctor import disk
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import World, start
 
 
 def test_a_folder_that_works_is_reported_with_its_file_system_and_left_as_it_was(

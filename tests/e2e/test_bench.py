@@ -15,7 +15,7 @@ from loopback_hub import LoopbackHub
 from published_files import VOCAB_SIZE, learnable, publish, random
 from running import Dtt
 
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
 
 TINY = (
     "model.dim=32", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2",

@@ -7,7 +7,7 @@ import json
 from running import Dtt
 from tiny_job import END_OF_DOCUMENT, IM_END, make_tokenizer
 
-from dtt.artifacts import DataManifest
+from dtt.artifacts.manifests import DataManifest
 
 RUN = """\
 name: sft

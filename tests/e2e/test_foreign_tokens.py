@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from running import Dtt
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
 from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]

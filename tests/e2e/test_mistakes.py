@@ -19,7 +19,7 @@ import filelock
 import pytest
 from running import ROOT, Dtt, write_documents
 
-from dtt.errors import ExitCode
+from dtt.base.errors import ExitCode
 
 PAGE = ROOT / "docs/errors.md"
 TOKENS = "data/tokens/book-bpe300"

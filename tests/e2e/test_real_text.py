@@ -11,9 +11,9 @@ import pytest
 from running import Dtt
 from tokenizers import Tokenizer
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.local import dtt_argv, mpi_argv
 from dtt.data.token_file import TokenFile
-from dtt.launch.local import dtt_argv, mpi_argv
 
 SMALL = (
     "model.dim=32", "model.n_layers=1", "model.n_heads=2", "train.steps=4", "train.seq_len=64",

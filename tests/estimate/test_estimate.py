@@ -14,8 +14,8 @@ import torch
 from ranks import on_ranks
 from torch import Tensor
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
-from dtt.errors import ConfigError
 from dtt.estimate import advice, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
@@ -30,13 +30,13 @@ from dtt.estimate.memory import (
     moments,
     optimizer_state,
 )
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import make_layout
 from dtt.model import count
 from dtt.model.decoder import Decoder, roles
 from dtt.optim import groups
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import apply, autocast
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World
 
 CPU = Gpu("CPU", 16 * GIB, 1e12, 1e11, 1e10, 1e10, 1e10, kind="cpu")
 H100 = gpus.find("H100", 8)

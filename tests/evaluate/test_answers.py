@@ -8,12 +8,12 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.evaluate.answers import AnswerEvaluator
+from dtt.mesh.dist import World, start
 from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
 
 FOLLOWERS = {2: 4, 4: 8, 3: 5, 5: 3, 6: 9}
 """The token that the model of these tests says after each: after 2 and 6 it stops, with 8 or 9."""

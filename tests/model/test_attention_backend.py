@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from dtt.base.log import log
 from dtt.config.model import ModelConfig
+from dtt.mesh.compilation import compiler
 from dtt.model import attention_backend, families
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import TILE, tiled_attention
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
-from dtt.runtime.compilation import compiler
-from dtt.runtime.log import log
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCALE = 0.3

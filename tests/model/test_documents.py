@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dtt.export.weights import from_hf
+from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, document_positions

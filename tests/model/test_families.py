@@ -8,8 +8,8 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
-from dtt.errors import ConfigError, InputError
 from dtt.model import families
 from dtt.model.architecture import Architecture
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtt.errors import Diverged
+from dtt.base.errors import Diverged
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.config.scaling import MupConfig
-from dtt.errors import ConfigError
+from dtt.mesh.dist import World
+from dtt.mesh.sharding import local, local_shard
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import RESIDUAL_WRITERS, fill_normal, init_std, initialize
 from dtt.model.scaling import scaled
-from dtt.runtime.dist import World
-from dtt.runtime.sharding import local, local_shard
 
 
 def state(arch: Architecture, seed: int) -> dict[str, torch.Tensor]:

@@ -10,11 +10,11 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtt.mesh.compilation import compiler
+from dtt.mesh.dist import World
 from dtt.model import loss as loss_module
 from dtt.model.loss import chunk_rows, linear_cross_entropy
 from dtt.parallel.tensor import VocabularyPart
-from dtt.runtime.compilation import compiler
-from dtt.runtime.dist import World
 
 N, D, V = 50, 16, 97
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from dtt.base.errors import ConfigError
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import TrainConfig
-from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.mesh_divisibility import check_mesh

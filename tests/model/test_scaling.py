@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
-from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder, parameter_role, roles
 from dtt.model.init import fill_normal, init_std, initialize

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.config.model import ModelConfig
 from dtt.config.train import AttentionKernel
-from dtt.errors import EnvironmentUnfit
 from dtt.model import attention_backend, families, sdpa
 from dtt.model.architecture import Architecture
 

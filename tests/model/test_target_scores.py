@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtt.mesh.dist import World
 from dtt.model.target_scores import target_scores
 from dtt.parallel.tensor import VocabularyPart
-from dtt.runtime.dist import World
 
 N, C, D, V = 50, 3, 16, 96
 IGNORED = -100

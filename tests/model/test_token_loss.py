@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtt.mesh.dist import World
 from dtt.model.loss import linear_cross_entropy
 from dtt.parallel.tensor import VocabularyPart
-from dtt.runtime.dist import World
 
 N, D, V, ROWS = 50, 16, 96, 48
 

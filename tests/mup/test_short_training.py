@@ -10,13 +10,13 @@ import torch
 from running import Dtt
 from safetensors.torch import load_file
 
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.commands import export
 from dtt.config.load import load_job, resolve
+from dtt.hf import export
+from dtt.mesh.dist import World
 from dtt.mup.short_training import ShortTraining, at_width
 from dtt.mup.transfer import final_loss, with_rate
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
 from dtt.track import jsonl
 
 

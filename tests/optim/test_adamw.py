@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtt.config.optim import AdamWConfig, AdamWGroup
+from dtt.mesh.dist import World
+from dtt.mesh.sharding import from_local, local, local_shard
 from dtt.optim import groups
 from dtt.optim.adamw import CautiousAdamW, RoundedAdamW
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.dist import World
-from dtt.runtime.sharding import from_local, local, local_shard
 
 SHAPES = ((16, 8), (7, 12), (5, 3))
 LR, DECAY, STEPS = 0.02, 0.5, 6

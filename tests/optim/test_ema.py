@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtt.errors import DamagedError
+from dtt.base.errors import DamagedError
 from dtt.optim.ema import BlendedTensor, Ema, averages
 
 SHAPES = {"a": (3, 4), "b": (5,)}

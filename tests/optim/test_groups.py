@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.optim import ROLES as ROLE_NAMES
 from dtt.config.optim import (
@@ -23,7 +24,6 @@ from dtt.config.optim import (
     own_decays,
 )
 from dtt.config.schedule import WsdConfig
-from dtt.errors import ConfigError
 from dtt.model.decoder import parameter_role
 from dtt.optim import schedule
 from dtt.optim.groups import build, describe, set_learning_rate

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.mesh.dist import World
+from dtt.mesh.sharding import local
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.dist import World
-from dtt.runtime.sharding import local
 
 DRAWS = 2**18
 

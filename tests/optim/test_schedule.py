@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve as resolve_config
 from dtt.config.schedule import (
     ConstantConfig,
@@ -20,7 +21,6 @@ from dtt.config.schedule import (
     WsdConfig,
 )
 from dtt.config.source import Leaf
-from dtt.errors import ConfigError
 from dtt.optim.schedule import Schedule, resolve
 
 PER_STEP = 1024

@@ -10,15 +10,15 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import Layout
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast, clip_gradients, gradient_sync
-from dtt.parallel.mesh import Layout
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
 
 ROWS, SEQ_LEN = 8, 16
 

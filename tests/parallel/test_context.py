@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout, make_layout
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.init import initialize
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.mesh import Layout, make_layout
-from dtt.runtime.dist import World
 
 LENGTH = 44
 """Of sequences: on two processes these are chunks of 11 tokens, on four there is padding."""

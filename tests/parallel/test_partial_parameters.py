@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout
+from dtt.mesh.sharding import Box, from_local, layout_of, local, local_shard
 from dtt.optim.muon.optimizer import Muon
 from dtt.parallel.apply import clip_gradients
-from dtt.parallel.mesh import Layout
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.sharding import Box, from_local, layout_of, local, local_shard
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
 
 RANKS, STEPS, LIMIT = 3, 2, 0.5

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import make_layout
+from dtt.mesh.sharding import local
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
-from dtt.parallel.mesh import make_layout
 from dtt.parallel.remat import rematerialize
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
-from dtt.runtime.sharding import local
 
 ROWS, SEQ_LEN, LAYERS = 2, 64, 4
 KINDS: tuple[Literal["full", "selective"], ...] = ("full", "selective")

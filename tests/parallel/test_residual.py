@@ -10,17 +10,17 @@ import torch
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import make_layout
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
 from dtt.train.precision import Precision
 
 LENGTH = 16

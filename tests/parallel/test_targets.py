@@ -11,19 +11,19 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtt.base.ranks import Ranks
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.data.samples.loader import MicroBatch
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import make_layout
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
-from dtt.targets import IGNORE_INDEX
 from dtt.train.step import forward_backward, next_token
 
 ROWS, SEQ_LEN = 8, 16

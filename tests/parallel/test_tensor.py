@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import make_layout
+from dtt.mesh.sharding import local_shard
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
-from dtt.parallel.mesh import make_layout
 from dtt.parallel.tensor import overlap
-from dtt.runtime.dist import World
-from dtt.runtime.sharding import local_shard
 
 ROWS, SEQ_LEN = 2, 16
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}

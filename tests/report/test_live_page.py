@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 from report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
 from running import Dtt
 
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
 from dtt.track.jsonl import JsonlTracker
 
 LIVE_MS = 5000

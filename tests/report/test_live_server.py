@@ -17,12 +17,12 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from dtt.errors import DamagedError, EnvironmentUnfit, InputError
-from dtt.launch.jobs.job_state import Status, find
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DamagedError, EnvironmentUnfit, InputError
+from dtt.jobs.job_state import Status, find
 from dtt.report import live_rows, live_server
 from dtt.report.live_rows import MAX_STREAMS
 from dtt.report.live_server import LiveServer
-from dtt.runtime.jobdir import JobDir
 
 SECONDS = 10.0
 """Longest time that a test waits for something that must happen."""

@@ -9,16 +9,17 @@ from hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
 from planted_secrets import ENVIRONMENT, SECRETS, phrase, write_job_with_secrets
 from report_jobs import write_finished_job, write_interrupted_job, write_sweep
 
-from dtt.artifacts import DataManifest
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest
+from dtt.base.errors import ExitCode
+from dtt.base.secrets import redacted
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.errors import ExitCode
-from dtt.launch.jobs.job_state import State, examine
-from dtt.launch.sweep import results, trials
-from dtt.runtime.jobdir import JobDir
-from dtt.secrets import redacted
+from dtt.jobs import sweep_results as results
+from dtt.jobs import sweep_trials as trials
+from dtt.jobs.goodput import goodput
+from dtt.jobs.job_state import State, examine
 from dtt.track import jsonl
-from dtt.train.supervise.goodput import goodput
 
 
 def test_a_finished_job_is_done_and_its_checkpoints_are_verified(tmp_path: Path) -> None:

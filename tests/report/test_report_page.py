@@ -19,7 +19,7 @@ from report_jobs import (
     write_sweep,
 )
 
-from dtt.commands import report
+from dtt.report import run as report
 from dtt.report.curves import MAX_BUCKETS
 
 CHART = "figure:has(h3:text-is('{}'))"

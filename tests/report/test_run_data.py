@@ -19,17 +19,17 @@ from report_jobs import (
 from tokenized_conversations import conversations as rows
 from tokenized_conversations import write_conversations
 
-from dtt.commands.report import find_jobs
+from dtt.artifacts.jobdir import JobDir
 from dtt.config.load import load_job
-from dtt.launch.jobs.job_state import examine
-from dtt.launch.sweep.trials import find as find_sweep
+from dtt.jobs.goodput import goodput
+from dtt.jobs.job_state import examine
+from dtt.jobs.sweep_trials import find as find_sweep
 from dtt.report.configuration import changed_keys, differences
 from dtt.report.conversation_masks import conversations
 from dtt.report.report_pages import _labels
+from dtt.report.run import find_jobs
 from dtt.report.run_data import configuration_of, read_run, spread
 from dtt.report.sweep_data import of_sweep
-from dtt.runtime.jobdir import JobDir
-from dtt.train.supervise.goodput import goodput
 
 
 def read(job: Path) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Any
 import fake_slurm
 import pytest
 
-from dtt.launch.slurm import squeue
+from dtt.jobs.slurm import squeue
 
 pytestmark = pytest.mark.slow
 

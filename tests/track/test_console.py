@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 SCRIPT = """
-from dtt.runtime.log import log, setup_logging
-from dtt.runtime.ranks import Ranks
+from dtt.base.log import log, setup_logging
+from dtt.base.ranks import Ranks
 from dtt.track.console import ConsoleTracker
 setup_logging(Ranks())
 console = ConsoleTracker()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.errors import EnvironmentUnfit
+from dtt.base.errors import EnvironmentUnfit
 from dtt.track.tensorboard import TensorBoardTracker
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from loopback_wandb import KEY, LoopbackWandb
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import WandbConfig
-from dtt.errors import EnvironmentUnfit
 from dtt.track.wandb import WandbTracker
 
 pytest.importorskip("wandb")
@@ -21,8 +21,8 @@ ATTEMPT = """
 import sys, time
 from pathlib import Path
 from dtt.config.train import WandbConfig
-from dtt.runtime.log import setup_logging
-from dtt.runtime.ranks import Ranks
+from dtt.base.log import setup_logging
+from dtt.base.ranks import Ranks
 from dtt.track.wandb import WandbTracker
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 setup_logging(Ranks())

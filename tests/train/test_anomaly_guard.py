@@ -26,23 +26,23 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import Diverged, ExitCode
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.commands.build import build as wire
 from dtt.config.guard import GuardConfig
 from dtt.config.load import resolve
 from dtt.data.samples.dataset import open_dataset
-from dtt.errors import Diverged, ExitCode
+from dtt.jobs.attempt import Attempt
+from dtt.jobs.stop import Requests
+from dtt.mesh.dist import World
 from dtt.optim.groups import set_learning_rate
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
 from dtt.track import jsonl
 from dtt.train import anomaly_guard as guard_module
 from dtt.train.anomaly_guard import FINE, NON_FINITE, SPIKE, WINDOW, Guard
+from dtt.train.build import build as wire
 from dtt.train.run_plan import make_plan
 from dtt.train.state import AnomalousStep, Position, optimizer_tensors
-from dtt.train.supervise.attempt import Attempt
-from dtt.train.supervise.stop import Requests
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer
 

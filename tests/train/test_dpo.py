@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
-from dtt.export.read import read_hf_folder
+from dtt.hf.read import read_hf_folder
 from dtt.model.decoder import Decoder
 from dtt.train.dpo import METRICS, dpo
 from dtt.train.step import LOSS, StepLosses, forward_backward

@@ -14,6 +14,7 @@ from preference_pairs import gradients
 from running import Dtt
 from tiny_job import make_tokenizer
 
+from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.config.objective import DpoConfig
 from dtt.data.conversations.template import CHATML
@@ -21,11 +22,10 @@ from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import BatchReader
 from dtt.data.samples.reference import with_reference
 from dtt.data.token_file import TokenFile
-from dtt.export.read import read_hf_folder
+from dtt.hf.read import read_hf_folder
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout
 from dtt.model.decoder import Decoder
-from dtt.parallel.mesh import Layout
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
 from dtt.train.dpo import dpo
 from dtt.train.reference_model import ReferencePass
 from dtt.train.step import forward_backward

@@ -11,10 +11,11 @@ import torch
 from running import Dtt
 from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_job
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.checkpoint import store
-from dtt.commands import export, generate
-from dtt.errors import ConfigError, InputError
-from dtt.export.read import read_hf_folder
+from dtt.generate import run as generate
+from dtt.hf import export
+from dtt.hf.read import read_hf_folder
 from dtt.optim.ema import averages
 from dtt.track import jsonl
 

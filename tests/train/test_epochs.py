@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Dtt
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import load_job
 from dtt.config.load import resolve as load
 from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.schedules import resolve, steps_of_epochs
-from dtt.errors import ConfigError
 from dtt.track import jsonl
 
 SCHEDULES: list[dict[str, Any]] = [

@@ -18,6 +18,8 @@ from forked_runs import run
 from running import Dtt
 from tokenized_conversations import write_conversations
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.targets import IGNORE_INDEX
 from dtt.checkpoint import store
 from dtt.config.chat import ChatConfig
 from dtt.config.load import load_job
@@ -28,8 +30,6 @@ from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.evaluate.answers import first_prompts
 from dtt.model.decoder import Decoder
 from dtt.model.scaling import scaled
-from dtt.runtime.jobdir import JobDir
-from dtt.targets import IGNORE_INDEX
 from dtt.track import jsonl
 
 SEQ_LEN = 128

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from running import Dtt, in_this_process
 
-from dtt import reading
-from dtt.commands import train
-from dtt.errors import Diverged, ExitCode
-from dtt.runtime import dist
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import reading
+from dtt.base.errors import Diverged, ExitCode
+from dtt.mesh import dist
+from dtt.train import run as train
 from dtt.train.trainer import Trainer
 
 STRACE = shutil.which("strace")

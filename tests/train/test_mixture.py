@@ -18,9 +18,9 @@ from running import Dtt
 from tiny_job import END_OF_DOCUMENT, make_tokenizer
 from token_files import write_folder
 
+from dtt.base.errors import ExitCode
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store
-from dtt.errors import ExitCode
-from dtt.runtime.files import sha256_file
 from dtt.track import jsonl
 
 KINDS = ("train", "eval", "sample", "data")

@@ -12,20 +12,21 @@ import torch
 from running import Dtt, in_this_process
 from torch import nn
 
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.commands import export, generate
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.train import TrainConfig
-from dtt.errors import EnvironmentUnfit
+from dtt.generate import run as generate
+from dtt.hf import export
+from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
 from dtt.parallel import fp8
-from dtt.runtime.dist import start
-from dtt.runtime.ranks import Ranks
 from dtt.track import jsonl
 from dtt.train.precision import Precision, choose
 from dtt.train.state import load_optimizers, optimizer_tensors

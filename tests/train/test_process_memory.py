@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import EnvironmentUnfit, ExitCode
+from dtt.base.ranks import Ranks
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
-from dtt.errors import EnvironmentUnfit, ExitCode
-from dtt.runtime.dist import start
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
+from dtt.mesh.dist import start
 from dtt.train.process_memory import exhaustion_explained, remedies
 
 CFG = RunConfig(train=TrainConfig(micro_batch=6))

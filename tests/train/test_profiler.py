@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.profile import ProfileConfig
+from dtt.mesh.dist import start
 from dtt.model import families
-from dtt.runtime.dist import start
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
 from dtt.train.profiler import Profiler, covered, exposed_share
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.throughput import ThroughputMeter

@@ -14,7 +14,7 @@ from running import Dtt
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve, shipped_configs
-from dtt.export.read import read_hf_folder
+from dtt.hf.read import read_hf_folder
 from dtt.optim.ema import averages
 from dtt.track import jsonl
 

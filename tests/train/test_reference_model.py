@@ -12,19 +12,19 @@ from preference_pairs import settings, write_rows
 from running import Dtt
 from tiny_job import make_tokenizer
 
+from dtt.base.ranks import Ranks
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.loader import BatchReader
 from dtt.data.samples.reference import ReferenceManifest, files_of, with_reference
 from dtt.data.samples.token_source import TokenSource
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.parallel.mesh import Layout
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
-from dtt.targets import IGNORE_INDEX
 from dtt.train import reference_model
 from dtt.train.reference_model import ReferencePass, is_complete
 

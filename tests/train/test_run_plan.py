@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError
+from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.data.samples.dataset import open_dataset
-from dtt.errors import ConfigError
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
-from dtt.runtime.dist import World
-from dtt.runtime.ranks import Ranks
 from dtt.train.run_plan import RunPlan, make_plan
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import make_layout
+from dtt.mesh.sharding import local
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import apply, clip_gradients
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World
-from dtt.runtime.sharding import local
 from dtt.train.state import optimizer_tensors
 
 

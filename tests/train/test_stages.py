@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
+from dtt.base.errors import DamagedError
 from dtt.checkpoint import store
-from dtt.commands import data
-from dtt.commands import train as command
-from dtt.commands.prepare import prepare
 from dtt.config.load import load_job
-from dtt.errors import DamagedError
-from dtt.runtime.dist import World
+from dtt.data.inspect import run as data
+from dtt.jobs.attempt import attempt
+from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.stop import Requests
+from dtt.mesh.dist import World
 from dtt.track import jsonl
-from dtt.train.supervise.attempt import attempt
-from dtt.train.supervise.phase_timer import PhaseTimer
-from dtt.train.supervise.stop import Requests
+from dtt.train import run as command
+from dtt.train.start import prepare
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dtt.base.errors import ConfigError
 from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
 from dtt.config.optim import AdamWConfig, MuonConfig, MuonGroup, OptimConfig
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
-from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize

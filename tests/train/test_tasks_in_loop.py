@@ -13,11 +13,11 @@ import pytest
 from forked_runs import run
 from running import Dtt
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.commands.train import is_done
 from dtt.config.load import load_job, resolve
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
+from dtt.train.run import is_done
 from dtt.train.state import Position, kinds_due, tasks_due
 
 Settings = Callable[..., list[str]]

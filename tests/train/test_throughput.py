@@ -13,11 +13,11 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
+from dtt.mesh.dist import World, start
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
 from dtt.train import throughput
 from dtt.train.throughput import RankSpeed, ThroughputMeter, slow_devices
 

@@ -19,10 +19,10 @@ from forked_runs import run, start
 from running import Dtt
 from safetensors.torch import load_file
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.runtime.jobdir import JobDir
+from dtt.jobs.goodput import goodput
 from dtt.track import jsonl
-from dtt.train.supervise.goodput import goodput
 
 Settings = Any
 

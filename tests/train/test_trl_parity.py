@@ -14,13 +14,13 @@ from running import Dtt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.export.read import read_hf_folder
-from dtt.export.weights import from_hf
+from dtt.hf.read import read_hf_folder
+from dtt.hf.weights import from_hf
 from dtt.model.decoder import Decoder
-from dtt.targets import IGNORE_INDEX
 from dtt.train.step import forward_backward, next_token
 
 ROWS, SEQ_LEN = 48, 640

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtt.base.errors import ConfigError
 from dtt.config.model import ModelConfig
-from dtt.errors import ConfigError
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from dtt.base.errors import DttError
+from dtt.base.log import log
 from dtt.bench.bench_result import BenchResult, Spread
 from dtt.bench.recipe import RecipeFile, ReferencePoint
-from dtt.errors import DttError
-from dtt.runtime.log import log
 
 FOLDER = Path("jobs/bench")
 HEAD = ("recipe", "date", "runs", "score", "steps", "tokens", "by", "hardware", "remarks")

@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
-from dtt.artifacts import Record
-from dtt.launch import local
-from dtt.runtime.environment import cpu_name
+from dtt.artifacts.manifests import Record
+from dtt.base import local
+from dtt.mesh.environment import cpu_name
 
 
 class MachineFacts(Record):

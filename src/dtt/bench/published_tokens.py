@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from dtt.artifacts import CorpusFile, Manifest
+from dtt.artifacts.manifests import CorpusFile, Manifest
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.base.log import log
 from dtt.bench.recipe import PublishedTokens
 from dtt.data.samples.raw_tokens import read_header
-from dtt.errors import ConfigError, DamagedError, InputError
-from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
-from dtt.runtime.log import log
 
 TOKENIZER = "tokenizer.json"
 

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
-from dtt.artifacts import fingerprint
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import ConfigError, InputError
 from dtt.config import load, source
 from dtt.config.base import Section
 from dtt.config.run import NAME
-from dtt.errors import ConfigError, InputError
 
 Text = Annotated[str, Field(min_length=1)]
 METRIC = r"^(eval\.(loss|bits_per_byte)|task\.([\w-]+|\*)\.\w+)$"

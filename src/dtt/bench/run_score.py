@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DamagedError
+from dtt.base.reading import Kind, fits
 from dtt.bench.recipe import ScoreRule
-from dtt.errors import DamagedError
-from dtt.reading import Kind, fits
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
 
 STEP_PARTS = ("data", "forward_backward", "optimizer", "other")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.files import remove, write_atomically
 from dtt.bench.recipe import ScoreRule
 from dtt.bench.run_score import first_reached
-from dtt.runtime.files import remove, write_atomically
-from dtt.runtime.jobdir import JobDir
 
 SECONDS_BETWEEN_LOOKS = 0.5
 BY = "dtt bench"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtt.errors import DamagedError
-from dtt.reading import STRICT, fits, is_kind, open_regular, parse
+from dtt.base.errors import DamagedError
+from dtt.base.reading import STRICT, fits, is_kind, open_regular, parse
 
 LARGEST = 100_000_000
 """Maximum bytes of a header; the safetensors library has the same limit."""

@@ -6,10 +6,10 @@ import math
 from functools import partial
 from pathlib import Path
 
+from dtt.base.files import remove
+from dtt.base.reading import fits, read_json, retrying, tolerant
 from dtt.checkpoint import store
 from dtt.config.train import CheckpointConfig
-from dtt.reading import fits, read_json, retrying, tolerant
-from dtt.runtime.files import remove
 
 
 def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int]:

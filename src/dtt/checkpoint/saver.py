@@ -21,17 +21,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtt.artifacts import FileRecord
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import FileRecord
+from dtt.base.errors import DiskFull, DttError, PeerLost, StorageError
+from dtt.base.files import check_space, forget_cached
+from dtt.base.log import log
+from dtt.base.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
-from dtt.errors import DiskFull, DttError, PeerLost, StorageError
-from dtt.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
-from dtt.runtime.dist import World
-from dtt.runtime.files import check_space, forget_cached
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.runtime.process import in_words
+from dtt.mesh.dist import World
+from dtt.mesh.process import in_words
 
 T = TypeVar("T")
 

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.artifacts import LARGEST, CheckpointManifest, FileRecord, manifest_text
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import LARGEST, CheckpointManifest, FileRecord, manifest_text
+from dtt.base.errors import DamagedError, DttError, InputError
+from dtt.base.files import fsync_file, fsync_folder, sha256_file, write_atomically
+from dtt.base.log import log
+from dtt.base.reading import parse as parse_json
+from dtt.base.reading import read_json, read_small, retrying
+from dtt.base.safe_names import checked_file
 from dtt.checkpoint import header
-from dtt.errors import DamagedError, DttError, InputError
-from dtt.reading import parse as parse_json
-from dtt.reading import read_json, read_small, retrying
-from dtt.runtime.files import fsync_file, fsync_folder, sha256_file, write_atomically
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.safe_names import checked_file
 
 if TYPE_CHECKING:  # keeps torch out of `dtt ckpt ls`
     from torch import Tensor

@@ -22,11 +22,11 @@ import safetensors
 import torch
 from torch import Tensor
 
-from dtt.artifacts import FileRecord
+from dtt.artifacts.manifests import FileRecord
+from dtt.base.errors import DamagedError
+from dtt.base.files import named
 from dtt.checkpoint import header
-from dtt.errors import DamagedError
-from dtt.runtime.files import named
-from dtt.runtime.sharding import Box, layout_of, local
+from dtt.mesh.sharding import Box, layout_of, local
 
 CHUNK = 2**24
 """Bytes hashed and written at a time; small enough to stay in the CPU cache in between."""

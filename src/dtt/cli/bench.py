@@ -8,7 +8,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import Overrides, Quiet, examples
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -39,6 +39,6 @@ def bench(
     same command continues after an interruption. Without NAME, lists recipes and results.
     """
     with command():
-        from dtt.commands import bench
+        from dtt.bench import run as bench
 
         bench.run(name, overrides or [], runs=runs, new=new)

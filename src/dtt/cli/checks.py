@@ -9,7 +9,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -34,7 +34,7 @@ def doctor(
     collective that training uses. Writes a temporary file to --path. Exits with 78 on a problem.
     """
     with command():
-        from dtt.commands import doctor
+        from dtt.doctor import run as doctor
 
         doctor.run(path, device=device, processes=processes, as_json=json)
 
@@ -76,9 +76,9 @@ def plan(
     line for each stage of training, if the configuration describes several, and their sum.
     """
     with command():
-        from dtt.commands import plan as body
-        from dtt.commands.warm_start import model_of
         from dtt.config.load import stage_names
+        from dtt.estimate import plan as body
+        from dtt.train.initial import model_of
 
         if config is None and dataset is None and not overrides:
             raise body.missing_configuration()

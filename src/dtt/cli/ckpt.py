@@ -9,7 +9,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Job, Json, Overrides, examples
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 ckpt_cli = Commands(help="Manage the checkpoints of a job.")
 cli.add_typer(ckpt_cli, name="ckpt")
@@ -22,7 +22,7 @@ def ckpt_ls(job: Job, json: Json = False) -> None:
     Reads the manifests only.
     """
     with command():
-        from dtt.commands import ckpt
+        from dtt.checkpoint import inspect as ckpt
 
         ckpt.ls(job, as_json=json)
 
@@ -38,7 +38,7 @@ def ckpt_verify(
     Reads every file. Exits with 65 if a checkpoint is damaged.
     """
     with command():
-        from dtt.commands import ckpt
+        from dtt.checkpoint import inspect as ckpt
 
         ckpt.verify(job, step, as_json=json)
 
@@ -58,7 +58,7 @@ def ckpt_prune(
     Always keeps the newest verified checkpoint and the newest from before the last divergence.
     """
     with command():
-        from dtt.commands import ckpt
+        from dtt.checkpoint import inspect as ckpt
 
         ckpt.prune(job, overrides or [], dry_run=dry_run)
 
@@ -76,6 +76,6 @@ def ckpt_diff(
     Reads both checkpoints and prints their differences.
     """
     with command():
-        from dtt.commands import ckpt
+        from dtt.checkpoint import inspect as ckpt
 
         ckpt.diff(one, other, as_json=json)

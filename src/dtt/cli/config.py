@@ -9,7 +9,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Dataset, Overrides, Stage
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 config_cli = Commands(help="Inspect the configuration.")
 cli.add_typer(config_cli, name="config")
@@ -27,7 +27,7 @@ def show(
     Prints every stage of a configuration with stages of training, or the one that --stage names.
     """
     with command():
-        from dtt.commands import config as body
+        from dtt.cli import config_text as body
 
         body.show(config, overrides or [], dataset, stage)
 
@@ -40,7 +40,7 @@ def explain(
 ) -> None:
     """Describe a key: its meaning, type and value."""
     with command():
-        from dtt.commands import config as body
+        from dtt.cli import config_text as body
 
         body.explain(key, config, stage)
 
@@ -49,6 +49,6 @@ def explain(
 def schema() -> None:
     """Print the JSON schema of a config file, for use in editors."""
     with command():
-        from dtt.commands import config as body
+        from dtt.cli import config_text as body
 
         body.schema()

@@ -10,7 +10,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Dataset, Job, Json, Overrides, examples, resolve
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 data_cli = Commands(help="Inspect text and tokens, before and after training.")
 cli.add_typer(data_cli, name="data")
@@ -56,7 +56,7 @@ def data_inspect(
     Reads evenly spread parts of large data. Exits with 65 if a file is damaged.
     """
     with command():
-        from dtt.commands import data as body
+        from dtt.data.inspect import run as body
 
         body.inspect(
             path,
@@ -84,7 +84,7 @@ def data_mix(
     Reads the sizes of the token files. Needs no GPU.
     """
     with command():
-        from dtt.commands import data as body
+        from dtt.data.inspect import run as body
 
         body.mix(resolve(config, overrides, {"download.dataset": dataset}), as_json=json)
 
@@ -112,6 +112,6 @@ def data_at_step(
     Reads the token files, and exits with 65 if metrics.jsonl records other samples.
     """
     with command():
-        from dtt.commands import data as body
+        from dtt.data.inspect import run as body
 
         body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)

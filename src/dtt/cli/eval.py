@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
 from dtt.cli.options import Ema, Json, examples
-from dtt.errors import ConfigError
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 Source = Annotated[
     list[str],
@@ -105,8 +105,8 @@ def eval_(
     the keys of the job's section `eval`. With --json, prints one object per task.
     """
     with command():
-        from dtt.commands import eval as evaluation
-        from dtt.commands import eval_watch
+        from dtt.evaluate import evaluation
+        from dtt.evaluate import watch as eval_watch
 
         if watch and harness:
             raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")

@@ -9,7 +9,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import Ema, Json, Model, Seed, Temperature, TopK, TopP, examples
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -50,7 +50,7 @@ def generate(
     finish_reason (stop: end of document; length) and the numbers of tokens.
     """
     with command():
-        from dtt.commands import generate
+        from dtt.generate import run as generate
 
         generate.run(
             source,
@@ -100,8 +100,8 @@ def chat(
     […]} starts a new one. If the context is full, the oldest turns are dropped.
     """
     with command():
-        from dtt.commands import chat
-        from dtt.commands.generate import Sampling
+        from dtt.generate import chat
+        from dtt.generate.run import Sampling
 
         sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
         chat.run(

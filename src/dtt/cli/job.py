@@ -10,7 +10,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Job, Json, examples
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 job_cli = Commands(help="List, inspect and control jobs.")
 cli.add_typer(job_cli, name="job")
@@ -34,7 +34,7 @@ def job_ls(
     Reads job files and queries Slurm if there is one.
     """
     with command():
-        from dtt.commands import job_listing
+        from dtt.jobs import listing as job_listing
 
         job_listing.ls(folder, as_json=json, tree=tree)
 
@@ -46,7 +46,7 @@ def job_status(job: Job, json: Json = False) -> None:
     Reads its files and queries Slurm if there is one.
     """
     with command():
-        from dtt.commands import job_listing
+        from dtt.jobs import listing as job_listing
 
         job_listing.status(job, as_json=json)
 
@@ -65,7 +65,7 @@ def job_stop(
     job.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.stop(job, yes=yes, wait=wait)
 
@@ -77,7 +77,7 @@ def job_save(job: Job, wait: Wait = 30.0) -> None:
     Writes a request to its control/.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.save(job, wait=wait)
 
@@ -96,7 +96,7 @@ def job_profile(
     Writes a request to its control/; the job writes the profile to its profiles/.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.profile(job, kind=kind, wait=wait)
 
@@ -108,7 +108,7 @@ def job_resume(job: Job) -> None:
     Submits its script to Slurm again; without Slurm, prints the command that resumes it.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.resume(job)
 
@@ -123,7 +123,7 @@ def job_rm(
     Fails while the job is running or queued.
     """
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.rm(job, yes=yes)
 
@@ -145,6 +145,6 @@ def job_logs(
 ) -> None:
     """Print the last lines of the newest attempt's log."""
     with command():
-        from dtt.commands import job as body
+        from dtt.launch import job as body
 
         body.logs(job, follow=follow, node=node, lines=lines)

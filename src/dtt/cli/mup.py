@@ -10,7 +10,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Dataset, Json, Overrides, examples, resolve
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 mup_cli = Commands(help="Check that hyperparameters transfer across model widths (muP).")
 cli.add_typer(mup_cli, name="mup")
@@ -56,7 +56,7 @@ def mup_coord_check(
     scaling.base_dim, or the smallest of --widths.
     """
     with command():
-        from dtt.commands import mup
+        from dtt.mup import run as mup
 
         # Train at the peak rate without warm-up: that of the run may be longer than `steps`.
         options = {"download.dataset": dataset, "train.steps": steps, "schedule.warmup": 0}
@@ -98,7 +98,7 @@ def mup_transfer(
     with 76 if the check fails.
     """
     with command():
-        from dtt.commands import mup
+        from dtt.mup import run as mup
 
         options = {"download.dataset": dataset, "train.steps": steps}
         configured = resolve(config, overrides, {"download.dataset": dataset})

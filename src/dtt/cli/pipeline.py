@@ -19,7 +19,7 @@ from dtt.cli.options import (
     examples,
     resolve,
 )
-from dtt.runtime.process import command, leave
+from dtt.mesh.process import command, leave
 
 
 @cli.command(
@@ -42,7 +42,7 @@ def download(
     Writes data/corpus/<dataset>/. Downloads only missing files, and uses local files in place.
     """
     with command():
-        from dtt.commands import download
+        from dtt.data.corpus import run_download as download
 
         options = {"download.dataset": dataset, "download.name": name}
         download.run(resolve(config, overrides, options, stage=stage))
@@ -79,7 +79,7 @@ def tokenize(
     depend on the number of processes. The same command resumes after an interruption.
     """
     with command():
-        from dtt.commands import tokenize
+        from dtt.data.tokenize import run as tokenize
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
         if explain:
@@ -129,7 +129,7 @@ def train(
     75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
     """
     with command():
-        from dtt.commands import train
+        from dtt.train import run as train
 
         options = config, job_or_overrides or [], allow_change or [], from_step, branch
         train.run(*options, stage=stage, as_json=json)
@@ -165,7 +165,7 @@ def export(
     job once the new one is verified.
     """
     with command():
-        from dtt.commands import export
+        from dtt.hf import export
 
         export.run(
             job,
@@ -198,6 +198,6 @@ def pipeline(
     last. Skips finished work, so the same command resumes after an interruption.
     """
     with command():
-        from dtt.commands import pipeline
+        from dtt.launch import pipeline
 
         pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)

@@ -9,7 +9,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import examples
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -42,8 +42,8 @@ def report(
     server refuses every request.
     """
     with command():
-        from dtt.commands import report as body
-        from dtt.errors import ConfigError
+        from dtt.base.errors import ConfigError
+        from dtt.report import run as body
 
         if not serve:
             body.write(jobs or [], out)

@@ -8,7 +8,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import Cluster, Config, Json, RedoFrom, examples
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -58,7 +58,7 @@ def submit(
     jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again.
     """
     with command():
-        from dtt.commands import submit
+        from dtt.launch import submit
 
         submit.run(
             what,

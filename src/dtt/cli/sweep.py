@@ -10,7 +10,7 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Cluster, Json, examples
 from dtt.cli.parser import Commands
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 sweep_cli = Commands(help="Run and evaluate hyperparameter sweeps.")
 cli.add_typer(sweep_cli, name="sweep")
@@ -75,7 +75,7 @@ def sweep_submit(
     trains on this machine and waits; Ctrl-C saves and stops all trials.
     """
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         method = sweep.LaunchMethod.from_options(local, array, separate, cap)
         sweep.submit(file, method, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
@@ -88,7 +88,7 @@ def sweep_status(name: SweepName, json: Json = False) -> None:
     Reads the files of the trials and queries Slurm if there is one.
     """
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         sweep.status(name, as_json=json)
 
@@ -97,7 +97,7 @@ def sweep_status(name: SweepName, json: Json = False) -> None:
 def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> None:
     """Stop running trials after they have saved, and cancel queued ones."""
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         sweep.cancel(name, trials or [], as_json=json)
 
@@ -114,7 +114,7 @@ def sweep_retry(
 ) -> None:
     """Restart trials that are neither done nor active; each resumes from its checkpoint."""
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         method = sweep.LaunchMethod.from_options(local, array, separate, cap)
         sweep.retry(name, trials or [], method, as_json=json)
@@ -128,7 +128,7 @@ def sweep_results(
 ) -> None:
     """Print the metric of each combination, best first: mean and standard error over seeds."""
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         sweep.results(name, as_csv=csv, as_json=json)
 
@@ -146,6 +146,6 @@ def sweep_plot(
     Reads metrics.jsonl of the trials, writes PNG files.
     """
     with command():
-        from dtt.commands import sweep
+        from dtt.launch.sweep import run as sweep
 
         sweep.plot(name, key, out)

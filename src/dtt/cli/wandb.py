@@ -9,7 +9,7 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import Json, examples
-from dtt.runtime.process import command
+from dtt.mesh.process import command
 
 
 @cli.command(
@@ -38,6 +38,6 @@ def wandb_(
     again sends what is new, without duplicates.
     """
     with command():
-        from dtt.commands import wandb_upload
+        from dtt.report import wandb_upload
 
         wandb_upload.upload(jobs, project=project, entity=entity, as_json=json)

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtt.errors import ConfigError
+from dtt.base.errors import ConfigError
 
 CONSTANTS = {"null": None, "true": True, "false": False}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

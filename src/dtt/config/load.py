@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
 from dtt.config.base import Section
 from dtt.config.init import HF, MAY_DIFFER
@@ -25,8 +27,6 @@ from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
 from dtt.config.source import STAGES, Key, Layer, Leaf
 from dtt.config.stages import INIT_FROM, Entry
-from dtt.errors import ConfigError, InputError
-from dtt.secrets import holds_secret, named_secret
 
 Problem = tuple[Key, str]
 """A key and the reason why its value is invalid."""

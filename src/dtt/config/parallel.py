@@ -8,8 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from dtt.base.errors import ConfigError
 from dtt.config.base import Section, resumable
-from dtt.errors import ConfigError
 
 Size = Annotated[int, Field(ge=-1)]
 REST = -1

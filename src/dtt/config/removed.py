@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dtt.base.errors import ConfigError
 from dtt.config.source import Key, Layer, Leaf
-from dtt.errors import ConfigError
 
 CAUTIOUS: Key = ("optim", "cautious_weight_decay")
 DECAY: Key = ("optim", "weight_decay")

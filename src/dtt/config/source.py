@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from dtt.errors import ConfigError, InputError
-from dtt.reading import read_small
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.reading import read_small
 
 Key = tuple[str, ...]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.init import MAY_DIFFER
 from dtt.config.run import NAME
 from dtt.config.source import STAGES, Key, Layer, Leaf
-from dtt.errors import ConfigError
 
 if TYPE_CHECKING:
     from dtt.config.load import Resolved

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain, filters, load, source
 from dtt.config.base import Section
 from dtt.config.load import Resolved
 from dtt.config.run import NAME
 from dtt.config.source import Layer, Leaf
-from dtt.errors import ConfigError, InputError
 
 Number = int | FiniteFloat
 

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from dtt.base.errors import DamagedError, InputError
 from dtt.data.memory_map import map_file
 from dtt.data.samples import compatibility
-from dtt.errors import DamagedError, InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.doctor.devices import SLOW, wait
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World
-from dtt.runtime.environment import without
+from dtt.mesh.dist import World
+from dtt.mesh.environment import without
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**24: 20}}

@@ -12,10 +12,10 @@ from statistics import median_high
 import psutil
 import torch
 
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World, native_bf16
-from dtt.runtime.environment import cpu_name, without
-from dtt.runtime.peak_flops import SIZE, measured_flops
+from dtt.base.errors import EnvironmentUnfit
+from dtt.mesh.dist import World, native_bf16
+from dtt.mesh.environment import cpu_name, without
+from dtt.mesh.peak_flops import SIZE, measured_flops
 
 SLOW = 3.0
 """A device or link is slow if it takes this many times as long as similar ones. The factor exceeds

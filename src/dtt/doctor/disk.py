@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.files import forget_cached, fsync_folder, sha256_file
-from dtt.runtime.process import REMEDIES
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.files import forget_cached, fsync_folder, sha256_file
+from dtt.mesh.process import REMEDIES
 
 if TYPE_CHECKING:
-    from dtt.runtime.dist import World
+    from dtt.mesh.dist import World
 
 BLOCK, BLOCKS = 2**20, 64
 """Block size in bytes, and number of blocks."""

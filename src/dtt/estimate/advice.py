@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import accumulate, takewhile
 from typing import Any
 
+from dtt.base.errors import ConfigError
 from dtt.config.parallel import REST
-from dtt.errors import ConfigError
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.memory import fits
 

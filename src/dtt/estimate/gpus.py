@@ -8,8 +8,8 @@ from typing import Literal
 import psutil
 import torch
 
-from dtt.errors import ConfigError
-from dtt.runtime.peak_flops import measured_flops, peak_by_name
+from dtt.base.errors import ConfigError
+from dtt.mesh.peak_flops import measured_flops, peak_by_name
 
 GIB = 2**30
 

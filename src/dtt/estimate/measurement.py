@@ -15,13 +15,13 @@ from dtt.config.averaging import parse_averaging
 from dtt.config.optim import own_decays
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
+from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.decoder import roles
 from dtt.model.scaling import scaled
 from dtt.optim import groups, schedule
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import clip_gradients
-from dtt.runtime.dist import World
 from dtt.train.assemble import Assembled, assemble
 from dtt.train.run_plan import RunPlan
 from dtt.train.step import forward_backward, next_token, update

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtt.base.errors import Diverged
+from dtt.base.log import log
 from dtt.data.samples.protocol import Source
-from dtt.errors import Diverged
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
 
 Together = tuple[nn.Module, int, Callable[[int], int]]
 """For a sharded model: the module that all ranks must call together, the number that its sequence

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.evaluate.validation import HeldOut, Means, chunks, eval_record, evaluating
+from dtt.mesh.dist import World
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
-from dtt.runtime.dist import World
 from dtt.track.base import Record
 
 

@@ -15,19 +15,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from dtt.base.errors import Diverged
+from dtt.base.log import log
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
-from dtt.errors import Diverged
 from dtt.evaluate.answers import Together
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast, release
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
-from dtt.targets import IGNORE_INDEX
 from dtt.track.base import Record
 
 

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from dtt.artifacts import CheckpointManifest, CorpusManifest, TokensManifest
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CheckpointManifest, CorpusManifest, TokensManifest
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.base.files import check_space, sha256_file
+from dtt.base.reading import read_text
 from dtt.checkpoint import store
 from dtt.config import parallel
 from dtt.config.data import GivenTokenizerConfig
@@ -21,13 +25,9 @@ from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisC
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.samples import compatibility
-from dtt.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count, families
 from dtt.model.mesh_divisibility import check_mesh
-from dtt.reading import read_text
-from dtt.runtime.files import check_space, sha256_file
-from dtt.runtime.jobdir import JobDir
 
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint in bytes per parameter: fp32 weights and two moments."""

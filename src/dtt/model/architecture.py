@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dtt.base.errors import ConfigError
 from dtt.config.init_std import InitialStd
 from dtt.config.model import ModelConfig, NoRopeScaling, RopeScaling
-from dtt.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

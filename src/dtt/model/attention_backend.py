@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtt.config.train import AttentionKernel
+from dtt.mesh.compilation import compiler
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import tiled_attention
 from dtt.model.kv_cache import KVCache
 from dtt.model.sdpa import WITH_A_MASK, Kernels, grouped_heads, kernels, running_kernel, sdpa
-from dtt.runtime.compilation import compiler
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """An attention function: queries [B, H, T, K], keys and values [B, G, T, K] → [B, H, T, K]."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.config.train import AttentionKernel
+from dtt.mesh.sharding import local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import AttentionFn, make_attention_fns
 from dtt.model.kv_cache import KVCache
@@ -24,7 +25,6 @@ from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
 from dtt.model.target_scores import target_scores
-from dtt.runtime.sharding import local
 
 Role = Literal["matrix", "embed", "head", "vector"]
 

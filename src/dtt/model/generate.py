@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from dtt.errors import Diverged
+from dtt.base.errors import Diverged
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtt.mesh.sharding import Box, local, local_shard
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, parameter_role
-from dtt.runtime.sharding import Box, local, local_shard
 
 RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight", "mlp.experts.down")
 """Endings of the names of matrices, or stacks of them, that write into the residual stream."""

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtt.runtime.compilation import compiler
-from dtt.targets import IGNORE_INDEX
+from dtt.base.targets import IGNORE_INDEX
+from dtt.mesh.compilation import compiler
 
 CHUNK_ELEMENTS = 2**26
 """Logits per chunk on a CPU, unless the caller sets `chunk`: 128 MB in bf16."""

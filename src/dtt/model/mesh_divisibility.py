@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from dtt.base.errors import ConfigError
 from dtt.config.parallel import Sizes
 from dtt.config.train import TrainConfig
-from dtt.errors import ConfigError
 from dtt.model.architecture import Architecture
 
 

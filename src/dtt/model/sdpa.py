@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import AttentionKernel
-from dtt.errors import EnvironmentUnfit
 from dtt.model.architecture import Architecture
 
 Kernels = tuple[SDPBackend, ...]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtt.base.targets import IGNORE_INDEX
 from dtt.model.loss import VocabShard
-from dtt.targets import IGNORE_INDEX
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Logits computed at a time: 32 MB in fp32 on a CPU, 1 GB on a GPU."""

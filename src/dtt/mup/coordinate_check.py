@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dtt.config.run import RunConfig
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.mup.short_training import ShortTraining, at_width
-from dtt.runtime.dist import World
 
 KINDS = ("embed", "attn", "mlp", "residual", "logits")
 """Kinds of activations: token embeddings; outputs of attention and of the MLP, averaged over the

@@ -9,16 +9,16 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
+from dtt.base.errors import ConfigError
 from dtt.config.base import Length
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
-from dtt.errors import ConfigError
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder, roles
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.dist import World
 from dtt.train.run_plan import make_plan
 from dtt.train.step import forward_backward, next_token, update
 

@@ -16,8 +16,8 @@ import torch
 
 from dtt.config.optim import MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
+from dtt.mesh.dist import World
 from dtt.mup.short_training import ShortTraining, at_width
-from dtt.runtime.dist import World
 
 LAST = 0.1
 """Fraction of the steps, at the end of the run, whose mean loss is the final loss."""

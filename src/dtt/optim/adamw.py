@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
+from dtt.mesh.sharding import local, local_shard
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.sharding import local, local_shard
 
 
 def make_adamw(

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from dtt.errors import DamagedError
-from dtt.runtime.log import log
-from dtt.runtime.sharding import FullTensor, fill, local
+from dtt.base.errors import DamagedError
+from dtt.base.log import log
+from dtt.mesh.sharding import FullTensor, fill, local
 
 T = TypeVar("T")
 

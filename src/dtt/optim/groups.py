@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtt.base.errors import ConfigError
 from dtt.config.base import Length
 from dtt.config.optim import ROLES, AdamWGroup, MuonConfig, MuonGroup, OptimConfig
 from dtt.config.weight_decay import parse_decay
-from dtt.errors import ConfigError
 from dtt.optim.adamw import make_adamw
 from dtt.optim.muon.optimizer import Muon
 from dtt.optim.rounding import StochasticRounding

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.base.log import log
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout
+from dtt.mesh.sharding import layout_of, local
 from dtt.parallel.compile import compile_each_block
-from dtt.parallel.mesh import Layout
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
-from dtt.runtime.sharding import layout_of, local
 
 
 def apply(

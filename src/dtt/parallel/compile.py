@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dtt.runtime.compilation import compiler
+from dtt.mesh.compilation import compiler
 
 
 def compile_each_block(model: nn.Module) -> None:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dtt.parallel.collectives import gather
-from dtt.parallel.mesh import Layout
-from dtt.targets import IGNORE_INDEX
+from dtt.base.targets import IGNORE_INDEX
+from dtt.mesh.collectives import gather
+from dtt.mesh.mesh import Layout
 
 PADDING = -1
 """Document id of padding tokens; no real document has it."""

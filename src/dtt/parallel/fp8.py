@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.compilation import Compiler
-from dtt.runtime.dist import World
-from dtt.runtime.environment import install
+from dtt.base.errors import EnvironmentUnfit
+from dtt.mesh.compilation import Compiler
+from dtt.mesh.dist import World
+from dtt.mesh.environment import install
 
 LEAST_GAIN = 1.05
 """Minimum speedup at which a layer is converted; a smaller one is measurement noise."""

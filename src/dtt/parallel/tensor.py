@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dtt.parallel.collectives import arrived, gather
-from dtt.runtime.dist import World
+from dtt.mesh.collectives import arrived, gather
+from dtt.mesh.dist import World
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1

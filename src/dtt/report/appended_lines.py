@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dtt.reading import SMALL, open_regular
-from dtt.secrets import redacted
+from dtt.base.reading import SMALL, open_regular
+from dtt.base.secrets import redacted
 
 PIECE = 2**18
 """Bytes that one call of `read` returns at most, unless a single line is longer."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtt.errors import ExitCode
-from dtt.launch.jobs.job_files import first_line
-from dtt.launch.jobs.job_state import Status
-from dtt.reading import is_kind, read_record
-from dtt.train.supervise.clock import KEPT
-from dtt.train.supervise.goodput import goodput
+from dtt.base.errors import ExitCode
+from dtt.base.reading import is_kind, read_record
+from dtt.jobs.clock import KEPT
+from dtt.jobs.goodput import goodput
+from dtt.jobs.job_files import first_line
+from dtt.jobs.job_state import Status
 
 MAX_ATTEMPTS = 2000
 """Number of attempts that a page lists, the newest."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import DttError
+from dtt.base.secrets import redacted
 from dtt.config.run import RunConfig
 from dtt.data.inspect.conversation_report import read_conversations
 from dtt.data.samples.token_shards import open_files
 from dtt.data.tokenize.work_plan import TOKENIZER
-from dtt.errors import DttError
-from dtt.secrets import redacted
 
 CONVERSATIONS = 6
 MAX_TEXT = 6000

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtt.errors import DttError
-from dtt.launch.jobs.job_state import State, Status, examine
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
+from dtt.base.log import log
+from dtt.jobs.job_state import State, Status, examine
 from dtt.report.appended_lines import redacted_json
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
 from dtt.track.jsonl import plain
 
 MAX_STREAMS = 64

@@ -21,13 +21,13 @@ from socketserver import TCPServer
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from dtt.errors import DttError, EnvironmentUnfit, InputError
-from dtt.launch.jobs.job_state import Status, examine
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError, EnvironmentUnfit, InputError
+from dtt.base.log import log
+from dtt.base.secrets import redacted
+from dtt.jobs.job_state import Status, examine
 from dtt.report.appended_lines import AppendedLines
 from dtt.report.live_rows import MAX_STREAMS, Find, LiveRow, Row, RowRefresher
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.secrets import redacted
 
 MAX_CONNECTIONS = 192
 """Maximum number of connections, with and without the token. Each one has a thread."""

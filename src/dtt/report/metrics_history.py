@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtt.reading import LARGEST_INT, Kind, fits, is_kind, parse, read_lines
+from dtt.base.reading import LARGEST_INT, Kind, fits, is_kind, parse, read_lines
 from dtt.report.curves import Series
 from dtt.track.base import Record
 

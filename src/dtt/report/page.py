@@ -18,7 +18,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dtt.secrets import redacted
+from dtt.base.secrets import redacted
 
 SCRIPTS = (
     "uPlot.iife.min.js", "elements.js", "runs.js", "chart.js", "curves.js", "summary.js",

@@ -9,8 +9,8 @@ from typing import Any
 
 from dtt import __version__
 from dtt.config.explain import scalar
-from dtt.launch.jobs.job_state import Status
-from dtt.launch.sweep.trials import Sweep
+from dtt.jobs.job_state import Status
+from dtt.jobs.sweep_trials import Sweep
 from dtt.report.configuration import differences
 from dtt.report.curves import MAX_BUCKETS
 from dtt.report.page import render

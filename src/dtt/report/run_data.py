@@ -14,20 +14,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dtt.artifacts import DataManifest
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest
+from dtt.base.errors import DttError
+from dtt.base.reading import Kind, fits, is_kind, read_small, tolerant
+from dtt.base.secrets import redacted
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
-from dtt.errors import DttError
-from dtt.launch.jobs.job_state import FAILURES, State, Status
+from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count, families
-from dtt.reading import Kind, fits, is_kind, read_small, tolerant
 from dtt.report import attempts, task_results
 from dtt.report.configuration import changed_keys
 from dtt.report.conversation_masks import conversations
 from dtt.report.curves import MAX_BUCKETS, curves
 from dtt.report.metrics_history import MetricsHistory
-from dtt.runtime.jobdir import JobDir
-from dtt.secrets import redacted
 
 GOOD, BUSY, BAD, IDLE = "good", "busy", "bad", "idle"
 MOODS = {

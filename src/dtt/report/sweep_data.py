@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dtt.launch.sweep import results
-from dtt.launch.sweep.results import ResultRow
-from dtt.launch.sweep.trials import Sweep
+from dtt.jobs import sweep_results as results
+from dtt.jobs.sweep_results import ResultRow
+from dtt.jobs.sweep_trials import Sweep
 from dtt.track.plot import spread
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtt.errors import DttError
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
+from dtt.base.reading import fits, is_kind
 from dtt.evaluate.tasks.result_files import SealedResult, read_sealed
-from dtt.reading import fits, is_kind
-from dtt.runtime.jobdir import JobDir
 from dtt.track.base import Record
 
 STDERR = "_stderr"

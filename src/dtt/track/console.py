@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dtt.runtime.log import ERASE_LINE, log
+from dtt.base.log import ERASE_LINE, log
 from dtt.track.base import Record
 
 NOTABLE = 0.05

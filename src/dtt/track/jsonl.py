@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtt.reading import fits, is_kind, read_records, retrying
-from dtt.runtime.files import named, write_atomically
-from dtt.runtime.log import log
+from dtt.base.files import named, write_atomically
+from dtt.base.log import log
+from dtt.base.reading import fits, is_kind, read_records, retrying
 from dtt.track.base import Record
 
 GAP = "gap"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.runtime.files import write_atomically
+from dtt.base.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dtt.reading import Kind, fits
+from dtt.base.reading import Kind, fits
 from dtt.track import jsonl
 from dtt.track.base import Record
 

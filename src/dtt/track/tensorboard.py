@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.environment import install
+from dtt.base.errors import EnvironmentUnfit
+from dtt.mesh.environment import install
 from dtt.track.base import Record, scalars
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import assert_never
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.config.run import RunConfig
 from dtt.config.train import TensorBoardConfig, WandbConfig
-from dtt.runtime.jobdir import JobDir
 from dtt.track.base import Tracker
 from dtt.track.console import ConsoleTracker
 from dtt.track.jsonl import JsonlTracker

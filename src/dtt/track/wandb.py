@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.log import log
+from dtt.base.reading import is_kind
+from dtt.base.secrets import named_secret
 from dtt.config.train import WandbConfig
-from dtt.errors import EnvironmentUnfit
-from dtt.reading import is_kind
-from dtt.runtime.environment import install
-from dtt.runtime.log import log
-from dtt.secrets import named_secret
+from dtt.mesh.environment import install
 from dtt.track.base import Record, scalars
 
 NEEDED = "track requests wandb"

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtt.errors import ConfigError, EnvironmentUnfit
+from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.track.wandb import answers, define_metrics, delete_slurm_secrets, wandb_client
 
 Row = dict[str, Any]

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtt.base.errors import Diverged
+from dtt.base.log import log
 from dtt.config.guard import GuardConfig
-from dtt.errors import Diverged
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
-from dtt.runtime.sharding import FullTensor, fill
+from dtt.mesh.dist import World
+from dtt.mesh.sharding import FullTensor, fill
 from dtt.track.base import Record
 from dtt.train.state import AnomalousStep, Position
 

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtt.base.log import log
 from dtt.config.run import RunConfig
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout, make_layout
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, roles
 from dtt.model.init import initialize
@@ -18,9 +21,6 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.mesh import Layout, make_layout
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
 from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
 

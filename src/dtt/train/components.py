@@ -16,17 +16,17 @@ from dtt.evaluate.answers import AnswerEvaluator
 from dtt.evaluate.preference import PreferenceEvaluator
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.evaluate.validation import Evaluator, Sampler
+from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.stop import Requests
+from dtt.mesh.mesh import Layout
+from dtt.mesh.sharding import FullTensor
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
-from dtt.parallel.mesh import Layout
-from dtt.runtime.sharding import FullTensor
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.profiler import Profiler
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
-from dtt.train.supervise.phase_timer import PhaseTimer
-from dtt.train.supervise.stop import Requests
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.supervise.watchdog import Watchdog

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dtt.base.errors import DamagedError
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.shuffle import extend_data_hash
-from dtt.errors import DamagedError
-from dtt.runtime.dist import World
+from dtt.mesh.dist import World
 from dtt.train.state import Position
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
-from dtt.targets import IGNORE_INDEX
 from dtt.train.step import LOSS, Objective
 
 METRICS = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"

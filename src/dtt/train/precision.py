@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from dtt.runtime.dist import native_bf16
+from dtt.mesh.dist import native_bf16
 
 
 class Precision(StrEnum):

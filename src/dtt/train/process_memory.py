@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.log import log
 from dtt.config.run import RunConfig
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
+from dtt.mesh.dist import World
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of `ru_maxrss` of `getrusage`."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
+from dtt.base.errors import ConfigError
+from dtt.base.log import log
 from dtt.config.profile import Kind, ProfileConfig
-from dtt.errors import ConfigError
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
+from dtt.mesh.dist import World
 from dtt.train.process_memory import dump_snapshot
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.throughput import ThroughputMeter

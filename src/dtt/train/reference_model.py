@@ -23,19 +23,19 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dtt.artifacts import FileRecord
+from dtt.artifacts.manifests import FileRecord
+from dtt.base.errors import DttError
+from dtt.base.files import check_space, write_atomically
+from dtt.base.log import progress
+from dtt.base.reading import Kind, read_record
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
 from dtt.data.samples.protocol import Samples, Source
 from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
-from dtt.errors import DttError
 from dtt.evaluate.validation import evaluating
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Layout
 from dtt.parallel.apply import autocast
-from dtt.parallel.mesh import Layout
-from dtt.reading import Kind, read_record
-from dtt.runtime.dist import World
-from dtt.runtime.files import check_space, write_atomically
-from dtt.runtime.log import progress
 
 SECONDS_BETWEEN_RECORDS = 30.0
 """Time between two records of the rows that are on disk; a process that is killed loses less."""

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtt.base.errors import ConfigError
 from dtt.config.optim import own_decays
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import Dataset
-from dtt.errors import ConfigError
+from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.architecture import Architecture
 from dtt.model.mesh_divisibility import check_mesh
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
-from dtt.runtime.dist import World
 from dtt.train.precision import Precision, choose
 
 

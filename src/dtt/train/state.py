@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
-from dtt.errors import ConfigError, DamagedError
+from dtt.mesh.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
 from dtt.optim import ema
 from dtt.optim.schedule import DECAY
-from dtt.reading import Kind, fits, is_kind
-from dtt.runtime.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
 
 RNG, GUARD = "rng", "guard"
 """First components of the paths of state that belongs to no optimizer."""

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtt.base.log import log
+from dtt.mesh.dist import World
+from dtt.mesh.peak_flops import measured_flops, peak_flops
 from dtt.model import count
 from dtt.model.architecture import Architecture
-from dtt.runtime.dist import World
-from dtt.runtime.log import log
-from dtt.runtime.peak_flops import measured_flops, peak_flops
 from dtt.train.process_memory import MemoryMeter
 
 Part = Literal[

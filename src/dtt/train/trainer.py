@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.log import log
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.data.samples.loader import Batch
 from dtt.data.samples.shuffle import extend_data_hash
 from dtt.evaluate.answers import AnswerEvaluator, Together
+from dtt.jobs.stop import Request
+from dtt.mesh.compilation import compiler
+from dtt.mesh.dist import World
 from dtt.optim.groups import set_learning_rate
 from dtt.parallel.apply import clip_gradients
-from dtt.runtime.compilation import compiler
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
 from dtt.track.base import Record
 from dtt.train import garbage
 from dtt.train.anomaly_guard import Rewind, finite
@@ -39,12 +40,11 @@ from dtt.train.state import (
     tasks_due,
 )
 from dtt.train.step import Objective, forward_backward, update
-from dtt.train.supervise.stop import Request
 
 
 @dataclass
 class Trainer:
-    """The training loop and everything it uses; `commands/build.py` builds it."""
+    """The training loop and everything it uses; `train/build.py` builds it."""
 
     cfg: RunConfig
     world: World

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dtt.errors import ConfigError
-from dtt.runtime.sharding import FullTensor, fill, local_shard
+from dtt.base.errors import ConfigError
+from dtt.mesh.sharding import FullTensor, fill, local_shard
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")

@@ -9,11 +9,11 @@ import pytest
 from chat_shapes import NAMED, SHAPES, answer, system, templates, user, with_tokens
 from tokenizers import AddedToken, Tokenizer
 
+from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
 from dtt.data.conversations.template import CHATML
-from dtt.errors import ConfigError
 
 TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from chat_shapes import NAMED, SHAPES, templates, user
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
 from dtt.data.conversations.template import (
     CHATML,
@@ -14,7 +15,6 @@ from dtt.data.conversations.template import (
     resolve_template,
     special_tokens_beside,
 )
-from dtt.errors import ConfigError, InputError
 
 HELLO = Conversation((user("Hello"),))
 

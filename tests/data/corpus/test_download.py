@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from running import Dtt
 
-from dtt.artifacts import CorpusManifest
+from dtt.artifacts.manifests import CorpusManifest
+from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import download as module
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.local_files import local_files
 from dtt.data.corpus.units import Corpus
-from dtt.errors import ConfigError, InputError
 
 Log = pytest.LogCaptureFixture
 LINE = b'{"id": "1", "text": "some text", "n": 3}\n'

@@ -40,7 +40,7 @@ import json, sys
 from pathlib import Path
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.download import download
-from dtt.errors import DttError
+from dtt.base.errors import DttError
 for line in sys.stdin:
     out, options = json.loads(line)
     try:

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from dtt.base.errors import DamagedError, InputError
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.units import Corpus
-from dtt.errors import DamagedError, InputError
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 

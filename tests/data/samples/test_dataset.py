@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tiny_job import make_tokenizer
 from token_files import read_doc_ids
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.load import resolve
 from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import NUMBER_MASK, Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
 from dtt.data.token_file import bin_path
-from dtt.errors import ConfigError, DamagedError, InputError
-from dtt.runtime.jobdir import JobDir
 
 SEQ_LEN, SEQUENCES = 32, 8
 

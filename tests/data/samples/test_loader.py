@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from token_files import read_doc_ids
 from torch import Tensor
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.data.samples.dataset import Dataset, open_dataset
@@ -24,11 +26,9 @@ from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.data.samples.protocol import SOURCE_SHIFT
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
 from dtt.data.token_file import bin_path
-from dtt.errors import DamagedError, InputError
 from dtt.model.decoder import Decoder
 from dtt.model.families import get as get_family
 from dtt.model.init import initialize
-from dtt.targets import IGNORE_INDEX
 
 SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtt.base.ranks import Ranks
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
@@ -21,12 +23,10 @@ from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.data.samples.protocol import SOURCE_SHIFT, DocumentSpan, Rows, Samples
 from dtt.data.samples.token_source import TokenSource
 from dtt.evaluate.validation import Evaluator, held_out
+from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.runtime import dist
-from dtt.runtime.ranks import Ranks
-from dtt.targets import IGNORE_INDEX
 
 SEQ_LEN, SEQUENCES, VOCAB_SIZE = 32, 8, 300
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from token_files import Document, random_documents, row, write_folder, write_pair
 
+from dtt.base.errors import DamagedError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples import packed
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.errors import DamagedError
-from dtt.targets import IGNORE_INDEX
 
 SHARDS = {f"train-{i}": random_documents(40, 30, seed=i) for i in range(3)}
 

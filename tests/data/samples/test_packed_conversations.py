@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from running import Dtt
 from token_files import VOCAB_SIZE
 
-from dtt.artifacts import ChatFacts, CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import ChatFacts, CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.config.load import resolve
 from dtt.data.samples import packed
@@ -24,8 +26,6 @@ from dtt.data.samples.packed_conversations import TooLong
 from dtt.data.samples.packing import best_fit, least_slack
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFileWriter
-from dtt.errors import ConfigError, DamagedError
-from dtt.targets import IGNORE_INDEX
 
 Conversation = tuple[list[int], list[bool]]
 FACTS = ChatFacts(template_sha256="t", kwargs={}, stop_tokens=(1,))

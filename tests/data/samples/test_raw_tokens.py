@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import save_file
 from token_files import END, read_doc_ids
 
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.config.data import SourceConfig
 from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.errors import ConfigError, DamagedError, DttError, InputError
 
 BY_OTHERS = Path(__file__).with_name("written_by_others")
 """chunk-0-2.bin by litdata 0.2.76 (TokensLoader), shard.00000.mds by mosaicml-streaming 0.13.0."""

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dtt.base.errors import ConfigError
 from dtt.config.load import resolve as load
 from dtt.config.train import TrainConfig
 from dtt.data.samples.compatibility import check_batches
 from dtt.data.samples.schedules import resolve
-from dtt.errors import ConfigError
 
 SEQ_LEN, FULL = 64, 4096
 Sizes = list[tuple[Fraction, int]]

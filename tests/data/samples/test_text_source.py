@@ -15,19 +15,19 @@ import pytest
 from token_files import read_doc_ids
 from tokenizers import Tokenizer
 
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples import encoded_documents, text_stream
 from dtt.data.samples.encoded_documents import Documents
 from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.text_source import TextSource
-from dtt.data.tokenize.document_sampling import held_out
-from dtt.data.tokenize.encoder import Encoder
-from dtt.data.tokenize.pretokens import count_pre_tokens
-from dtt.data.tokenize.tokenizer import train_tokenizer
-from dtt.errors import DamagedError, InputError
-from dtt.targets import IGNORE_INDEX
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.pretokens import count_pre_tokens
+from dtt.data.text.tokenizer import train_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 TEXTS = [

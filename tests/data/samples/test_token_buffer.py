@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtt.base.errors import InputError
 from dtt.data.samples import token_buffer as module
 from dtt.data.samples.sample_layout import Ints, ShardPieces, Windows
 from dtt.data.samples.token_buffer import ShardIds
 from dtt.data.samples.token_shards import Ends, Shard
-from dtt.errors import InputError
 
 
 def write(folder: Path, lengths: list[int], dtypes: list[str]) -> tuple[list[Shard], list[Ints]]:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
 from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFile, bin_path, idx_path
-from dtt.errors import DamagedError, InputError
 
 BY_DATATROVE = Path(__file__).with_name("written_by_datatrove")
 """By DocumentTokenizer and MegatronDocumentTokenizer of datatrove 0.9.0, whose dependencies exclude

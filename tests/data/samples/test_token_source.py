@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
 from dtt.data.samples import token_buffer, token_source
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFileWriter, bin_path
-from dtt.errors import DamagedError, InputError
 
 Stream = npt.NDArray[np.int64]
 

@@ -22,7 +22,8 @@ import pytest
 from conversation_files import conversation, jsonl, write_tokenizer
 from running import Dtt
 
-from dtt.artifacts import CHAT_TEMPLATE, CorpusManifest, TokensManifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, CorpusManifest, TokensManifest
+from dtt.base.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import (
     DownloadConfig,
@@ -37,12 +38,11 @@ from dtt.data.conversations.rows import parse_row
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
 from dtt.data.samples.compatibility import check_files
+from dtt.data.text.tokenizer import train_tokenizer
 from dtt.data.token_file import TokenFile, mask_path
 from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.data.tokenize.dry_run import explain
-from dtt.data.tokenize.tokenizer import train_tokenizer
-from dtt.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
-from dtt.runtime.comm import Serial
+from dtt.mesh.comm import Serial
 
 ROWS = [conversation(i) for i in range(300)]
 Sequence = tuple[list[int], list[bool]]

@@ -18,20 +18,20 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.data import (
     GivenTokenizerConfig,
     TokenizeConfig,
     TokenizerConfig,
     TrainedTokenizerConfig,
 )
+from dtt.data.corpus.document_sampling import SOME_BYTES, SOME_UNITS, held_out, some_text
 from dtt.data.corpus.units import Corpus, Span, Unit
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.document_sampling import SOME_BYTES, SOME_UNITS, held_out, some_text
 from dtt.data.tokenize.work_plan import Identity, WorkPlan
-from dtt.errors import ConfigError, DamagedError, InputError
-from dtt.runtime.comm import Serial
+from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
 WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "ünïcode", "字", "\n"]

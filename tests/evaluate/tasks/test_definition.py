@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
+from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config.load import Mistakes
-from dtt.errors import ConfigError, DttError, InputError
 from dtt.evaluate.tasks.definition import Task, load_tasks, shipped_tasks
 from dtt.evaluate.tasks.prompt_template import CONVERSIONS
 

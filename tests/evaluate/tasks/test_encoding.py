@@ -6,7 +6,7 @@ import pytest
 from tiny_job import END_OF_DOCUMENT, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from dtt.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, InputError
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.prompts import Question

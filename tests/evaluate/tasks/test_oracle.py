@@ -19,16 +19,16 @@ from running import ROOT, Dtt
 from tiny_job import END_OF_DOCUMENT, IM_END, write_chat_job, write_job
 from tokenizers import processors
 
-from dtt.commands import eval_harness
-from dtt.commands import harness_model as harness_model_module
-from dtt.commands.eval import Evaluation
-from dtt.commands.eval_models import find_models
-from dtt.commands.harness_model import language_model
+from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
-from dtt.errors import ConfigError, EnvironmentUnfit, InputError
-from dtt.export import hf
-from dtt.runtime import dist
-from dtt.runtime.ranks import Ranks
+from dtt.evaluate import harness as eval_harness
+from dtt.evaluate import harness_model as harness_model_module
+from dtt.evaluate.evaluation import Evaluation
+from dtt.evaluate.harness_model import language_model
+from dtt.evaluate.models import find_models
+from dtt.hf import hf
+from dtt.mesh import dist
 
 FAMILIES = ("gpt2", "llama", "qwen3", "mistral", "gemma3", "phi3")
 ROWS = [
@@ -262,7 +262,7 @@ def test_a_task_that_draws_its_answers_is_refused(job: Path) -> None:
 def test_conversations_are_rendered_with_the_template_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dtt.commands.chat import find_chat_format
+    from dtt.generate.chat import find_chat_format
 
     job = write_chat_job(tmp_path, "Fine.")
     world = dist.start(Ranks(), "cpu")

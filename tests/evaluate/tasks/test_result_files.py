@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtt.errors import InUse
+from dtt.base.errors import InUse
 from dtt.evaluate.tasks.metrics import AnswerRecord, TaskResult, task_result
 from dtt.evaluate.tasks.result_files import ResultFile, read, read_sealed
 

@@ -13,8 +13,10 @@ import torch
 from ranks import on_ranks
 from tiny_job import END_OF_DOCUMENT, make_tokenizer
 
+from dtt.base.errors import ConfigError, Diverged, EnvironmentUnfit
+from dtt.base.files import exclusive
+from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.errors import ConfigError, Diverged, EnvironmentUnfit
 from dtt.evaluate.tasks import patterns
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
@@ -23,12 +25,10 @@ from dtt.evaluate.tasks.result_files import ResultFile
 from dtt.evaluate.tasks.runner import TaskRunner, tokens_that_begin_with
 from dtt.evaluate.tasks.scorer import Generator, Scorer
 from dtt.evaluate.tasks.task_data import TaskData, open_task
+from dtt.mesh.dist import World, start
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.runtime.dist import World, start
-from dtt.runtime.files import exclusive
-from dtt.runtime.ranks import Ranks
 
 TURN = "<|im_end|>"
 TURN_ID = END_OF_DOCUMENT + 1

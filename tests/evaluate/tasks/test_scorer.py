@@ -9,21 +9,21 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from dtt.base.errors import Diverged
+from dtt.base.ranks import Ranks
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
-from dtt.errors import Diverged
 from dtt.evaluate.tasks import option_trees
 from dtt.evaluate.tasks.option_trees import tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.scorer import Generator, Scorer
+from dtt.mesh.dist import World, start
+from dtt.mesh.mesh import make_layout
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
-from dtt.parallel.mesh import make_layout
-from dtt.runtime.dist import World, start
-from dtt.runtime.ranks import Ranks
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 FAMILIES = {

@@ -15,7 +15,7 @@ import pytest
 from loopback_hub import LoopbackHub
 from script_process import ScriptProcess
 
-from dtt.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.evaluate.tasks import task_data
 from dtt.evaluate.tasks.definition import Task, TaskSource, load_tasks
 from dtt.evaluate.tasks.task_data import TaskData, open_task
@@ -23,7 +23,7 @@ from dtt.evaluate.tasks.task_data import TaskData, open_task
 SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
-from dtt.errors import DttError
+from dtt.base.errors import DttError
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.evaluate.tasks.task_data import open_task
 for line in sys.stdin:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from running import Dtt
 
-from dtt.errors import ExitCode, PeerLost
-from dtt.runtime.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode, PeerLost
 from dtt.train.supervise.lost_rank import explained
 
 Settings = Callable[..., list[str]]

@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import in_this_process
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, Preempted
 from dtt.checkpoint import store
-from dtt.commands import train
 from dtt.config.load import load_job
 from dtt.config.schedule import WsdConfig
 from dtt.config.train import TrainConfig
-from dtt.errors import ConfigError, Preempted
+from dtt.jobs.clock import Clock
 from dtt.optim.schedule import Decay, Schedule, resolve
-from dtt.runtime.jobdir import JobDir
 from dtt.track import jsonl
-from dtt.train.supervise.clock import Clock
+from dtt.train import run as train
 from dtt.train.supervise.time_budget import SHORTEST, SPARE_SECONDS, TimeBudget
 
 Settings = Callable[..., list[str]]

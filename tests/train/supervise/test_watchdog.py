@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
-from dtt.runtime.dist import World
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.ranks import Ranks
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
+from dtt.mesh.dist import World
 from dtt.train.supervise.watchdog import RankReport, Watchdog, judge
 
 LIMIT = 1.0
@@ -146,8 +146,8 @@ def test_a_rank_that_waits_for_an_untimed_phase_raises_no_alarm(job: JobDir) -> 
 
 PHASES = """
 import sys, threading, time
-from dtt.runtime.ranks import Ranks
-from dtt.runtime.jobdir import JobDir
+from dtt.base.ranks import Ranks
+from dtt.artifacts.jobdir import JobDir
 from dtt.train.supervise.watchdog import Watchdog
 
 def long():

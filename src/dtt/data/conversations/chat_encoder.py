@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, models
 
-from dtt.artifacts import ChatFacts
+from dtt.artifacts.manifests import ChatFacts
+from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine
 from dtt.data.conversations.control_text import ControlText, StandInTokenizer
@@ -29,9 +30,8 @@ from dtt.data.conversations.loss_mask import (
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
-from dtt.data.tokenize.encoder import find_end_of_document, vocabulary_size
-from dtt.data.tokenize.tokenizer import parse_tokenizer
-from dtt.errors import ConfigError
+from dtt.data.text.encoder import find_end_of_document, vocabulary_size
+from dtt.data.text.tokenizer import parse_tokenizer
 
 Mask = npt.NDArray[np.bool_]
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from dtt.data.conversations.rows import Conversation
 from dtt.data.conversations.sandbox import FROM_ROW, STAND_INS
-from dtt.data.tokenize.tokenizer import parse_tokenizer
+from dtt.data.text.tokenizer import parse_tokenizer
 
 
 class ControlText:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from dtt.config.data import Engine
-from dtt.data.tokenize.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
+from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
 
 Ids = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dtt.artifacts import CHAT_TEMPLATE, ChatFacts
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts
+from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
@@ -19,14 +20,13 @@ from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
 from dtt.data.conversations.rows import Conversation, RefusedRow, parse_pair, parse_row
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import some_rows
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.tokenize.document_sampling import some_rows
-from dtt.data.tokenize.encoder import refuse_or_log
-from dtt.data.tokenize.tokenizer import find_tokenizer, token_bytes
-from dtt.data.tokenize.unit_encoder import EncodedPart
-from dtt.errors import ConfigError
-from dtt.runtime.comm import Comm
+from dtt.data.text.encoder import refuse_or_log
+from dtt.data.text.tokenizer import find_tokenizer, token_bytes
+from dtt.data.text.unit_encoder import EncodedPart
+from dtt.mesh.comm import Comm
 
 ROWS_VERSION = 1
 """Version of the parsing of rows; part of the key of token files."""
@@ -35,7 +35,7 @@ AT_ONCE = 256
 
 
 class Conversations:
-    """Rows with conversations. Implements dtt.data.tokenize.unit_encoder.DocumentKind."""
+    """Rows with conversations. Implements dtt.data.text.unit_encoder.DocumentKind."""
 
     def __init__(self, cfg: ChatConfig, *, pairs: bool = False, engine: Engine = "auto") -> None:
         """Render and encode conversations according to `cfg`; with `pairs`, preference pairs."""

@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from jinja2.environment import Template
 
+from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
 from dtt.data.conversations.template_trees import ends_with_prompt
-from dtt.errors import ConfigError, InputError
 
 CHATML = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from dtt.errors import DamagedError
+from dtt.base.errors import DamagedError
 
 MAX_REASONS = 50
 """Maximum number of different reasons that are counted; further ones count as OTHER."""

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
 from dtt.data.corpus.formats import (
@@ -28,7 +29,6 @@ from dtt.data.corpus.formats import (
 )
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
-from dtt.errors import InputError
 
 SECTION_BYTES = 4096
 """Approximate size of a section, where documents are sections (runs of paragraphs)."""

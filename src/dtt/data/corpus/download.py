@@ -10,7 +10,10 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from dtt.artifacts import CorpusFile, CorpusManifest, CorpusSource
+from dtt.artifacts.manifests import CorpusFile, CorpusManifest, CorpusSource
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.base.log import log, progress
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import stdlib, stdlib_chat
 from dtt.data.corpus.formats import (
@@ -20,9 +23,6 @@ from dtt.data.corpus.formats import (
     one_format,
 )
 from dtt.data.corpus.local_files import local_files, real_path
-from dtt.errors import ConfigError, InputError
-from dtt.runtime.files import check_space, exclusive, sha256_file, write_atomically
-from dtt.runtime.log import log, progress
 
 
 def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusManifest:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.log import log
 from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
-from dtt.errors import ConfigError, DamagedError, InputError
-from dtt.runtime.log import log
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 

@@ -28,10 +28,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 from huggingface_hub.hf_api import RepoFile
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from dtt.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError, StorageError
-from dtt.runtime.files import sha256_file
-from dtt.runtime.log import progress
-from dtt.safe_names import checked_name
+from dtt.base.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError, StorageError
+from dtt.base.files import sha256_file
+from dtt.base.log import progress
+from dtt.base.safe_names import checked_name
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500

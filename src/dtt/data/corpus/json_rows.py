@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import BATCH_BYTES, csv_rows, json_objects
 from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
-from dtt.errors import InputError
 
 PARQUET_BATCH_BYTES = 2**18
 """Size of a batch of Parquet rows. As Python objects they take about ten times the memory."""

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from dtt.base.errors import InputError
+from dtt.base.log import log
 from dtt.data.corpus.formats import file_format, is_compressed
-from dtt.errors import InputError
-from dtt.runtime.log import log
 
 SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
 """Synonyms of split names."""

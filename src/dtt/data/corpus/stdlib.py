@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.errors import EnvironmentUnfit
-from dtt.runtime.files import check_space, fsync_file
-from dtt.runtime.log import log, progress
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.files import check_space, fsync_file
+from dtt.base.log import log, progress
 
 NAME = "python-stdlib"
 FILE = "python-stdlib.parquet"

@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from dtt.base.files import check_space, fsync_file
+from dtt.base.log import progress
 from dtt.data.corpus.stdlib import source_files
-from dtt.runtime.files import check_space, fsync_file
-from dtt.runtime.log import progress
 
 NAME = "python-stdlib-chat"
 FILE = "python-stdlib-chat.jsonl"

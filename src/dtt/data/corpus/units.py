@@ -14,11 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.artifacts import CorpusManifest
+from dtt.artifacts.manifests import CorpusManifest
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.safe_names import checked_file
 from dtt.data.corpus.formats import is_compressed
-from dtt.errors import DamagedError, InputError
-from dtt.runtime.comm import Comm, Serial
-from dtt.safe_names import checked_file
+from dtt.mesh.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
 """Assumed bytes of text per byte of a compressed file, to estimate sizes."""

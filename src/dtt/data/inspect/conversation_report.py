@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import CHAT_TEMPLATE, ChatFacts, TokensManifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
 from dtt.data.inspect.report import DocumentSample
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask

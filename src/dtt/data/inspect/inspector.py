@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtt.artifacts import CHAT_TEMPLATE, CorpusManifest, Manifest, TokensManifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, CorpusManifest, Manifest, TokensManifest
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.files import sha256_file
+from dtt.base.log import progress
 from dtt.data.inspect import raw_text
 from dtt.data.inspect.conversation_report import ConversationReport
 from dtt.data.inspect.report import (
@@ -24,9 +27,6 @@ from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import Documents, TokenFiles, open_files
 from dtt.data.token_file import idx_path, mask_path
-from dtt.errors import ConfigError, DamagedError, DttError, InputError
-from dtt.runtime.files import sha256_file
-from dtt.runtime.log import progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -225,7 +225,7 @@ def _open_tokenizer(asked: Path | None, beside: Path) -> Tokenizer | None:
     """Open the requested tokenizer, or else the one next to the ids; None if there is neither."""
     if asked is None and not beside.is_file():
         return None
-    from dtt.data.tokenize.tokenizer import open_tokenizer  # slow to import
+    from dtt.data.text.tokenizer import open_tokenizer  # slow to import
 
     return open_tokenizer(asked or beside)
 

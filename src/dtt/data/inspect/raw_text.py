@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.artifacts import CorpusManifest
+from dtt.artifacts.manifests import CorpusManifest
+from dtt.base.errors import InputError
+from dtt.base.log import progress
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
@@ -26,8 +28,6 @@ from dtt.data.inspect.report import (
     damage_lines,
     damages,
 )
-from dtt.errors import InputError
-from dtt.runtime.log import progress
 
 SAMPLE_BYTES = 2**26
 PLACES = 32

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtt.base.errors import DamagedError
+from dtt.base.files import sha256_file
+from dtt.base.log import progress
 from dtt.data.inspect.lengths import LengthSummary
-from dtt.errors import DamagedError
-from dtt.runtime.files import sha256_file
-from dtt.runtime.log import progress
 
 SHOWN = 10
 """Maximum number of oddities of one kind listed by name; the rest are only counted."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dtt.base.errors import DamagedError
 from dtt.data.inspect.lengths import Lengths
 from dtt.data.inspect.report import SHOWN, DocumentSample
 from dtt.data.samples.token_shards import Documents, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
-from dtt.errors import DamagedError
 
 PLACE_TOKENS = 2**20
 PLACES = 32

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from dtt.artifacts import (
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import (
     CHAT_TEMPLATE,
     ChatFacts,
     CheckpointManifest,
@@ -20,14 +21,13 @@ from dtt.artifacts import (
     fingerprint,
     shard_stem,
 )
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.files import sha256_file
+from dtt.base.safe_names import checked_file
 from dtt.config.load import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.schedules import resolve
-from dtt.errors import ConfigError, DamagedError, DttError, InputError
-from dtt.runtime.files import sha256_file
-from dtt.runtime.jobdir import JobDir
-from dtt.safe_names import checked_file
 
 BYTES = {"uint16": 2, "int32": 4}
 

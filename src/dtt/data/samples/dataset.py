@@ -11,7 +11,15 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest, fingerprint
+from dtt.artifacts.manifests import (
+    CHAT_TEMPLATE,
+    DataManifest,
+    SourceFacts,
+    TokensManifest,
+    fingerprint,
+)
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.files import sha256_file
 from dtt.config.data import (
     ChatDataConfig,
     PreferenceDataConfig,
@@ -33,10 +41,8 @@ from dtt.data.samples.protocol import (
 )
 from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.data.tokenize.encoder import Encoder
-from dtt.data.tokenize.tokenizer import token_bytes
-from dtt.errors import ConfigError, InputError
-from dtt.runtime.files import sha256_file
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.tokenizer import token_bytes
 
 NUMBER_MASK = np.uint64((1 << SOURCE_SHIFT) - 1)
 """Bit mask that extracts the number of a sample within its source."""

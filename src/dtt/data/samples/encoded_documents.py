@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dtt.base.errors import InputError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.samples.protocol import DocumentSpan, Samples
-from dtt.data.tokenize.encoder import Encoder
-from dtt.errors import InputError
-from dtt.targets import IGNORE_INDEX
+from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
 BATCH_BYTES = 2**20

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import held_out
 from dtt.data.samples.encoded_documents import Document, Documents, EncodedDocuments, doc_ids_of
 from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
-from dtt.data.tokenize.document_sampling import held_out
-from dtt.data.tokenize.encoder import Encoder
-from dtt.runtime.log import log
+from dtt.data.text.encoder import Encoder
 
 SEARCHED_BYTES = 2**29
 """Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""

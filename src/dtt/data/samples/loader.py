@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dtt.base.errors import DttError
+from dtt.base.log import log
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import Rows, Samples
-from dtt.errors import DttError
-from dtt.runtime.log import log
-from dtt.targets import IGNORE_INDEX
 
 
 class Readable(Protocol):

@@ -23,15 +23,15 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from dtt.artifacts import fingerprint
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import DamagedError
+from dtt.base.files import fsync_file, fsync_folder
+from dtt.base.log import log
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packing import Packed, pack
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.sample_layout import Ints, ShardPieces
 from dtt.data.samples.token_shards import Shard, TokenFiles
-from dtt.errors import DamagedError
-from dtt.runtime.files import fsync_file, fsync_folder
-from dtt.runtime.log import log
 
 COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
 

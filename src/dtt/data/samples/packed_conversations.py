@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import Record, fingerprint
+from dtt.artifacts.manifests import Record, fingerprint
+from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.reading import read_small
 from dtt.data.memory_map import Bytes, map_file
 from dtt.data.samples.packed import Bins, cached, document_bounds, write_columns
 from dtt.data.samples.packing import Packed, best_fit, grouped, least_slack
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.sample_layout import Ints
 from dtt.data.samples.token_shards import Shard, TokenFiles
-from dtt.errors import ConfigError, DamagedError
-from dtt.reading import read_small
 
 TARGETS, FACTS = "targets", "facts.json"
 LEAST_SLACK_CAPACITY = 4097

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.errors import ConfigError, DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 
 RawFormat = Literal["raw", "llm.c", "numpy"]
 Ids = npt.NDArray[Any]

@@ -13,10 +13,10 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import Any, assert_never
 
+from dtt.base.errors import ConfigError
 from dtt.config.base import Unit, measure
 from dtt.config.batch import ConstantBatch, DoublingBatch, LinearBatch, ListedBatch
 from dtt.config.train import TrainConfig
-from dtt.errors import ConfigError
 
 LR_EXPONENT = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Exponent p by `lr_rule`: the learning rate is scaled by (batch / full batch) ** p."""

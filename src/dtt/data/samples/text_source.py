@@ -26,21 +26,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import fingerprint
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import DamagedError
+from dtt.base.files import sha256_file
+from dtt.base.reading import fits
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.encoded_documents import Documents, EncodedDocuments, doc_ids_of
 from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.protocol import DocumentSpan, Opened, Rows, Samples, Vocabulary
 from dtt.data.samples.shuffle import permutation
 from dtt.data.samples.text_stream import Cursor, TextStream, UnitPart
-from dtt.data.tokenize.document_sampling import some_text
-from dtt.data.tokenize.encoder import Encoder
-from dtt.data.tokenize.tokenizer import find_tokenizer
-from dtt.errors import DamagedError
-from dtt.reading import fits
-from dtt.runtime.files import sha256_file
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.tokenizer import find_tokenizer
 
 NAME = "text"
 RECENT_PARTS = 2**16

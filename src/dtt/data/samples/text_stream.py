@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from dtt.base.errors import InputError
+from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out
 from dtt.data.corpus.units import Unit
 from dtt.data.samples.encoded_documents import UNIT_BYTES, Document, Documents, EncodedDocuments
 from dtt.data.samples.shuffle import permutation
-from dtt.data.tokenize.document_sampling import HELD_OUT_BY, held_out
-from dtt.data.tokenize.encoder import Encoder
-from dtt.errors import InputError
-from dtt.runtime.log import log
+from dtt.data.text.encoder import Encoder
 
 PART_BYTES = 2**24
 """Text per part, including held-out documents; bounds the memory."""

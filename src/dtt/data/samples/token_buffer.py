@@ -9,11 +9,11 @@ from threading import Lock
 
 import numpy as np
 
+from dtt.base.errors import DamagedError, InputError
 from dtt.data.memory_map import HUGE_PAGE, Bytes, clear, map_into, reserve
 from dtt.data.samples.sample_layout import ShardPieces
 from dtt.data.samples.token_shards import Shard
 from dtt.data.token_file import Tokens
-from dtt.errors import DamagedError, InputError
 
 MAPPED_SHARDS = 16_384
 """Maximum number of shards mapped at a time.

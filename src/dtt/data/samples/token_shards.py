@@ -24,7 +24,8 @@ from typing import Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import TokenShard, TokensManifest, fingerprint, shard_stem
+from dtt.artifacts.manifests import TokenShard, TokensManifest, fingerprint, shard_stem
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.data.memory_map import map_file
 from dtt.data.samples.raw_tokens import (
     HEAD_BYTES,
@@ -36,7 +37,6 @@ from dtt.data.samples.raw_tokens import (
     refusal,
 )
 from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, mask_path
-from dtt.errors import ConfigError, DamagedError, DttError, InputError
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 SCAN_TOKENS = 2**24

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dtt.base.errors import DamagedError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import (
@@ -31,8 +33,6 @@ from dtt.data.samples.token_shards import (
     documents_in,
     open_files,
 )
-from dtt.errors import DamagedError
-from dtt.targets import IGNORE_INDEX
 
 
 def open_tokens(

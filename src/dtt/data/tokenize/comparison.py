@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts import TokensManifest, shard_stem
+from dtt.artifacts.manifests import TokensManifest, shard_stem
+from dtt.base.errors import InputError
+from dtt.data.text.tokenizer import open_tokenizer
 from dtt.data.token_file import TokenFile
-from dtt.data.tokenize.tokenizer import open_tokenizer
-from dtt.errors import InputError
 
 ENOUGH_BYTES = 2 * 10**6
 """Bytes of held-out text after which the comparison stops."""

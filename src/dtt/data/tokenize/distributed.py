@@ -21,18 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from dtt.artifacts import TokensManifest
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.files import check_space, exclusive, write_atomically
+from dtt.base.log import log, progress
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import WORK, UnitMarker, marker_path, read_marker
 from dtt.data.tokenize.shards import Work, encode_units
-from dtt.data.tokenize.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.tokenize.work_plan import TOKENIZER, WorkPlan, clear, local_folder, make_work_plan
-from dtt.errors import DamagedError, InputError
-from dtt.runtime.comm import Comm
-from dtt.runtime.files import check_space, exclusive, write_atomically
-from dtt.runtime.log import log, progress
+from dtt.mesh.comm import Comm
 
 BYTES_PER_TOKEN = 2.5
 """Cautious (low) estimate of bytes of text per token, to check the free disk space in advance."""

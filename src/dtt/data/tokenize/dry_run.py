@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from dtt.config.data import TokenizeConfig, TokenizerConfig
-from dtt.data.tokenize.unit_encoder import DocumentKind, PlainText
+from dtt.data.text.unit_encoder import DocumentKind, PlainText
 from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.data.tokenize.work_plan import (
     TOKENIZER,
@@ -19,7 +19,7 @@ from dtt.data.tokenize.work_plan import (
     key_parts,
     read_identity,
 )
-from dtt.runtime.comm import Comm
+from dtt.mesh.comm import Comm
 
 SHOWN = 20
 """Maximum number of damaged units that are listed."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dtt.artifacts import Record, TokenShard, TokensManifest
+from dtt.artifacts.manifests import Record, TokenShard, TokensManifest
+from dtt.base.errors import DamagedError
+from dtt.base.files import write_atomically
+from dtt.base.safe_names import checked_name
 from dtt.data.token_file import bin_path, idx_path, mask_path
-from dtt.errors import DamagedError
-from dtt.runtime.files import write_atomically
-from dtt.safe_names import checked_name
 
 WORK = TokensManifest.work
 """Name of the folder for markers and for shards that are being written."""

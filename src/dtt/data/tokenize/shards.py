@@ -11,16 +11,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dtt.artifacts import SplitCounts, TokenShard
+from dtt.artifacts.manifests import SplitCounts, TokenShard
+from dtt.base.files import fsync_folder
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.page_cache import prefetch
 from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.text.unit_encoder import D, EncodedPart, UnitEncoder
 from dtt.data.token_file import TokenFileWriter
-from dtt.data.tokenize.document_sampling import held_out
 from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, write_marker
 from dtt.data.tokenize.threads import Behind, ahead
-from dtt.data.tokenize.unit_encoder import D, EncodedPart, UnitEncoder
-from dtt.runtime.files import fsync_folder
 
 BATCHES_BEHIND = 8
 """Maximum number of encoded batches that wait for the disk: a few megabytes."""

@@ -12,7 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtt.artifacts import TokenShard, TokensManifest
+from dtt.artifacts.manifests import TokenShard, TokensManifest
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.files import sha256_file
 from dtt.data.token_file import idx_path
 from dtt.data.tokenize.markers import (
     Facts,
@@ -23,9 +25,7 @@ from dtt.data.tokenize.markers import (
     read_marker,
     remember_hashed,
 )
-from dtt.errors import DamagedError, InputError
-from dtt.runtime.comm import Comm
-from dtt.runtime.files import sha256_file
+from dtt.mesh.comm import Comm
 
 NOT_MADE = "not made yet"
 

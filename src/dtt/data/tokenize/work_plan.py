@@ -12,20 +12,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts import CHAT_TEMPLATE, Record, TokensManifest, fingerprint
+from dtt.artifacts.manifests import CHAT_TEMPLATE, Record, TokensManifest, fingerprint
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.files import sha256_file, write_atomically
+from dtt.base.log import log, progress
+from dtt.base.rendezvous import RENDEZVOUS
 from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.tokenize.document_sampling import HELD_OUT_BY, tokenizer_sample
+from dtt.data.text.pretokens import count_pre_tokens, sum_over_ranks
+from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
+from dtt.data.text.unit_encoder import DocumentKind
 from dtt.data.tokenize.markers import WORK, marker_path
-from dtt.data.tokenize.pretokens import count_pre_tokens, sum_over_ranks
-from dtt.data.tokenize.tokenizer import given_tokenizer, train_tokenizer
-from dtt.data.tokenize.unit_encoder import DocumentKind
 from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
-from dtt.errors import ConfigError, InputError
-from dtt.runtime.comm import Comm
-from dtt.runtime.files import sha256_file, write_atomically
-from dtt.runtime.log import log, progress
-from dtt.runtime.rendezvous import RENDEZVOUS
+from dtt.mesh.comm import Comm
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"

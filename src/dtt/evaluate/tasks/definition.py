@@ -16,13 +16,13 @@ import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.reading import read_small
 from dtt.config import load, source
 from dtt.config.base import Section
 from dtt.config.source import Layer
-from dtt.errors import ConfigError, InputError
 from dtt.evaluate.tasks.patterns import pattern_problem, replacement_problem
 from dtt.evaluate.tasks.prompt_template import template_problems
-from dtt.reading import read_small
 
 MAX_BYTES = 2**16
 """Maximum size of a definition."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from dtt.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, InputError
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.prompts import Question
 

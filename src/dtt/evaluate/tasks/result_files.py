@@ -24,12 +24,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.artifacts import fingerprint
-from dtt.errors import DamagedError
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import DamagedError
+from dtt.base.files import exclusive, fsync_folder, named
+from dtt.base.log import log
+from dtt.base.reading import open_regular, parse, retrying
 from dtt.evaluate.tasks.metrics import AnswerRecord, TaskResult
-from dtt.reading import open_regular, parse, retrying
-from dtt.runtime.files import exclusive, fsync_folder, named
-from dtt.runtime.log import log
 
 if TYPE_CHECKING:
     from dtt.evaluate.tasks.task_data import TaskData

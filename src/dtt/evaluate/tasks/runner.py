@@ -19,7 +19,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from dtt.errors import ConfigError, Diverged
+from dtt.base.errors import ConfigError, Diverged
+from dtt.base.log import progress
 from dtt.evaluate.tasks.definition import Task
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.metrics import (
@@ -35,8 +36,7 @@ from dtt.evaluate.tasks.prompts import Question
 from dtt.evaluate.tasks.result_files import ResultFile, ResultWriter
 from dtt.evaluate.tasks.scorer import Generator, Scorer, never
 from dtt.evaluate.tasks.task_data import TaskData
-from dtt.runtime.dist import World
-from dtt.runtime.log import progress
+from dtt.mesh.dist import World
 from dtt.track.base import Record
 
 DECIMALS = 6

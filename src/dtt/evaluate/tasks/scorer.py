@@ -9,16 +9,16 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from dtt.errors import Diverged
+from dtt.base.errors import Diverged
+from dtt.base.targets import IGNORE_INDEX
 from dtt.evaluate.tasks.option_trees import TreeBatch, tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.validation import evaluating
+from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
 from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
 from dtt.parallel.apply import autocast
-from dtt.runtime.dist import World
-from dtt.targets import IGNORE_INDEX
 
 GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""

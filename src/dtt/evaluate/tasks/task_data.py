@@ -13,7 +13,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from dtt.artifacts import CorpusManifest, fingerprint
+from dtt.artifacts.manifests import CorpusManifest, fingerprint
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.files import exclusive, sha256_file
+from dtt.base.reading import parse
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.download import download
 from dtt.data.corpus.formats import (
@@ -24,11 +27,8 @@ from dtt.data.corpus.formats import (
     open_csv,
     open_stream,
 )
-from dtt.errors import ConfigError, DamagedError, InputError
 from dtt.evaluate.tasks.definition import Task, TaskSource
 from dtt.evaluate.tasks.prompts import Question, example_of, question_id, question_of
-from dtt.reading import parse
-from dtt.runtime.files import exclusive, sha256_file
 
 MAX_BYTES = 2**31
 """Maximum size of the rows of a split, decompressed."""

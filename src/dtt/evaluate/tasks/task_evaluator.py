@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dtt.errors import Diverged
+from dtt.base.errors import Diverged
+from dtt.base.log import log
 from dtt.evaluate.tasks.runner import TaskRunner, task_record
 from dtt.evaluate.tasks.task_data import TaskData
-from dtt.runtime.log import log
 from dtt.track.base import Record
 
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import local
+from dtt.base.errors import ExitCode
+from dtt.base.log import log
 from dtt.config.load import load_job
-from dtt.errors import ExitCode
-from dtt.launch import local
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
 
 
 def run(jobs: Sequence[JobDir], concurrency: int, gpus: Sequence[str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError
+from dtt.base.log import log
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import load_job
-from dtt.errors import ConfigError
-from dtt.launch.slurm import job_script, submissions
-from dtt.launch.slurm.job_script import Array, Script
-from dtt.launch.sweep.trials import Sweep
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
+from dtt.jobs.slurm import job_script, submissions
+from dtt.jobs.slurm.job_script import Array, Script
+from dtt.jobs.sweep_trials import Sweep
 
 
 def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtt.errors import InputError
+from dtt.base.errors import InputError
 
 
 @dataclass(frozen=True)

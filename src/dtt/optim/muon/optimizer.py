@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dtt.config.optim import MuonConfig
 from dtt.config.weight_decay import parse_decay
+from dtt.mesh.sharding import zeros_sharded_as
 from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
 from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
 from dtt.optim.muon.redistribution import Bucket, ShardBatch, plan
 from dtt.optim.rounding import StochasticRounding
-from dtt.runtime.sharding import zeros_sharded_as
 
 BATCH_ELEMENTS = 2**26
 """Maximum elements updated at once. Bounds the memory of a step: 256 MB per copy in fp32."""

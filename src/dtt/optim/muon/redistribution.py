@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtt.mesh.sharding import Box, group_of, layout_of, local, this_rank
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
 from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
-from dtt.runtime.sharding import Box, group_of, layout_of, local, this_rank
 
 Index = tuple[slice, ...]
 Shape = tuple[int, int]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtt.runtime.sharding import Box
+from dtt.mesh.sharding import Box
 
 BUCKETS = 4
 """Target number of buckets where ranks exchange matrices: with several, one computes while the

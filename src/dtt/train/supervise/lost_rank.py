@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dtt.errors import ExitCode, PeerLost
-from dtt.runtime import launcher
-from dtt.runtime.jobdir import JobDir
-from dtt.train.supervise.attempt import Attempt
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import launcher
+from dtt.base.errors import ExitCode, PeerLost
+from dtt.jobs.attempt import Attempt
 
 PATIENCE = 3.0
 """Seconds to wait for the exit record of the rank that has ended. A connection breaks before
@@ -29,7 +29,7 @@ EXIT_CODE = 49
 @contextmanager
 def lost_rank_named(this: Attempt) -> Iterator[None]:
     """Name the rank that broke a collective by ending, in the error and so in `exit.json`."""
-    from dtt.runtime import dist  # imports torch
+    from dtt.mesh import dist  # imports torch
 
     try:
         with dist.lost_peers_reported():

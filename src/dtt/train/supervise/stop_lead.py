@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from dtt.reading import waiting_for_space
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.runtime.process import in_words
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.log import log
+from dtt.base.reading import waiting_for_space
+from dtt.mesh.process import in_words
 
 RECENT = 10
 """Number of most recent log lines and saves of which the slowest counts."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from dtt.runtime.log import log
+from dtt.base.log import log
+from dtt.jobs.clock import Clock
+from dtt.jobs.phase_timer import PhaseTimer
 from dtt.track.base import Record
-from dtt.train.supervise.clock import Clock
-from dtt.train.supervise.phase_timer import PhaseTimer
 from dtt.train.throughput import ThroughputMeter
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from dtt.config.schedule import WsdConfig
 from dtt.config.train import TrainConfig
+from dtt.jobs.clock import Clock
 from dtt.optim.schedule import Decay, TokensBefore, before_last
-from dtt.train.supervise.clock import Clock
 
 SHORTEST = 5
 """Minimum steps of a decay, however late it is: a sudden drop of the rate does not anneal."""

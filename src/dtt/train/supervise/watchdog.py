@@ -27,12 +27,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Self
 
-from dtt.errors import DttError, ExitCode
-from dtt.reading import Kind, read_record
-from dtt.runtime.files import write_atomically
-from dtt.runtime.jobdir import JobDir
-from dtt.runtime.log import log
-from dtt.runtime.ranks import Ranks
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError, ExitCode
+from dtt.base.files import write_atomically
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.base.reading import Kind, read_record
 
 Phase = Literal["start", "step", "evaluate", "sample", "save", "profile", "stop"]
 

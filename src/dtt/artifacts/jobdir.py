@@ -1,0 +1,331 @@
+"""The layout of a job directory, `jobs/<name>/`. Only this module knows its paths."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dtt.artifacts.manifests import CHAT_TEMPLATE
+from dtt.base.errors import ExitCode
+from dtt.base.files import remove, write_atomically, write_once
+from dtt.base.reading import Kind, read_record, read_records, read_text, retrying
+from dtt.base.secrets import holds_secret, named_secret, redacted
+
+# Prefixes of environment variables to record with a job. Never all of them: they hold secrets.
+ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
+SHORTEST_LEAD = 60
+NONE = type(None)
+ENDING: dict[str, Kind] = {
+    "code": int, "reason": str, "step": (int, NONE), "rank": int, "node": str,
+}  # fmt: skip
+"""Fields of exit.json."""
+HEARTBEAT: dict[str, Kind] = {
+    "time": float, "attempt": int, "phase": str, "step": int, "steps": int,
+    "seconds_per_step": (float, NONE), "world_size": int, "node": str, "pid": int,
+}  # fmt: skip
+"""Fields of heartbeat.json."""
+ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float}
+"""Fields of control/acknowledged.json."""
+STAGE: dict[str, Kind] = {"stages": list, "data_key": (str, NONE), "predecessor": (dict, NONE)}
+"""Fields of stage.json. Before the first start, only `stages` is known."""
+TAIL = 2**16
+"""Bytes at the end of metrics.jsonl that are read."""
+LITTER_SECONDS = 60
+"""Age in seconds at which a temporary file of another command counts as abandoned."""
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
+
+
+@dataclass(frozen=True)
+class JobDir:
+    """The paths of one job, and the small files that dtt itself writes there."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, with the origin of each value."""
+        return self.root / "config.yaml"
+
+    @property
+    def exists(self) -> bool:
+        """True if the job exists."""
+        return self.config.is_file()
+
+    @property
+    def metrics(self) -> Path:
+        """Training metrics by step, one JSON record per line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def parent(self) -> Path:
+        """Record of a branch's parent: job, step, and sha256 of the checkpoint."""
+        return self.root / "parent.json"
+
+    @property
+    def stage(self) -> Path:
+        """Record of a stage of training: names of all stages, and what this one started from."""
+        return self.root / "stage.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer.json of the job's training data."""
+        return self.root / "tokenizer.json"
+
+    @property
+    def chat_template(self) -> Path:
+        """The chat template of the job's conversations; absent if it trains on text."""
+        return self.root / CHAT_TEMPLATE
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """Folder of the log-probabilities of the reference model of DPO."""
+        return self.root / "reference"
+
+    @property
+    def stop(self) -> Path:
+        """Request file: touch it to make the job save and stop."""
+        return self.root / "control" / "stop"
+
+    @property
+    def save(self) -> Path:
+        """Request file: touch it to make the job save a checkpoint now."""
+        return self.root / "control" / "save"
+
+    @property
+    def profile(self) -> Path:
+        """Request file: touch it to make the job profile its next steps."""
+        return self.root / "control" / "profile"
+
+    @property
+    def acknowledged(self) -> Path:
+        """Record of the last request that the job has acknowledged, and of the step."""
+        return self.root / "control" / "acknowledged.json"
+
+    @property
+    def lead(self) -> Path:
+        """File with the number of seconds that the job needs between a stop request and its end."""
+        return self.root / "lead"
+
+    @property
+    def heartbeat(self) -> Path:
+        """State of the running job, rewritten every few seconds."""
+        return self.root / "heartbeat.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def evals(self) -> Path:
+        """Folder of the results of benchmark tasks, in one folder per checkpoint."""
+        return self.root / "evals"
+
+    @property
+    def profiles(self) -> Path:
+        """Folder of profiles and memory snapshots."""
+        return self.root / "profiles"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the processes' output, one file per attempt and node."""
+        return self.root / "logs"
+
+    @property
+    def report(self) -> Path:
+        """The page that shows the run, which `dtt train` writes when it ends."""
+        return self.root / "report.html"
+
+    @property
+    def script(self) -> Path:
+        """The job script that `dtt submit` wrote."""
+        return self.root / "slurm.sh"
+
+    @property
+    def decision(self) -> Path:
+        """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
+        return self.root / "decision"
+
+    @property
+    def submissions(self) -> Path:
+        """Submissions of this job to Slurm with their job ids, one JSON record per line."""
+        return self.root / "submissions.jsonl"
+
+    def attempt_dir(self, number: int) -> Path:
+        """Folder of one attempt."""
+        return self.root / "attempts" / str(number)
+
+    def parent_record(self) -> dict[str, Any] | None:
+        """Return the parent record of a branch; None if the job is not a branch."""
+        return read_record(self.parent, {"job": str, "step": int})
+
+    def stage_record(self) -> dict[str, Any] | None:
+        """Return the record of a stage of training; None if the job is not a stage."""
+        return read_record(self.stage, STAGE)
+
+    def clock(self, number: int) -> Path:
+        """Return the path of the file that records how long an attempt has run."""
+        return self.attempt_dir(number) / "clock.json"
+
+    def exit_record(self, number: int) -> dict[str, Any] | None:
+        """Return the exit record of an attempt.
+
+        None while it runs, or if it was killed before it could write one.
+        """
+        return read_record(self.attempt_dir(number) / "exit.json", ENDING)
+
+    def attempt(self) -> int:
+        """Return the number of the newest attempt, from 1; 0 before the first."""
+        names = (path.name for path in (self.root / "attempts").glob("*"))
+        taken = [int(name) for name in names if name.isdecimal()]
+        return max(taken, default=0)
+
+    def begin_attempt(self) -> int:
+        """Create the folder of a new attempt; return its number."""
+        retrying(lambda: self.stop.parent.mkdir(parents=True, exist_ok=True))
+        number = self.attempt() + 1
+        retrying(lambda: self.attempt_dir(number).mkdir(parents=True, exist_ok=True))
+        return number
+
+    def end_attempt(
+        self,
+        code: ExitCode,
+        reason: str,
+        rank: int,
+        *,
+        attempt: int,
+        node: str | None = None,
+        asked_by: str = "",
+    ) -> None:
+        """Write `exit.json`, the exit record of the attempt: launchers reduce exit codes to 0 or 1.
+
+        The rank that fails first is the cause; ranks that fail later do not overwrite it. `node`:
+        node of `rank`, by default this one. `asked_by`: origin of a stop request, if there was one:
+        a signal's name, or the first line of `control/stop`.
+        """
+        folder = self.attempt_dir(attempt)
+        path = folder / "exit.json"
+        if path.exists() or not folder.is_dir():
+            return
+        record = {
+            "code": int(code),
+            "reason": reason,
+            "step": self.last_step(),
+            "rank": rank,
+            "node": node or socket.gethostname(),
+            "checkpoint": self.newest_checkpoint_name(),
+            "asked_by": asked_by,
+        }
+        write_once(path, json.dumps(record, indent=1) + "\n")
+
+    def newest_checkpoint_name(self) -> str | None:
+        """Return the name of the newest checkpoint folder, for messages only.
+
+        Unlike loading, this does not verify the checkpoint.
+        """
+        steps = [p.name.removeprefix("step-") for p in self.checkpoints.glob("step-*")]
+        newest = max((step for step in steps if step.isdecimal()), key=int, default=None)
+        return newest and f"step-{newest}"
+
+    def last_step(self) -> int | None:
+        """Return the newest step in metrics.jsonl, or None."""
+        records = read_records(self.metrics, {"kind": str, "step": int}, last=TAIL)
+        return max((record["step"] for record in records), default=None)
+
+    def run_id(self, known: str | None = None) -> str:
+        """Return the job's run id for trackers, created once and the same in every attempt.
+
+        `known` is the id in a checkpoint, which is used if the file is lost.
+        """
+        path = self.root / "run_id"
+        found = (read_text(path) or "").strip()
+        if not re.fullmatch(r"[\w.-]{1,64}", found):
+            found = known or secrets.token_hex(4)
+            write_atomically(path, found + "\n")
+        return found
+
+    def remove_litter(self) -> None:
+        """Delete temporary files of killed processes; call this only while holding the job's lock.
+
+        Files that another command may still be writing are kept until they are a minute old.
+        """
+        old = time.time() - LITTER_SECONDS
+        for pattern in (".*.tmp", "attempts/*/.*.tmp", "attempts/*/*/.*.tmp", "control/.*.tmp"):
+            for path in self.root.glob(pattern):
+                others = path.parent == self.stop.parent or path.name.startswith(".slurm.sh.")
+                with suppress(OSError):
+                    if not others or path.lstat().st_mtime < old:
+                        remove(path)
+
+    def write_lead(self, step: float, save: float) -> None:
+        """Write `lead` for a job whose slowest step and save take `step` and `save` seconds."""
+        write_atomically(self.lead, f"{lead_seconds(step, save)}\n")
+
+    def diverged_after(self) -> int | None:
+        """Return the last step before the latest divergence, or None.
+
+        An attempt's exit record holds the step that diverged; this is the step before it.
+        """
+        records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
+        steps = [r["step"] for r in records if r is not None and r["code"] == ExitCode.DIVERGED]
+        return max((step - 1 for step in steps if step is not None), default=None)
+
+    def write_environment(self) -> None:
+        """Write `env.json`: versions, dtt's git state, and allow-listed environment variables."""
+        record = {
+            "command": [redacted(argument) for argument in sys.argv],
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: metadata.version(name) for name in PACKAGES},
+            "git": git_state(Path(__file__).parent),
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(ENVIRONMENT) and not (named_secret(name) or holds_secret(value))
+            },
+        }
+        write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
+
+
+def lead_seconds(step: float, save: float) -> int:
+    """Return the seconds before a time limit at which to request a stop.
+
+    This is twice the time of a step and a save, plus 30 s because Slurm may be early or late.
+    """
+    return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
+
+
+def git_state(folder: Path) -> dict[str, str] | None:
+    """Return the commit and the uncommitted changes of dtt's own code; None outside a clone."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    try:
+        if git("ls-files", ".").strip() == "":
+            return None
+        diff = redacted(git("diff", "HEAD", "--", "."))
+        return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff}
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,172 @@
+"""`dtt ckpt`: list, verify, prune and compare checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CheckpointManifest
+from dtt.base.errors import DamagedError, DttError, InputError
+from dtt.base.files import exclusive
+from dtt.base.log import log
+from dtt.checkpoint import retention, store
+from dtt.config.load import load_job, resolve
+
+
+def ls(job: Path, *, as_json: bool) -> None:
+    """Print one line per checkpoint, oldest first; read the manifests without verifying files."""
+    load_job(job)
+    folder = JobDir(job).checkpoints
+    checkpoints = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
+    checkpoints += [_facts(path) for path in sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))]
+    if as_json:
+        print(json.dumps(checkpoints, indent=1))
+        return
+    print(f"{'checkpoint':<28}{'saved':<18}{'GB':>9}{'ranks':>7}{'attempt':>9}  validation loss")
+    for facts in checkpoints:
+        saved = datetime.fromtimestamp(facts["saved"]).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006  in the user's local time
+        loss = "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"
+        print(
+            f"{facts['name']:<28}{saved:<18}{facts['bytes'] / 1e9:>9.3f}"
+            f"{facts['world_size'] or '?':>7}{facts['attempt'] or '?':>9}"
+            f"  {facts['problem'] or loss}"
+        )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": path.name,
+        "saved": path.stat().st_mtime,
+        "bytes": sum(file.lstat().st_size for file in path.glob("*")),
+        "world_size": None,
+        "attempt": None,
+        "eval_loss": None,
+        "problem": None,
+    }
+    try:
+        manifest = CheckpointManifest.read(path)
+    except DttError as error:
+        return facts | {"problem": str(error).splitlines()[0]}
+    loss = retention.eval_loss(path)
+    return facts | {
+        "world_size": manifest.world_size,
+        "attempt": manifest.attempt,
+        "eval_loss": loss if math.isfinite(loss) else None,
+    }
+
+
+def verify(job: Path, step: int | None, *, as_json: bool) -> None:
+    """Verify all files of all checkpoints, or of that of `step`, against their manifests.
+
+    Raises DamagedError, after printing the results, if any file differs.
+    """
+    load_job(job)
+    folder = JobDir(job).checkpoints
+    steps = store.steps(folder)
+    if step is not None and step not in steps:
+        store.at_step(folder, step)  # raises InputError with the existing steps
+    results = []
+    for one in steps if step is None else [step]:
+        problem = None
+        try:
+            store.verify(store.folder_of(folder, one))
+        except DttError as error:
+            if not store.folder_of(folder, one).exists():  # pruned meanwhile: the job is running
+                continue
+            problem = str(error)
+        results.append({"step": one, "whole": problem is None, "problem": problem})
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        for result in results:
+            print(f"step {result['step']:<10} {result['problem'] or 'verified'}")
+    damaged = [result for result in results if not result["whole"]]
+    if damaged:
+        raise DamagedError(
+            f"{len(damaged)} of {len(results)} checkpoints in {folder} are damaged",
+            next="training resumes from the newest verified one, which `dtt ckpt prune` keeps",
+        )
+
+
+def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
+    """Delete superseded checkpoints and those that the retention rules do not keep.
+
+    The rules are those of the job's configuration with `overrides`. The newest verified checkpoint
+    always stays, and so does the newest one from before the last divergence.
+    """
+    load_job(job)
+    rules = resolve(None, overrides, job_config=job / "config.yaml").config.checkpoint
+    places = JobDir(job)
+    folder = places.checkpoints
+    with nullcontext() if dry_run else exclusive(places.root, "dtt train"):
+        newest = store.newest(folder)  # DamagedError if none verifies: then nothing is deleted
+        if newest is None:
+            raise InputError(f"no checkpoint in {folder}", why="training has not saved one yet")
+        keep = retention.kept(folder, rules, places.diverged_after()) | {newest.step}
+        surplus = [store.folder_of(folder, s) for s in store.steps(folder) if s not in keep]
+        surplus += sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
+        for path in surplus:
+            print(f"{'would delete' if dry_run else 'deleted'}  {path}")
+            if not dry_run:
+                retention.delete(path)
+        log.info(
+            "kept %d checkpoints, %s %d",
+            len(keep),
+            "would delete" if dry_run else "deleted",
+            len(surplus),
+        )
+
+
+def diff(one: str, other: str, *, as_json: bool) -> None:
+    """Print the differences between two checkpoints (`JOB` or `JOB@STEP`): facts, then tensors."""
+    a, b = store.find(one), store.find(other)
+    facts = _differing_facts(a, b)
+    tensors = [line for kind in (store.MODEL, store.STATE) for line in _tensors(a, b, kind)]
+    if as_json:
+        print(json.dumps({"facts": facts, "tensors": tensors}, indent=1))
+        return
+    print(f"{a.path}  {b.path}")
+    for name, (left, right) in facts.items():
+        print(f"  {name:<24} {left}  {right}")
+    for line in tensors:
+        distance = line["distance"]
+        how = line["problem"] or f"largest difference {distance:.3g}"
+        print(f"  {line['kind']:<6} {line['name']:<40} {how}")
+    if not facts and not tensors:
+        print("  identical")
+
+
+def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tuple[Any, Any]]:
+    left, right = (
+        c.manifest.model_dump(mode="json", exclude={"files", "format"}) | c.position()
+        for c in (a, b)
+    )
+    return {n: (left.get(n), right.get(n)) for n in left | right if left.get(n) != right.get(n)}
+
+
+def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:
+    """Return a record for each tensor that is not bitwise identical."""
+    import torch
+
+    left, right = a.stored(kind), b.stored(kind)
+    lines = []
+    for name in sorted(left.keys() | right.keys()):
+        one, other = left.get(name), right.get(name)
+        problem, distance = None, None
+        if one is None or other is None:
+            problem = f"only in {(a if other is None else b).path}"
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            problem = f"{one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}"
+        else:
+            x, y = one[()], other[()]
+            if torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x.equal(y):
+                continue
+            distance = (x.double() - y.double()).abs().max().item()
+        lines.append({"kind": kind, "name": name, "problem": problem, "distance": distance})
+    return lines

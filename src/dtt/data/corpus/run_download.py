@@ -1,0 +1,32 @@
+"""`dtt download`: fetch raw documents into a corpus folder, and the data of benchmark tasks."""
+
+from __future__ import annotations
+
+from dtt.config.run import RunConfig
+
+
+def run(cfg: RunConfig) -> None:
+    """Create the corpus that the `download` section describes, and print a summary.
+
+    Also fetch the questions of `eval.tasks`, so that they can be read without a network.
+    """
+    from dtt.data.corpus.download import download
+
+    if cfg.eval.tasks:
+        from dtt.evaluate.evaluation import open_evaluation
+
+        tasks = open_evaluation(cfg.eval).tasks
+        questions = sum(len(data.questions) for data in tasks)
+        print(f"tasks   {len(tasks)} with {questions:,} questions, in {cfg.eval.data}")
+        if cfg.download.dataset is None:
+            return
+    out = cfg.corpus_dir
+    manifest = download(cfg.download, out, rows=cfg.data.type in ("chat", "preference"))
+    source = manifest.source
+    column = manifest.text_column
+    documents = manifest.txt_documents or (f"column {column}" if column else "conversations")
+    size = sum(file.bytes for file in manifest.files)
+    print(f"corpus  {out}")
+    print(f"source  {source.id}" + (f" at {source.revision}" if source.revision else ""))
+    print(f"files   {len(manifest.files)} {manifest.file_format}, {size / 1e6:.1f} MB")
+    print(f"text    {documents}")

@@ -1,0 +1,1 @@
+"""Tokenizers and the engines that encode with them."""

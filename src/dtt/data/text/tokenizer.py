@@ -1,0 +1,165 @@
+"""Tokenizers: byte-level BPE trained on a corpus, or any existing `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models
+
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.log import log, progress
+from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
+from dtt.data.text.bpe import learn
+from dtt.data.text.pretokens import pre_tokenizer
+
+
+def train_tokenizer(cfg: TrainedTokenizerConfig, pre_tokens: Mapping[str, int]) -> str:
+    """Train byte-level BPE on counts of pre-tokens; return the content of `tokenizer.json`.
+
+    Ids are assigned to the special tokens first, so the end-of-document token has id 0; then to the
+    256 bytes, then to the merges.
+    """
+    special = cfg.all_special_tokens
+    steps = cfg.vocab_size - 256 - len(special)
+    with progress("learning the tokenizer", steps, "merges") as advance:
+        learnt = learn(pre_tokens, cfg.vocab_size, special, advance)
+    size = len(learnt.vocabulary)
+    if size < cfg.vocab_size:
+        log.warning(
+            "the tokenizer has %d entries, not %d: no pair of tokens repeats in the text any more",
+            size,
+            cfg.vocab_size,
+        )
+    tokenizer = Tokenizer(models.BPE(learnt.vocabulary, learnt.merges))
+    tokenizer.pre_tokenizer = pre_tokenizer(cfg.pre_tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    return str(tokenizer.to_str(pretty=True))
+
+
+def given_tokenizer(cfg: GivenTokenizerConfig) -> bytes:
+    """Return the content of the `tokenizer.json` that `cfg` names."""
+    return find_tokenizer(cfg).read_bytes()
+
+
+def find_tokenizer(cfg: GivenTokenizerConfig, *, with_template: bool = False) -> Path:
+    """Return the path of the `tokenizer.json` that `cfg` names.
+
+    `cfg.path` is the file itself, a folder that contains it, or a model on the Hub, from which it
+    is fetched, `with_template` together with the chat template next to it. Raises InputError if
+    there is none.
+    """
+    path = Path(cfg.path).expanduser()
+    if path.is_dir():
+        path /= "tokenizer.json"
+    if path.is_file():
+        return path
+    if _is_hub_id(cfg.path):
+        from dtt.data.corpus.hub import fetch_tokenizer  # slow to import
+
+        return fetch_tokenizer(cfg.path, cfg.revision, with_template=with_template)
+    raise InputError(
+        f"no tokenizer at {cfg.path}",
+        where=path.absolute(),
+        why=_only_sentencepiece(path.parent),
+        next="specify a tokenizer.json, a folder that contains one, or a model on the Hub",
+    )
+
+
+def _is_hub_id(path: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and not path.endswith(".json")
+
+
+def _only_sentencepiece(folder: Path) -> str | None:
+    if (folder / "tokenizer.model").is_file():
+        return "there is a tokenizer.model, but dtt reads the Hugging Face format: tokenizer.json"
+    return None
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Open a tokenizer.json, with truncation and padding switched off.
+
+    Raises InputError if the file is missing, DamagedError if it is not a tokenizer.json.
+    """
+    try:
+        tokenizer = parse_tokenizer(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise InputError(
+            "the tokenizer is missing",
+            where=path,
+            next="create its folder again, or restore it from a copy",
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
+    """Return the tokenizer in `content`, a tokenizer.json.
+
+    Raises DamagedError, with `where` as its location, if it is not one.
+    """
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # noqa: BLE001 - `tokenizers` raises nothing more specific
+        raise DamagedError(
+            "this is not a tokenizer.json",
+            where=where,
+            why=str(error).splitlines()[0],
+            next="use a file that `tokenizers` saved; for one that dtt wrote: create it again",
+        ) from None
+
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+"""Pattern of the tokens for single bytes in SentencePiece's byte fallback."""
+
+
+def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArray[np.int64] | None:
+    """Return the number of UTF-8 bytes of text that each id represents, [vocab_size].
+
+    `path` is a tokenizer.json. Special tokens represent no text. The numbers are exact for
+    byte-level BPE, whose tokens have one character per byte. In SentencePiece vocabularies, "▁"
+    counts as one space, even where the tokenizer added one before the first word. Returns None for
+    other tokenizers, because their tokens do not show how much text was between them.
+    """
+    facts = json.loads(path.read_bytes())
+    parts = [*_parts(facts.get("decoder")), *_parts(facts.get("pre_tokenizer"))]
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    spaces = any(
+        part["type"] == "Metaspace" or part.get("pattern") == {"String": "▁"} for part in parts
+    )
+    if not (byte_level or spaces):
+        return None
+    vocabulary = facts["model"]["vocab"]
+    entries = (
+        vocabulary.items()
+        if isinstance(vocabulary, dict)
+        else ((token, i) for i, (token, _) in enumerate(vocabulary))  # unigram: (token, score)
+    )
+    sizes = {
+        i: len(token)
+        if byte_level
+        else 1
+        if BYTE_TOKEN.fullmatch(token)
+        else len(token.replace("▁", " ").encode())
+        for token, i in entries
+    }
+    for added in facts.get("added_tokens") or ():
+        sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    sizes[end_of_document] = 0  # even if it is not marked as special
+    return np.array([sizes.get(i, 0) for i in range(vocab_size)], dtype=np.int64)
+
+
+def _parts(section: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a decoder or pre-tokenizer section and, if it is a sequence, its parts recursively."""
+    if section is not None:
+        inner = section.get("decoders") or section.get("pretokenizers")
+        yield section
+        for part in inner or ():
+            yield from _parts(part)

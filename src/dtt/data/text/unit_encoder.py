@@ -1,0 +1,153 @@
+"""The interface between the writer of shards and the kinds of documents: text or conversations.
+
+The units of work, their markers, the ranks and the manifest are the same for all kinds
+(dtt.data.tokenize.distributed). This module also has the kind for text; the one for conversations
+is dtt.data.conversations.row_encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts.manifests import ChatFacts
+from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import some_text
+from dtt.data.corpus.documents import read_batches
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.text.encoder import Encoder
+from dtt.mesh.comm import Comm
+
+D = TypeVar("D")
+"""A document as it is read: bytes of text, or a row."""
+
+
+class EncodedPart(NamedTuple):
+    """Encoded documents of one split in one token buffer."""
+
+    ids: npt.NDArray[Any]
+    """[sum(lengths)]: token ids."""
+    lengths: npt.NDArray[Any]
+    """[sequences]: tokens of each sequence."""
+    mask: npt.NDArray[np.bool_] | None
+    """[sum(lengths)]: True for the tokens that are targets; None if all are."""
+    text_bytes: int
+    """UTF-8 bytes of the text that was encoded."""
+
+
+class UnitEncoder(Protocol[D]):
+    """A reader and encoder of the documents of units."""
+
+    vocab_size: int
+    end_of_document: int
+    has_mask: bool
+    """True if the token files have loss masks."""
+    chat: ChatFacts | None
+    """The conversation format; None for text."""
+    pairs: bool
+    """True if sequences 2i and 2i + 1 are a preference pair."""
+
+    @property
+    def engine(self) -> Engine:
+        """The tokenizer implementation in use."""
+
+    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+        """Choose the engine by the content of the corpus; collective, called before `encode`."""
+
+    def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[D]]:
+        """Iterate over the readable documents of `unit`, in batches of a few MB."""
+
+    def content(self, document: D) -> bytes:
+        """Return the bytes of a document whose hash decides whether it is held out."""
+
+    def encode(self, documents: list[D], refused: BadDocuments) -> EncodedPart:
+        """Encode documents; record those that have no valid form in `refused`."""
+
+
+class DocumentKind(Protocol):
+    """A kind of documents, as configured."""
+
+    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
+        """Return the options that determine the token ids besides corpus and tokenizer; rank 0
+        calls it.
+
+        Raises ConfigError if the tokenizer cannot be used.
+        """
+
+    def files(self) -> Mapping[str, str]:
+        """Return the text of the files to write next to the tokenizer, by name; rank 0 calls it."""
+
+    def open(
+        self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]
+    ) -> UnitEncoder[Any]:
+        """Return the encoder; `path` is the tokenizer.json, next to which the other files are.
+
+        `key_parts` are those of the token files, on all ranks.
+        """
+
+
+class PlainText:
+    """Documents of text. Implements DocumentKind."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Encode with `engine`."""
+        self._engine = engine
+
+    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def files(self) -> Mapping[str, str]:
+        """Return nothing."""
+        return {}
+
+    def open(
+        self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]
+    ) -> TextUnitEncoder:
+        """See DocumentKind."""
+        content = path.read_bytes()
+        if isinstance(tokenizer, GivenTokenizerConfig):
+            end, where = tokenizer.end_of_document, tokenizer.path
+            return TextUnitEncoder(Encoder(content, end, where, self._engine))
+        return TextUnitEncoder(Encoder(content, tokenizer.special_tokens[0], path, self._engine))
+
+
+class TextUnitEncoder:
+    """An encoder of units of text. Implements UnitEncoder."""
+
+    has_mask = pairs = False
+    chat: ChatFacts | None = None
+
+    def __init__(self, encoder: Encoder) -> None:
+        """Encode documents with `encoder`."""
+        self._encoder = encoder
+        self.vocab_size = encoder.vocab_size
+        self.end_of_document = encoder.end_of_document
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in use."""
+        return self._encoder.engine
+
+    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+        """Use the fast engine if it yields the same ids on some text of all ranks."""
+        doubt = self._encoder.doubt(some_text(corpus, units, comm.rank, comm.size))
+        self._encoder.settle(next(filter(None, comm.gather(doubt)), None))
+
+    def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[bytes]]:
+        """See UnitEncoder."""
+        return read_batches(corpus, unit, bad)
+
+    def content(self, document: bytes) -> bytes:
+        """Return the text itself."""
+        return document
+
+    def encode(self, documents: list[bytes], refused: BadDocuments) -> EncodedPart:
+        """See UnitEncoder; no text is refused."""
+        ids, lengths = self._encoder.encode(documents)
+        return EncodedPart(ids, lengths, None, sum(map(len, documents)))

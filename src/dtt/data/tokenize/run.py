@@ -1,0 +1,232 @@
+"""`dtt tokenize`: tokenize a corpus, in one process or in several under mpirun or srun."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError
+from dtt.base.log import log
+from dtt.base.malloc import keep
+from dtt.base.ranks import Ranks
+from dtt.config.data import GivenTokenizerConfig
+from dtt.config.run import RunConfig
+from dtt.mesh.comm import open_comm
+
+if TYPE_CHECKING:
+    from dtt.artifacts.manifests import SplitCounts
+    from dtt.data.text.unit_encoder import DocumentKind
+    from dtt.data.tokenize.distributed import Tokenized
+    from dtt.data.tokenize.shards import Work
+
+REASONS = 10
+"""Maximum number of reasons for refused rows that are printed."""
+
+
+def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
+    """Write the token files; rank 0 prints a report, as JSON if `as_json` is set.
+
+    With `overwrite`, replaces token files of a different corpus, tokenizer or options.
+    """
+    out = cfg.tokenize_dir
+    # numpy's OpenBLAS threads would spin on all cores, although there is no linear algebra here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Freed memory is needed again at once for the next documents: do not return it to the system.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
+    keep()
+    comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
+    from dtt.data.tokenize.distributed import tokenize
+
+    compare = cfg.tokenize.compare
+    other = _find_tokenizer(compare) if compare and comm.rank == 0 else None
+    result = tokenize(
+        cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, kind=_kind(cfg), overwrite=overwrite
+    )
+    comm.close()
+    if result is not None:
+        if not result.units:
+            log.info("already done: %s is complete for this corpus, tokenizer and options", out)
+        for problem in result.problems[:5]:
+            log.warning("skipped %s", problem)
+        if blank := result.manifest.blank_documents:
+            log.warning("kept %d documents that contain only white space", blank)
+        compared = _compare(out, str(compare), other) if other else None
+        if as_json:
+            print(json.dumps(_facts(out, result) | {"compared": compared}))
+        else:
+            print("\n".join([_report(out, result), *_comparison_lines(compared)]))
+
+
+def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
+    """Print what a run of `dtt tokenize` would reuse, and why; change nothing."""
+    out = cfg.tokenize_dir
+    comm = open_comm(Ranks.detect(), out / TokensManifest.work)
+    from dtt.data.tokenize.dry_run import explain
+
+    reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, _kind(cfg))
+    comm.close()
+    if reuse is None:
+        return
+    if as_json:
+        facts = {
+            "tokens": str(out),
+            "complete": reuse.complete,
+            "differences": reuse.differences,
+            "units": reuse.units,
+            "pending": reuse.pending,
+            "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
+        }
+        print(json.dumps(facts))
+    else:
+        print("\n".join([f"tokens      {out}", *reuse.lines()]))
+
+
+def _kind(cfg: RunConfig) -> DocumentKind:
+    """Return the kind of documents for `data.type`."""
+    if cfg.data.type not in ("chat", "preference"):
+        from dtt.data.text.unit_encoder import PlainText
+
+        return PlainText(cfg.tokenize.engine)
+    if cfg.tokenize.compare is not None:
+        raise ConfigError(
+            "tokenize.compare compares tokenizers on text",
+            why=f"data.type={cfg.data.type} encodes conversations, with their model's tokenizer",
+            next="omit tokenize.compare",
+        )
+    from dtt.data.conversations.row_encoder import Conversations
+
+    pairs = cfg.data.type == "preference"
+    return Conversations(cfg.chat, pairs=pairs, engine=cfg.tokenize.engine)
+
+
+def _facts(out: Path, result: Tokenized) -> dict[str, object]:
+    manifest = result.manifest
+    splits = {split: manifest.counts(split) for split in ("train", "validation")}
+    files = [path for s in manifest.shards for path in out.glob(f"{s.stem}.*")]
+    return {
+        "tokens": str(out),
+        "already_done": not result.units,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "splits": {
+            split: {
+                "documents": counts.documents,
+                "tokens": counts.tokens,
+                "text_bytes": counts.bytes,
+                "bytes_per_token": round(counts.bytes / max(counts.tokens, 1), 3),
+                "shards": sum(shard.split == split for shard in manifest.shards),
+                **({} if counts.trained is None else {"trained_tokens": counts.trained}),
+            }
+            for split, counts in splits.items()
+        },
+        "skipped_documents": manifest.skipped_documents,
+        "refused_rows": manifest.refused,
+        "empty_documents": manifest.empty_documents,
+        "blank_documents": manifest.blank_documents,
+        "lost_bytes": manifest.lost_bytes,
+        "file_bytes": sum(path.stat().st_size for path in files),
+        "engine": result.engine,
+        "seconds": round(result.seconds, 3),
+        "mb_per_second": _rate(sum(work.text_bytes for work in result.ranks), result.seconds),
+        "ranks": [
+            {
+                **work._asdict(),
+                "seconds": round(work.seconds, 3),
+                "mb_per_second": _rate(work.text_bytes, work.seconds),
+                "tokens_per_second": round(work.tokens / work.seconds) if work.units else None,
+            }
+            for work in result.ranks
+        ],
+    }
+
+
+def _find_tokenizer(name: str) -> Path:
+    from dtt.data.text.tokenizer import find_tokenizer
+
+    return find_tokenizer(GivenTokenizerConfig(path=name))
+
+
+def _compare(out: Path, name: str, other: Path) -> dict[str, Any] | None:
+    """Compare bytes per token on held-out text with those of the tokenizer `other`, called `name`.
+
+    Returns None, with a warning, if this node has no held-out text.
+    """
+    from dtt.data.tokenize.comparison import compare
+
+    result = compare(out, other)
+    if not result.text_bytes:
+        log.warning("not compared with %s: this node has no held-out text", name)
+        return None
+    return {
+        "with": name,
+        "text_bytes": result.text_bytes,
+        "bytes_per_token": round(result.text_bytes / result.tokens, 3),
+        "other_bytes_per_token": round(result.text_bytes / result.other_tokens, 3),
+    }
+
+
+def _comparison_lines(compared: dict[str, Any] | None) -> list[str]:
+    if compared is None:
+        return []
+    line = (
+        f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
+        f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
+        f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
+    )
+    return [line]
+
+
+def _rate(text_bytes: int, seconds: float) -> float | None:
+    """Return the speed in MB/s, or None if nothing was encoded."""
+    return round(text_bytes / 1e6 / seconds, 3) if text_bytes else None
+
+
+def _report(out: Path, result: Tokenized) -> str:
+    manifest = result.manifest
+    lines = [f"tokens      {out} ({manifest.dtype}, vocabulary of {manifest.vocab_size})"]
+    for split in ("train", "validation"):
+        counts = manifest.counts(split)
+        if counts.documents:
+            shards = sum(shard.split == split for shard in manifest.shards)
+            lines.append(f"{split:<11} {_counts(counts)}, {shards} shards")
+    if manifest.skipped_documents or manifest.empty_documents:
+        lost = f" (about {manifest.lost_bytes:,} bytes lost)" if manifest.lost_bytes else ""
+        lines.append(
+            f"skipped     {manifest.skipped_documents} unreadable documents{lost}, "
+            f"{manifest.empty_documents} empty"
+        )
+    for why, count in list(manifest.refused.items())[:REASONS]:
+        lines.append(f"refused     {count:,} rows: {why}")
+    if len(manifest.refused) > REASONS:
+        lines.append(f"            … and {len(manifest.refused) - REASONS} other reasons")
+    if result.units:
+        text_bytes = sum(work.text_bytes for work in result.ranks)
+        lines.append(
+            f"speed       {text_bytes / 1e6:.1f} MB in {result.seconds:.2f} s: "
+            f"{text_bytes / 1e6 / result.seconds:.1f} MB/s; engine {result.engine}"
+        )
+        lines += [_rank_line(rank, work) for rank, work in enumerate(result.ranks) if work.units]
+    return "\n".join(lines)
+
+
+def _counts(counts: SplitCounts) -> str:
+    if counts.trained is None:
+        return (
+            f"{counts.documents:,} documents, {counts.tokens:,} tokens, "
+            f"{counts.bytes / counts.tokens:.2f} bytes per token"
+        )
+    return (
+        f"{counts.documents:,} conversations, {counts.tokens:,} tokens, "
+        f"{counts.trained:,} of them trained ({counts.trained / counts.tokens:.1%})"
+    )
+
+
+def _rank_line(rank: int, work: Work) -> str:
+    return (
+        f"  rank {rank:<5}{work.text_bytes / 1e6:.1f} MB in {work.seconds:.2f} s: "
+        f"{work.text_bytes / 1e6 / work.seconds:.1f} MB/s, "
+        f"{work.tokens / work.seconds:,.0f} tokens/s; {work.units} units"
+    )

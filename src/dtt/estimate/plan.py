@@ -1,0 +1,437 @@
+"""`dtt plan`: estimate the memory, time, disk space and cost of a run before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
+from dtt.config.run import RunConfig
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.tokenizer import find_tokenizer
+from dtt.estimate import advice, gpus
+from dtt.estimate.case import Case, make_case
+from dtt.estimate.communication import LINK
+from dtt.estimate.duration import SOURCE, Run, StepEstimate, achieved, run_of, step_of
+from dtt.estimate.measurement import Measurement
+from dtt.estimate.measurement import probe as measure
+from dtt.estimate.memory import (
+    GIB,
+    SPARE,
+    MemoryEstimate,
+    checkpoint_bytes,
+    checkpoints_at_once,
+    memory,
+)
+from dtt.jobs.clock import in_words
+from dtt.mesh import dist
+from dtt.model import count
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The complete estimate of a run."""
+
+    case: Case
+    memory: MemoryEstimate
+    step: StepEstimate
+    run: Run
+    change: advice.Change | None
+    """Change that makes the run fit into memory; None if it fits or no such change was found."""
+    price: float | None
+    """Price of a device hour, in any currency; None: no cost is printed."""
+
+    @property
+    def room(self) -> float:
+        """Bytes of device memory that the run may use at its peak."""
+        return (1 - SPARE[self.case.gpu.kind]) * self.case.gpu.memory
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak fits into the memory of a device."""
+        return self.memory.total <= self.room
+
+
+def run(
+    cfg: RunConfig,
+    gpu: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    price: float | None,
+    *,
+    probe: bool,
+    as_json: bool,
+) -> None:
+    """Estimate the run and print the result, without building a model or reading tokens.
+
+    With `probe`, also trains three steps on this machine and prints the error of the estimate.
+    """
+    estimate = make_estimate(cfg, gpu, nodes, gpus_per_node, price)
+    measured = probed(estimate.case) if probe else None
+    if as_json:
+        probe_facts = {} if measured is None else {"probe": asdict(measured)}
+        print(json.dumps(facts(estimate) | probe_facts, indent=1))
+        return
+    print("\n".join(lines(estimate)))
+    if measured is not None:
+        print("\n".join(_probe_lines(estimate, measured)))
+
+
+def run_stages(
+    stages: Sequence[RunConfig],
+    gpu: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    price: float | None,
+    *,
+    probe: bool,
+    as_json: bool,
+) -> None:
+    """Estimate the stages of training and print a line for each, and their sum.
+
+    Raises ConfigError for `probe`, which measures one run.
+    """
+    names = [cfg.name.rpartition("/")[2] for cfg in stages]
+    if probe:
+        raise ConfigError("--probe measures one stage", next=f"--stage {names[0]} --probe")
+    estimates: list[Estimate] = []
+    for cfg in stages:  # the tokenizer of a later stage may not exist before the first is tokenized
+        size = estimates[0].case.arch.vocab_size if estimates else None
+        estimates.append(make_estimate(cfg, gpu, nodes, gpus_per_node, price, size))
+    found = dict(zip(names, map(facts, estimates), strict=True))
+    total = {
+        key: sum(one[key] for one in found.values())
+        for key in ("steps", "tokens", "seconds", "device_hours")
+    }
+    total |= {"cost": None if price is None else price * total["device_hours"]}
+    if as_json:
+        print(json.dumps({"stages": found, "total": total}, indent=1))
+    else:
+        print("\n".join(_stage_lines(estimates, found, total)))
+
+
+def _stage_lines(
+    estimates: Sequence[Estimate], found: Mapping[str, Mapping[str, Any]], total: dict[str, Any]
+) -> Iterator[str]:
+    """Yield a table with a line per stage, the sum, and the assumptions."""
+    width = max(map(len, [*found, "stage", "total"]))
+    cost = "" if total["cost"] is None else f"{'cost':>12}"
+    yield (
+        f"{'stage':<{width}}{'steps':>12}{'tokens':>12}{'GiB':>8}{'of':>8}{'time':>18}"
+        f"{'device hours':>14}{cost}"
+    )
+    for name, one in [*found.items(), ("total", total)]:
+        memory_columns = (
+            f"{one['memory_peak'] / GIB:>8.2f}{one['memory_device'] / GIB:>8.1f}"
+            if name in found
+            else " " * 16
+        )
+        cost = "" if one["cost"] is None else f"{one['cost']:>12,.0f}"
+        yield (
+            f"{name:<{width}}{one['steps']:>12,}{_number(one['tokens']):>12}{memory_columns}"
+            f"{'≈ ' + in_words(one['seconds']):>18}{one['device_hours']:>14.3g}{cost}"
+        )
+    for name, one in found.items():
+        if not one["fits"]:
+            yield f"stage {name} does not fit into memory: dtt plan --stage {name} shows a remedy"
+    yield ""
+    yield from _assumptions(estimates[0])
+
+
+@cache
+def _device(name: str, per_node: int) -> gpus.Gpu:
+    """Return a device; a CPU takes a while, because it is measured."""
+    return gpus.find(name, per_node)
+
+
+def make_estimate(
+    cfg: RunConfig,
+    gpu: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    price: float | None,
+    expected_size: int | None = None,
+) -> Estimate:
+    """Return the estimate of a run, with a remedy if it does not fit into memory.
+
+    `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet.
+    """
+    per_node = gpus_per_node or cfg.launch.processes
+    device = _device(gpu or gpus.here(), per_node)
+    vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
+    case = make_case(cfg, device, nodes or cfg.launch.nodes, per_node, vocab_size, steps)
+    peak, step = memory(case), step_of(case)
+    estimate = Estimate(case, peak, step, run_of(case, step), None, price)
+    if estimate.fits:
+        return estimate
+    return Estimate(case, peak, step, estimate.run, advice.remedy(case), price)
+
+
+def missing_configuration() -> ConfigError:
+    """Return the error of a command that names neither a configuration nor a key."""
+    return ConfigError(
+        "plan requires a config (-c FILE) or config keys",
+        why="got neither",
+        next="run dtt plan -c quickstart, or dtt plan -c FILE",
+    )
+
+
+def probed(case: Case) -> Measurement:
+    """Measure three steps of the run on this machine.
+
+    Raises ConfigError if the run has more than one device.
+    """
+    if case.devices > 1:
+        raise ConfigError(
+            f"--probe requires a plan for one device, and this one is for {case.devices}",
+            next="set --nodes 1 --gpus-per-node 1 and a train.global_batch_tokens for one device",
+        )
+    world = dist.start(Ranks(), case.gpu.kind)
+    return measure(case, world)
+
+
+def vocabulary_and_steps(
+    cfg: RunConfig, expected_size: int | None = None
+) -> tuple[int, int, RunConfig]:
+    """Return the vocabulary size, the number of steps and `cfg` with `train.epochs` resolved.
+
+    They come from the token files if they exist, otherwise from the configuration; the size is
+    `expected_size` if the tokenizer does not exist either. Raises ConfigError if one of them cannot
+    be determined.
+    """
+    if cfg.data.reads_token_files:
+        try:
+            dataset = open_dataset(cfg)
+        except InputError:
+            log.info("no token files yet: the plan is based on the configuration alone")
+        else:
+            train = cfg.train.model_copy(update={"steps": dataset.requested_steps})
+            cfg = cfg.model_copy(update={"train": train})
+            return dataset.manifest.vocab_size, dataset.steps, cfg
+    if cfg.train.steps == 0:
+        raise ConfigError(
+            f"the number of steps of train.epochs={cfg.train.epochs:g} is not known",
+            why="it is derived from the number of samples, and there are no token files",
+            next="dtt tokenize, or plan with train.steps=N",
+        )
+    try:
+        return cfg.model.vocab_size or _tokenizer_size(cfg), cfg.train.steps, cfg
+    except InputError:
+        if expected_size is None:
+            raise
+        return expected_size, cfg.train.steps, cfg
+
+
+def _tokenizer_size(cfg: RunConfig) -> int:
+    match cfg.tokenizer:
+        case TrainedTokenizerConfig(vocab_size=size):
+            return size
+        case GivenTokenizerConfig():
+            path = find_tokenizer(cfg.tokenizer)
+            return Encoder(path.read_bytes(), None, path).vocab_size
+
+
+def facts(estimate: Estimate) -> dict[str, Any]:
+    """Return the estimate for `--json`, in bytes, seconds and FLOPs."""
+    case, one = estimate.case, estimate.step
+    per_token = count.flops_per_token(case.arch, case.cfg.train.seq_len)
+    tokens = case.step_sizes.tokens_before(case.steps)
+    blocks, outside = parameters(case)
+    return {
+        "family": case.arch.family,
+        "parameters": count.parameters(case.arch),
+        "parameters_matrices": blocks,
+        "parameters_embedding_and_head": outside,
+        "steps": case.steps,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / count.parameters(case.arch),
+        "flops_per_token": per_token,
+        "flops": per_token * tokens,
+        "gpu": case.gpu.name,
+        "nodes": case.nodes,
+        "gpus_per_node": case.gpus_per_node,
+        "mesh": case.sizes._asdict(),
+        "precision": case.precision.value,
+        "micro_batch": case.micro_batch,
+        "accumulation": case.accumulation,
+        "memory": estimate.memory.parts,
+        "memory_peak": estimate.memory.total,
+        "memory_peak_at": estimate.memory.moment,
+        "memory_device": case.gpu.memory,
+        "fits": estimate.fits,
+        "change": estimate.change,
+        "communication": {
+            each.kind: {"bytes": each.bytes, "seconds": each.seconds} for each in one.collectives
+        },
+        "step_seconds": one.seconds,
+        "mfu": one.mfu,
+        "achieved": achieved(case),
+        "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
+        "seconds": estimate.run.seconds,
+        "slices": estimate.run.slices,
+        "checkpoint_bytes": checkpoint_bytes(case),
+        "checkpoints_bytes": checkpoints_at_once(case) * checkpoint_bytes(case),
+        "device_hours": device_hours(estimate),
+        "cost": None if estimate.price is None else estimate.price * device_hours(estimate),
+    }
+
+
+def parameters(case: Case) -> tuple[int, int]:
+    """Return the number of parameters in hidden matrices, and in embeddings and head.
+
+    The remaining parameters are those of norms and biases.
+    """
+    two = [weight for weight in case.weights if len(weight.shape) > 1]
+    inside = sum(prod(weight.shape) for weight in two if weight.in_block)
+    return inside, sum(prod(weight.shape) for weight in two) - inside
+
+
+def device_hours(estimate: Estimate) -> float:
+    """Return the device hours of the run: number of devices times hours."""
+    return estimate.case.devices * estimate.run.seconds / 3600
+
+
+def lines(estimate: Estimate) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield from _run_lines(estimate.case)
+    yield ""
+    yield from _memory_lines(estimate)
+    yield ""
+    yield from _step_lines(estimate)
+    yield ""
+    yield from _total_lines(estimate)
+    yield ""
+    yield from _assumptions(estimate)
+
+
+def _run_lines(case: Case) -> Iterator[str]:
+    arch, train = case.arch, case.cfg.train
+    total, (inside, outside) = count.parameters(arch), parameters(case)
+    per_token = count.flops_per_token(arch, train.seq_len)
+    tokens = case.step_sizes.tokens_before(case.steps)
+    yield (
+        f"{'model':<10}{arch.family}, {_number(total)} parameters: {_number(inside)} in matrices, "
+        f"{_number(outside)} in embeddings and head"
+    )
+    yield (
+        f"{'run':<10}{case.steps:,} steps of {case.step_sizes.describe(case.steps)}: "
+        f"{_number(tokens)} tokens, {tokens / total:.3g} per parameter"
+    )
+    yield f"{'':<10}{_number(per_token)} FLOPs per token, {per_token * tokens:.2e} in total"
+    mesh = case.sizes.describe()
+    yield (
+        f"{'devices':<10}{case.devices} x {case.gpu.name} on {case.nodes} "
+        f"node{'s' * (case.nodes > 1)}{f': {mesh}' if mesh else ''}"
+    )
+    remat = "" if train.remat == "none" else f", remat {train.remat}"
+    if remat and train.remat_every > 1:
+        remat += f" of every {train.remat_every}th block"
+    yield (
+        f"{'':<10}{case.precision}{', compiled' if case.compiled else ''}{remat}; "
+        f"micro-batch of {case.micro_batch} x {train.seq_len}, {case.accumulation} per step"
+    )
+
+
+def _memory_lines(estimate: Estimate) -> Iterator[str]:
+    case, peak = estimate.case, estimate.memory
+    yield f"memory of a device at its peak ({peak.moment}), GiB"
+    for part, size in peak.parts.items():
+        if size:
+            yield f"  {part:<28}{size / GIB:>10.2f}"
+    yield f"  {'total':<28}{peak.total / GIB:>10.2f}  of {case.gpu.memory / GIB:.1f}"
+    if estimate.fits:
+        yield "  fits"
+        return
+    yield f"  does not fit: {estimate.room / GIB:.1f} GiB are usable"
+    if estimate.change is None:
+        yield "  no micro-batch, remat or mesh of these devices makes it fit: use a smaller model"
+        return
+    changed = advice.changed_by(case, estimate.change)
+    assert changed is not None, "advice.remedy has tried this change"
+    better = memory(changed).total / GIB
+    yield f"  fits with {advice.described(case, estimate.change)} ({better:.1f} GiB)"
+
+
+def _step_lines(estimate: Estimate) -> Iterator[str]:
+    one = estimate.step
+    yield f"{'received per device and step':<30}{'GB':>10}{'seconds':>10}"
+    for each in one.collectives:
+        note = "" if each.hidden else "  not overlapped"
+        yield f"  {each.kind:<28}{each.bytes / 1e9:>10.3g}{each.seconds:>10.3g}{note}"
+    if not one.collectives:
+        yield "  nothing"
+    yield (
+        f"{'step':<10}≈ {one.seconds:.3g} s ({one.compute:.3g} compute, "
+        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication)"
+    )
+    yield f"{'':<10}MFU ≈ {one.mfu:.0%}"
+
+
+def _total_lines(estimate: Estimate) -> Iterator[str]:
+    case, run = estimate.case, estimate.run
+    slices = ""
+    if run.slices is not None:
+        slices = f", {run.slices} job{'s' * (run.slices > 1)} of {case.cfg.launch.time}"
+    elif case.cfg.launch.time_limit is not None:
+        slices = f"; launch.time ({case.cfg.launch.time}) is too short to start"
+    yield f"{'time':<10}≈ {in_words(run.seconds)}{slices}"
+    size, most = checkpoint_bytes(case), checkpoints_at_once(case)
+    yield (
+        f"{'disk':<10}{size / 1e9:.3g} GB per checkpoint, at most {most} at once: "
+        f"{most * size / 1e9:.3g} GB"
+    )
+    hours = device_hours(estimate)
+    cost = (
+        "" if estimate.price is None else f" x {estimate.price:g} = {estimate.price * hours:,.0f}"
+    )
+    yield f"{'cost':<10}≈ {hours:,.3g} device hours{cost}"
+
+
+def _probe_lines(estimate: Estimate, measured: Measurement) -> Iterator[str]:
+    """Yield a table of planned and measured values; an error is planned / measured - 1."""
+    planned = (
+        estimate.memory.total
+        - estimate.memory.parts["framework"]
+        - estimate.memory.parts["batches"]
+    )
+    memory_error = planned / measured.memory - 1
+    time_error = estimate.step.seconds / measured.seconds - 1
+    yield ""
+    yield f"{'measured in three steps':<30}{'plan':>10}{'measured':>10}{'error':>10}"
+    yield (
+        f"  {'memory above start, GiB':<28}{planned / GIB:>10.2f}{measured.memory / GIB:>10.2f}"
+        f"{memory_error:>+10.1%}"
+    )
+    yield (
+        f"  {'step, seconds':<28}{estimate.step.seconds:>10.3g}{measured.seconds:>10.3g}"
+        f"{time_error:>+10.1%}"
+    )
+
+
+def _assumptions(estimate: Estimate) -> Iterator[str]:
+    case = estimate.case
+    gpu = case.gpu
+    peak = (gpu.fp32 if case.product_bytes == 4 else gpu.bf16) / 1e12
+    source = f"from published measurements:\n  {SOURCE}" if gpu.kind == "cuda" else "a guess"
+    yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source};"
+    yield (
+        f"{LINK:.0%} of {gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between "
+        f"nodes; {SPARE[gpu.kind]:.0%} of the memory stays free."
+    )
+    yield "Times are estimates, too short for models below 1B parameters: measure a few steps."
+
+
+def _number(value: float) -> str:
+    """Format a number with a magnitude suffix, such as 124.40M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,402 @@
+"""`dtt eval`: evaluate models on benchmark tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError, Preempted
+from dtt.base.files import sha256_file
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.config.evaluation import EvalConfig
+from dtt.config.load import load_job
+from dtt.evaluate import result_table as eval_report
+from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
+from dtt.hf.model_source import find_folder, job_of, on_device
+from dtt.jobs import job_paths
+
+if TYPE_CHECKING:
+    from dtt.data.conversations.chat_encoder import ChatEncoder
+    from dtt.evaluate.tasks.metrics import TaskResult
+    from dtt.evaluate.tasks.result_files import ResultFile
+    from dtt.evaluate.tasks.runner import TaskRunner
+    from dtt.evaluate.tasks.task_data import TaskData
+    from dtt.hf.chat_format import ChatFormat
+    from dtt.hf.read import Trained
+    from dtt.mesh.dist import World
+
+T = TypeVar("T")
+
+
+def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any) -> None:
+    """Evaluate a model, or compare the results of two: `compare A B`; see `evaluate`.
+
+    With `harness`, evaluates these tasks of lm-evaluation-harness instead.
+    """
+    match arguments:
+        case ["compare", one, other]:
+            from dtt.evaluate import compare as eval_compare
+
+            eval_compare.run(one, other, harness=harness, **options)
+        case [source] if source != "compare" and harness:
+            from dtt.evaluate import harness as eval_harness
+
+            eval_harness.run(source, harness, **options)
+        case [source] if source != "compare":
+            evaluate(source, **options)
+        case _:
+            raise ConfigError(
+                "dtt eval takes one model, or `compare` and two",
+                why=f"got {' '.join(arguments)}",
+                next="dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]",
+            )
+
+
+def evaluate(
+    source: str,
+    *,
+    step: str | None = None,
+    ema: bool = False,
+    chat: bool = False,
+    out: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> None:
+    """Evaluate the model that `source` names, and print the results.
+
+    `load_model` describes `source` and `ema`; `step` is a step of a job, or `all`. `options` are
+    keys of the section `eval`; those that are None or empty have the values of the job's
+    configuration. With `chat`, prompts are messages in the model's conversation format. The result
+    files are in the folder `out`, by default in the job or in `evals/`; those that exist are not
+    computed again. Damaged checkpoints are named and skipped if there are others; with `all`,
+    DamagedError is raised at the end.
+    """
+    from dtt.jobs.attempt import after_rank_0
+    from dtt.jobs.stop import Requests
+
+    requests, ranks = Requests(), Ranks.detect()
+    requests.act_at_once(ranks)
+    world = cache(lambda: _join(ranks))
+    try:
+        with after_rank_0(ranks, requests), lost_peers_reported(ranks):
+            several = world() if ranks.size > 1 else None
+            models = choose_models(source, step, several, ema=ema, out=out)
+            cfg = configured(source, options)
+            chat_format = None
+            if chat:
+                from dtt.generate.chat import find_chat_format
+
+                chat_format, _ = find_chat_format(source, None)
+            evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
+            requests.defer()
+
+            def results(model: EvaluatedModel) -> list[TaskResult]:
+                return _results(evaluation, model, world, lambda: bool(requests.reason))
+
+            for model, found in evaluate_each(models, several, results, every=step == ALL):
+                if ranks.first:
+                    files = evaluation.files(model)
+                    eval_report.show(model, files, found, as_json=as_json)
+    finally:
+        requests.defer()
+        if ranks.size > 1:
+            from dtt.mesh import dist
+
+            dist.stop()
+
+
+def configured(source: str, options: dict[str, Any]) -> EvalConfig:
+    """Return the section `eval` of the job that `source` names, changed by `options`.
+
+    Options that are None or empty change nothing. Relative paths in the configuration start from
+    the folder that contains `jobs/`. For other models, returns the defaults changed by `options`.
+    """
+    changed = {key: value for key, value in options.items() if value not in (None, ())}
+    if find_folder(source) is not None:
+        return EvalConfig().model_copy(update=changed)
+    root = job_of(source).root
+    cfg, home = load_job(root).eval, job_paths.home(root)
+    files = {"data": home / cfg.data, "tasks": tuple(_from(home, name) for name in cfg.tasks)}
+    return cfg.model_copy(update=files | changed)
+
+
+def _from(home: Path, task: str) -> str:
+    """Return the name of a task, or the path of its file as seen from the current folder."""
+    return str(home / task) if Path(task).suffix in (".yaml", ".yml") else task
+
+
+def _join(ranks: Ranks) -> World:
+    from dtt.mesh import dist
+
+    return dist.start(ranks, "auto")
+
+
+def lost_peers_reported(ranks: Ranks) -> AbstractContextManager[None]:
+    """Return `dist.lost_peers_reported()`; without other ranks, torch is not imported."""
+    if ranks.size == 1:
+        return nullcontext()
+    from dtt.mesh import dist
+
+    return dist.lost_peers_reported()
+
+
+def choose_models(
+    source: str,
+    step: str | None,
+    world: World | None,
+    *,
+    ema: bool = False,
+    out: Path | None = None,
+) -> list[EvaluatedModel]:
+    """Return the models that `source` and `step` name, as `find_models`; rank 0 chooses them.
+
+    A job that is running saves and deletes checkpoints meanwhile, so each rank could find others.
+    """
+    steps = from_rank_0(world, lambda: find_steps(source, step, ema=ema))
+    return models_of(source, steps, ema=ema, out=out)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Benchmark tasks, and how models answer them."""
+
+    cfg: EvalConfig
+    tasks: Sequence[TaskData]
+    chat: ChatFormat | None = None
+    """Conversation format of the prompts; None: plain text."""
+
+    def files(self, model: EvaluatedModel) -> list[ResultFile]:
+        """Return the result file of each task."""
+        from dtt.evaluate.tasks.result_files import EvalSettings
+
+        settings = EvalSettings(
+            weights=model.identity(),
+            tokenizer=sha256_file(model.tokenizer),
+            ema=model.ema,
+            bos=self.cfg.bos,
+            chat=None if self.chat is None else fingerprint(self.chat.facts.model_dump()),
+            limit=self.cfg.limit,
+            keep_samples=self.cfg.keep_samples,
+        )
+        return [settings.file(model.results, data) for data in self.tasks]
+
+    def results(self, model: EvaluatedModel) -> list[TaskResult | None]:
+        """Return the results that are on disk; None for tasks without a complete result file."""
+        return [file.result() for file in self.files(model)]
+
+    def run(
+        self, model: EvaluatedModel, world: World, stop: Callable[[], bool]
+    ) -> list[TaskResult] | None:
+        """Evaluate a model on the tasks that have no result, and return all results; collective.
+
+        Return None as soon as `stop()`, which every rank calls between batches, is true. Raises
+        DamagedError if the weights are damaged, on every rank.
+        """
+        files = from_rank_0(world, lambda: self.files(model))
+        results = from_rank_0(world, lambda: [file.result() for file in files])
+        if None not in results:
+            return [result for result in results if result is not None]
+        runner = self.runner(load_verified(model, world), world)
+        runner.check(self.tasks)
+        found = []
+        for data, file, result in zip(self.tasks, files, results, strict=True):
+            result = result or runner.run(data, file, stop)
+            if result is None:
+                return None
+            found.append(result)
+        return found
+
+    def runner(self, trained: Trained, world: World) -> TaskRunner:
+        """Return the runner for a model, which is moved to the device of this rank in fp32."""
+        from dtt.data.text.tokenizer import open_tokenizer
+        from dtt.evaluate.tasks.encoding import QuestionEncoder
+        from dtt.evaluate.tasks.runner import TaskRunner
+        from dtt.evaluate.tasks.scorer import Generator, Scorer
+
+        state = {name: tensor.float() for name, tensor in trained.state.items()}
+        model = on_device(replace(trained, state=state), world.device)
+        chat = None if self.chat is None else self.chat.encoder()
+        stops = (
+            ()
+            if self.chat is None or chat is None
+            else (*chat.stop_tokens, *self.chat.facts.stop_tokens)
+        )
+        return TaskRunner(
+            Scorer(model, world, batch_tokens=self.cfg.batch_tokens),
+            Generator(model, world, batch_tokens=self.cfg.batch_tokens),
+            QuestionEncoder(
+                open_tokenizer(trained.tokenizer),
+                trained.end_of_document,
+                trained.arch.max_seq_len,
+                self.cfg.bos,
+                None if chat is None else _chat_prompt(chat),
+            ),
+            world,
+            until_ids=tuple(dict.fromkeys((*trained.until_ids, *stops))),
+            keep_samples=self.cfg.keep_samples,
+        )
+
+
+def _chat_prompt(encoder: ChatEncoder) -> Callable[[str], list[int]]:
+    """Return the function that renders a text as the message of a user, up to the answer."""
+    from dtt.data.conversations.rows import Conversation, RefusedRow
+
+    def render(text: str) -> list[int]:
+        try:
+            return encoder.prompt_ids(Conversation(({"role": "user", "content": text},)))
+        except RefusedRow as refused:
+            raise ConfigError(
+                "a question cannot be rendered with the chat template",
+                why=refused.why,
+                next="omit --chat",
+            ) from None
+
+    return render
+
+
+def open_evaluation(
+    cfg: EvalConfig,
+    world: Callable[[], World] | None = None,
+    chat: ChatFormat | None = None,
+) -> Evaluation:
+    """Read the tasks that `cfg` names, and their questions; downloads what is missing.
+
+    With several ranks, `world` returns their World, and rank 0 reads first.
+    """
+    from dtt.evaluate.tasks.definition import load_tasks
+    from dtt.evaluate.tasks.task_data import open_task
+
+    if not cfg.tasks:
+        raise ConfigError(
+            "no tasks to evaluate",
+            where="eval.tasks",
+            why="neither the command line nor the configuration of the job names any",
+            next="dtt eval SOURCE --tasks core, or --tasks hellaswag,lambada_openai",
+        )
+    tasks = load_tasks(cfg.tasks)
+
+    def open_all() -> list[TaskData]:
+        return [open_task(task, cfg.data, limit=cfg.limit, shots=cfg.shots) for task in tasks]
+
+    data = open_all() if world is None else on_rank_0_first(world(), open_all)
+    return Evaluation(cfg, data, chat)
+
+
+def from_rank_0(world: World | None, action: Callable[[], T]) -> T:
+    """Return what `action()` returns on rank 0, or raise its error, on every rank.
+
+    `world` is None without other ranks.
+    """
+    if world is None:
+        return action()
+    found: tuple[T | None, Exception | None] = (None, None)
+    found = world.from_first(_attempted(action) if world.first else found)
+    return _result_of(found)
+
+
+def on_rank_0_first(world: World, action: Callable[[], T]) -> T:
+    """Return `action()`, which rank 0 calls before the others; raise its error on every rank."""
+    found: list[T] = []
+    from_rank_0(world, lambda: found.append(action()))
+    return found[0] if found else action()
+
+
+def load_verified(model: EvaluatedModel, world: World) -> Trained:
+    """Return the weights of a model, which rank 0 verifies; collective.
+
+    If a rank cannot read them, all raise the same error: a checkpoint may be deleted meanwhile.
+    """
+    from_rank_0(world, model.verify)
+    trained, error = _attempted(model.load)
+    errors = [one for one in world.gather(error) if one is not None]
+    return _result_of((trained, errors[0] if errors else None))
+
+
+def _attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what `action()` returns, or the error that it raises, if that is not a bug."""
+    try:
+        return action(), None
+    except (DttError, OSError) as error:
+        return None, error
+
+
+def _result_of(attempted: tuple[T | None, Exception | None]) -> T:
+    result, error = attempted
+    if error is not None:
+        raise error
+    return cast("T", result)
+
+
+def evaluate_each(
+    models: Sequence[EvaluatedModel],
+    world: World | None,
+    evaluate: Callable[[EvaluatedModel], T],
+    *,
+    every: bool,
+) -> Iterator[tuple[EvaluatedModel, T]]:
+    """Yield `evaluate(model)` of all models if `every` is true, else of the first that is intact.
+
+    `evaluate` has the same outcome on every rank; `world` is None without other ranks. Skips
+    models that are damaged, and those that were deleted meanwhile. Raises DamagedError at the end
+    if a model was damaged, and InputError if all were deleted.
+    """
+    damaged, done = 0, 0
+    for model in models:
+        try:
+            result = evaluate(model)
+        except (DamagedError, InputError, FileNotFoundError) as error:
+            if not from_rank_0(world, model.path.exists):
+                log.info("skipped %s: it was deleted meanwhile", model.name)
+                continue
+            if len(models) == 1 or not isinstance(error, DamagedError):
+                raise
+            damaged += 1
+            log.error("skipped %s: %s", model.name, error)
+            continue
+        yield model, result
+        done += 1
+        if not every:
+            return
+    if damaged:
+        raise DamagedError(
+            f"{damaged} of {len(models)} checkpoints are damaged",
+            why="the lines above report what is wrong with each",
+            next="delete or restore them; `dtt ckpt verify` lists them",
+        )
+    if not done:
+        raise InputError(
+            f"{', '.join(model.name for model in models)}: deleted before the evaluation",
+            why="training deletes old checkpoints when it saves new ones",
+            next="run the same command again; dtt eval JOB --watch protects checkpoints meanwhile",
+        )
+
+
+def _results(
+    evaluation: Evaluation,
+    model: EvaluatedModel,
+    world: Callable[[], World],
+    stop: Callable[[], bool],
+) -> list[TaskResult]:
+    """Return the results of a model; without other ranks, torch is imported only if needed.
+
+    `stop` returns True if a stop was requested on this rank. Raises Preempted if there was a stop.
+    """
+    if Ranks.detect().size == 1:
+        known = evaluation.results(model)
+        if None not in known:
+            return [result for result in known if result is not None]
+    this = world()
+    results = evaluation.run(model, this, lambda: bool(this.agree(int(stop()))))
+    if results is None:
+        raise Preempted(
+            f"stopped on request while evaluating {model.name}",
+            where=model.results,
+            next="run the same command again to continue with the next question",
+        )
+    return results

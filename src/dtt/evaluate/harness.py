@@ -1,0 +1,225 @@
+"""`dtt eval --harness`: tasks of lm-evaluation-harness on a model of dtt."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dtt
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.files import sha256_file, write_atomically
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.evaluate.evaluation import (
+    Evaluation,
+    choose_models,
+    configured,
+    evaluate_each,
+    from_rank_0,
+    load_verified,
+    lost_peers_reported,
+    on_rank_0_first,
+)
+from dtt.evaluate.harness_model import language_model
+from dtt.evaluate.models import ALL, EvaluatedModel
+from dtt.mesh.environment import install
+
+if TYPE_CHECKING:
+    from dtt.config.evaluation import EvalConfig
+    from dtt.hf.chat_format import ChatFormat
+    from dtt.mesh.dist import World
+
+SUFFIXES = (".yaml", ".yml")
+SEED, SEED_OF_PYTHON = 1234, 0
+"""Seeds of lm-eval's command line."""
+
+
+def run(
+    source: str,
+    harness: Sequence[str],
+    *,
+    tasks: Sequence[str] = (),
+    step: str | None = None,
+    ema: bool = False,
+    chat: bool = False,
+    out: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> None:
+    """Evaluate tasks of lm-eval, print its table or JSON, and write a file of the results.
+
+    `harness` has names of its tasks, or paths of its YAML files. The other arguments are those of
+    `dtt.evaluate.evaluation.evaluate`; `limit` and `shots` are lm-eval's: the first questions, and the
+    number of examples in front of each. Raises EnvironmentUnfit if lm-eval is not installed.
+    """
+    from dtt.jobs.attempt import after_rank_0
+    from dtt.jobs.stop import Requests
+    from dtt.mesh import dist
+
+    if tasks:
+        raise ConfigError("--tasks and --harness are both given", next="run dtt eval twice")
+    requests, ranks = Requests(), Ranks.detect()
+    requests.act_at_once(ranks)  # lm-eval cannot be interrupted and continued
+    with after_rank_0(ranks, requests), lost_peers_reported(ranks):
+        cfg = configured(source, options)
+        chat_format = None
+        if chat:
+            from dtt.generate.chat import find_chat_format
+
+            chat_format, _ = find_chat_format(source, None)
+        log.warning("tasks of lm-eval may run Python code of their own, and use the network")
+        world = dist.start(ranks, "auto")
+        try:
+            index = on_rank_0_first(world, lambda: _task_index(harness))
+            models = choose_models(source, step, world, ema=ema, out=out)
+            evaluation = Harness(cfg, tuple(harness), index, chat_format)
+            evaluate = partial(evaluation.evaluate, world=world)
+            for model, record in evaluate_each(models, world, evaluate, every=step == ALL):
+                if world.first:
+                    print(json.dumps(record) if as_json else _table(model, record), flush=True)
+        finally:
+            dist.stop()
+
+
+def _task_index(tasks: Sequence[str]) -> Any:
+    """Return lm-eval's index of tasks; ConfigError if one of `tasks` is not in it.
+
+    Reading the index takes 10 s, so YAML files are evaluated without it.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise EnvironmentUnfit(
+            "--harness requires lm-eval, which is not installed", next=install("harness")
+        ) from None
+    files = [task for task in tasks if Path(task).suffix in SUFFIXES]
+    for file in files:
+        if not Path(file).is_file():
+            raise InputError(f"no task file {file}")
+    index = TaskManager(include_defaults=len(files) < len(tasks))
+    for name in tasks:
+        if name not in files and name not in index.all_tasks:
+            close = difflib.get_close_matches(name, index.all_tasks, n=3)
+            raise ConfigError(
+                f"lm-eval {metadata.version('lm_eval')} has no task {name!r}",
+                next=f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks",
+            )
+    return index
+
+
+@dataclass(frozen=True)
+class Harness:
+    """Tasks of lm-eval, and how models answer them."""
+
+    cfg: EvalConfig
+    tasks: tuple[str, ...]
+    index: Any
+    """A TaskManager of lm-eval."""
+    chat: ChatFormat | None
+    """Conversation format of the prompts; None: plain text."""
+
+    def evaluate(self, model: EvaluatedModel, world: World) -> dict[str, Any]:
+        """Return the record of a model's results, and write it on rank 0; collective.
+
+        Tasks are loaded first: without network, this fails before any weights are read.
+        """
+        from lm_eval.utils import handle_non_serializable
+
+        loaded = on_rank_0_first(world, self._load)
+        identity = {
+            "model": model.name,
+            "step": model.step,
+            "weights": from_rank_0(world, model.identity),
+            "ema": model.ema,
+            "tokenizer": sha256_file(model.tokenizer),
+            "precision": "fp32",
+            "bos": self.cfg.bos,
+            "chat": None if self.chat is None else fingerprint(self.chat.facts.model_dump()),
+            "shots": self.cfg.shots,
+            "limit": self.cfg.limit,
+            "tasks": list(self.tasks),
+            "lm_eval": metadata.version("lm_eval"),
+        }
+        runner = Evaluation(self.cfg, ()).runner(load_verified(model, world), world)
+        lm = language_model(runner, self.chat, str(identity["tokenizer"]))
+        found = {"format": "dtt-harness-1", "dtt": dtt.__version__, **identity}
+        found |= self._evaluate(lm, loaded)
+        # The configurations of tasks may contain functions and classes.
+        record: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
+        if world.first:
+            name = f"harness-{fingerprint(identity)[:12]}.json"
+            text = json.dumps(record, indent=1, ensure_ascii=False)
+            write_atomically(model.results / name, text + "\n")
+        return record
+
+    def _load(self) -> Any:
+        """Return lm-eval's tasks, with the seeds and numbers of examples of its command line."""
+        import numpy as np
+
+        random.seed(SEED_OF_PYTHON)
+        np.random.seed(SEED)  # noqa: NPY002  tasks use the global generator
+        with self._failures():
+            loaded = self.index.load(list(self.tasks))
+            for task in loaded["tasks"].values():
+                own = task.get_config("num_fewshot")
+                if own != 0 or self.cfg.shots is None:  # tasks with 0 must not have any
+                    shots = own if self.cfg.shots is None else self.cfg.shots
+                    task.set_config(key="num_fewshot", value=shots or 0)
+                task.set_fewshot_seed(seed=SEED)
+        return loaded
+
+    def _evaluate(self, model: Any, loaded: Any) -> dict[str, Any]:
+        """Return lm-eval's results.
+
+        Its `simple_evaluate` would also run git and pip to describe the machine.
+        """
+        import lm_eval
+
+        with self._failures():
+            found: dict[str, Any] = lm_eval.evaluate(
+                model,
+                loaded,
+                limit=self.cfg.limit,
+                log_samples=False,
+                apply_chat_template=self.chat is not None,
+                fewshot_as_multiturn=True,
+            )
+        return found
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise InputError for tasks that lm-eval cannot load or evaluate."""
+        try:
+            yield
+        except (OSError, ImportError, KeyError, ValueError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> InputError:
+        """Return the message for tasks that lm-eval cannot load or evaluate."""
+        return InputError(
+            f"lm-eval cannot evaluate {', '.join(self.tasks)}",
+            why=f"{type(error).__name__}: {error}".splitlines()[0],
+            next="if it is the network: evaluate once where there is one, with --limit 1 and the "
+            "same HF_HOME; then set HF_HUB_OFFLINE=1"
+            if isinstance(error, OSError)
+            else "DTT_DEBUG=1 shows where",
+        )
+
+
+def _table(model: EvaluatedModel, record: Mapping[str, Any]) -> str:
+    """Return lm-eval's tables of tasks and groups."""
+    from lm_eval.utils import make_table
+
+    tables = [make_table(record)]
+    if record.get("groups"):
+        tables.append(make_table(record, "groups"))
+    return "\n".join([f"{model.name}, lm-eval {record['lm_eval']}", *tables])

@@ -1,0 +1,211 @@
+"""Models that `dtt eval` evaluates: checkpoints of a job, and Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CheckpointManifest, fingerprint
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.files import sha256_file, write_atomically
+from dtt.base.reading import read_record
+from dtt.checkpoint import store
+from dtt.config.init import HF
+from dtt.config.load import load_job
+from dtt.hf.model_source import find_folder, job_of
+
+if TYPE_CHECKING:
+    from dtt.hf.read import Trained
+
+EVALS = Path("evals")
+"""Folder of the results of models that are not those of a job."""
+HASHES = "hashes.json"
+"""File with the hashes of the weights of a Hugging Face folder, next to its results."""
+NEWEST, ALL = None, "all"
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model to evaluate. None of its files has been read."""
+
+    name: str
+    """The argument that names it, such as `jobs/run@500`."""
+    step: int | None
+    """Step of the checkpoint; None for a Hugging Face folder."""
+    ema: bool
+    """True for the averaged weights of the checkpoint."""
+    path: Path
+    """Folder of its files."""
+    results: Path
+    """Folder of its result files."""
+    tokenizer: Path
+    """A tokenizer.json."""
+    identity: Callable[[], str]
+    """Returns a hash that identifies the weights and the architecture; quick for checkpoints. It is
+    computed once, so that results can be reported of a checkpoint that was deleted meanwhile."""
+    verify: Callable[[], None]
+    """Raises DamagedError if the weights are not what was written."""
+    load: Callable[[], Trained]
+    """Reads the weights, without verifying them."""
+
+
+def find_models(
+    source: str, step: str | None, *, ema: bool = False, out: Path | None = None
+) -> list[EvaluatedModel]:
+    """Return the models of `find_steps`; `out` is the folder of their results, as `models_of`."""
+    return models_of(source, find_steps(source, step, ema=ema), ema=ema, out=out)
+
+
+def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int] | None:
+    """Return the steps of the checkpoints that `source` names, as `load_model` describes it.
+
+    `step` is a step of a job, or `all`: all checkpoints, the oldest first. By default, these are
+    the checkpoints of a job from the newest on, of which the first that is intact is meant. Return
+    None for a Hugging Face folder.
+    """
+    if find_folder(source) is not None:
+        if ema or step is not None:
+            raise ConfigError(
+                f"{'--ema' if ema else '--step'} requires a job, and {source} is not one",
+                why="a Hugging Face folder has a single set of weights",
+                next=f"dtt eval {source}",
+            )
+        return None
+    job = job_of(source)
+    at = None if job.root == Path(source) else store.parse(source)[1]
+    if at is not None and step is not None:
+        raise ConfigError(
+            f"{source} names a step, and so does --step {step}", next=f"dtt eval {source}"
+        )
+    if step not in (NEWEST, ALL):
+        if not step.isdigit():
+            raise ConfigError(f"--step {step} is not a step", next="--step 500, or --step all")
+        at = int(step)
+    if at is not None:
+        store.existing(job.checkpoints, at)
+        return [at]
+    steps = store.steps(job.checkpoints)
+    if not steps:
+        raise InputError(
+            f"no checkpoint in {job.checkpoints}",
+            why="training has not saved one yet",
+            next="continue training, or touch control/save in the job directory to save one now",
+        )
+    if step is NEWEST:
+        steps.reverse()
+    return steps
+
+
+def models_of(
+    source: str, steps: Sequence[int] | None, *, ema: bool = False, out: Path | None = None
+) -> list[EvaluatedModel]:
+    """Return the models of some steps of a job, or with None that of a Hugging Face folder.
+
+    `out` replaces the folder of the results, `evals/` in the job or in the current folder.
+    """
+    if steps is not None:
+        return [checkpoint_model(job_of(source), step, ema=ema, out=out) for step in steps]
+    folder = find_folder(source)
+    assert folder is not None, "a job has steps"
+    return [folder_model(source, folder, out)]
+
+
+def checkpoint_model(
+    job: JobDir,
+    step: int,
+    *,
+    ema: bool = False,
+    out: Path | None = None,
+    path: Path | None = None,
+) -> EvaluatedModel:
+    """Return the model of a checkpoint of `job`; `path` is that of a copy of its folder."""
+    path = path or store.folder_of(job.checkpoints, step)
+
+    def identity() -> str:
+        try:
+            return sha256_file(path / CheckpointManifest.filename)
+        except FileNotFoundError:
+            why = f"{CheckpointManifest.filename} is missing"
+            raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
+
+    def verify() -> None:
+        store.verify(path)
+
+    def load() -> Trained:
+        from dtt.hf.read import read_checkpoint
+
+        checkpoint = store.Checkpoint(path, CheckpointManifest.read(path))
+        return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
+
+    return EvaluatedModel(
+        name=f"{job.root}@{step}",
+        step=step,
+        ema=ema,
+        path=path,
+        results=store.folder_of(job.evals if out is None else out, step),
+        tokenizer=job.tokenizer,
+        identity=cache(identity),
+        verify=verify,
+        load=load,
+    )
+
+
+def folder_model(source: str, folder: Path, out: Path | None = None) -> EvaluatedModel:
+    """Return the model of a Hugging Face folder, which `source` names."""
+    results = folder_results(source) if out is None else out
+
+    def load() -> Trained:
+        from dtt.hf.read import read_hf_folder
+
+        return read_hf_folder(folder)
+
+    return EvaluatedModel(
+        name=source,
+        step=None,
+        ema=False,
+        path=folder,
+        results=results,
+        tokenizer=folder / "tokenizer.json",
+        identity=cache(lambda: fingerprint(_hashes(folder, results / HASHES))),
+        verify=lambda: None,
+        load=load,
+    )
+
+
+def _hashes(folder: Path, remembered: Path) -> list[str]:
+    """Return the sha256 of each weight file and of the files that describe the model.
+
+    A file whose path, inode, size and times have not changed since its hash was written to
+    `remembered` is not hashed again. Folders of the same name share that file.
+    """
+    known = (read_record(remembered, {"files": dict}) or {"files": {}})["files"]
+    found = {}
+    described = (folder / name for name in ("config.json", "generation_config.json"))
+    for path in (*filter(Path.is_file, described), *sorted(folder.glob("*.safetensors"))):
+        stat = path.stat()
+        facts = {
+            "folder": str(folder.resolve()),
+            "inode": stat.st_ino,
+            "bytes": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+            "ctime_ns": stat.st_ctime_ns,  # a copy may keep the time of modification
+        }
+        entry = known.get(path.name)
+        if not isinstance(entry, dict) or entry != facts | {"sha256": entry.get("sha256")}:
+            entry = facts | {"sha256": sha256_file(path)}
+        found[path.name] = entry
+    if found != known:
+        write_atomically(remembered, json.dumps({"files": found}, indent=1) + "\n")
+    return [entry["sha256"] for entry in found.values()]
+
+
+def folder_results(source: str) -> Path:
+    """Return the folder of the results of a Hugging Face folder or of a model on the Hub."""
+    name = source.removeprefix(HF)
+    folder = Path(name).expanduser()
+    return EVALS / (folder.resolve().name if folder.exists() else name.replace("/", "--"))

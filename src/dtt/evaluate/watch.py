@@ -1,0 +1,437 @@
+"""`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import (
+    ConfigError,
+    DttError,
+    EnvironmentUnfit,
+    ExitCode,
+    InUse,
+    Preempted,
+    StorageError,
+)
+from dtt.base.files import exclusive
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.base.reading import fits
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.config.train import WandbConfig
+from dtt.evaluate import result_table as eval_report
+from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
+from dtt.evaluate.models import checkpoint_model
+from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, saved_steps, weights_of
+from dtt.hf.model_source import find_folder, job_of
+from dtt.jobs import job_files, job_state
+from dtt.jobs.job_state import State
+from dtt.track import jsonl
+
+if TYPE_CHECKING:
+    from dtt.evaluate.tasks.result_files import ResultFile
+    from dtt.track.wandb import WandbTracker
+
+SECONDS_BETWEEN_SCANS = 1.0
+"""Seconds between scans for new checkpoints; each scan lists one folder."""
+SECONDS_BETWEEN_QUERIES = 30.0
+"""Seconds between questions to Slurm about the job."""
+SECONDS_UNKNOWN = 3600.0
+"""Seconds after which a job of unknown state that shows no sign of life counts as over."""
+NOT_A_FAILURE = (ConfigError, EnvironmentUnfit, StorageError, Preempted, OSError)
+"""Errors that say nothing about a checkpoint: they end the watch, and it can be started again."""
+
+CONTINUES = (
+    State.NEW, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED, State.UNKNOWN,
+)  # fmt: skip
+"""States in which a job may still save checkpoints."""
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    step: str | None = None,
+    out: Path | None = None,
+    ema: bool = False,
+    chat: bool = False,
+    as_json: bool = False,
+    **options: Any,
+) -> None:
+    """Evaluate every checkpoint of a job as it appears, until the job has ended.
+
+    The options are those of `dtt eval`, without `step` and `out`. Errors that concern a single
+    checkpoint are recorded; the others are evaluated, and the first such error is raised at the
+    end. Raises Preempted on a stop request: the same command continues.
+    """
+    from dtt.jobs.stop import Requests
+
+    requests, ranks = Requests(), Ranks.detect()
+    requests.act_at_once(ranks)
+    try:
+        job = _watched_job(arguments, ranks, step, out)
+        cfg = configured(str(job.root), options)
+        chat_format = None
+        if chat:
+            from dtt.generate.chat import find_chat_format
+
+            chat_format, _ = find_chat_format(str(job.root), None)
+        evaluation = open_evaluation(cfg, None, chat_format)
+    finally:
+        requests.defer()
+    with ExitStack() as stack:
+        reports = stack.enter_context(_tracked(job, ema=ema))
+        worker = _Worker(job, evaluation, reports, lambda: bool(requests.reason), ema, as_json)
+        watch = Watch(job, worker.open, worker.evaluate, worker.report, worker.stop_wanted)
+        watch.run()
+    _report_end(job, watch.ended, worker)
+
+
+def _watched_job(
+    arguments: Sequence[str], ranks: Ranks, step: str | None, out: Path | None
+) -> JobDir:
+    """Return the job to watch; raise ConfigError for arguments that make no sense with --watch."""
+    if len(arguments) != 1 or find_folder(arguments[0]) is not None:
+        raise ConfigError(
+            "--watch takes one job",
+            why=f"got {' '.join(arguments)}",
+            next="dtt eval jobs/run --watch",
+        )
+    if step is not None or out is not None:
+        raise ConfigError(
+            f"{'--step' if step is not None else '--out'} and --watch are mutually exclusive",
+            why="all checkpoints are evaluated, and their results are files of the job",
+            next=f"dtt eval {arguments[0]} --watch",
+        )
+    if ranks.size > 1:
+        raise ConfigError(
+            f"--watch runs in one process, not in {ranks.size}",
+            next="start it once per GPU, without torchrun: several watches share the checkpoints",
+        )
+    return job_of(arguments[0])
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """The functions of a `Watch` that need the tasks and the model."""
+
+    job: JobDir
+    evaluation: Evaluation
+    tracker: WandbTracker | None
+    stop_wanted: Callable[[], bool]
+    ema: bool
+    as_json: bool
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Number of tokens that the weights of a step were trained on."""
+
+    def open(self, step: int) -> EvaluatedStep:
+        """Return the evaluation of a step."""
+        files = partial(self.files, step)
+        return EvaluatedStep(self.job, step, files, self.key, self.evaluation.cfg.batch_tokens)
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of what determines the results besides the weights and the tokenizer."""
+        cfg, chat = self.evaluation.cfg, self.evaluation.chat
+        options = {
+            "tasks": [
+                [data.task.name, data.task.identity(), data.sha256, data.shots]
+                for data in self.evaluation.tasks
+            ],
+            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples"}),
+            "chat": None if chat is None else chat.facts.model_dump(),
+            "ema": self.ema,
+        }
+        return fingerprint(options)[:8]
+
+    def files(self, step: int, weights: str) -> list[ResultFile]:
+        """Return the result file of each task for the weights of a step with a hash."""
+        model = checkpoint_model(self.job, step, ema=self.ema)
+        return self.evaluation.files(replace(model, identity=lambda: weights))
+
+    def evaluate(self, step: int, checkpoint: Path) -> None:
+        """Evaluate the checkpoint in a folder, and print the results."""
+        model = checkpoint_model(self.job, step, ema=self.ema, path=checkpoint)
+        results = self.evaluation.run(model, _world(), self.stop_wanted)
+        if results is None:
+            raise Preempted(
+                f"stopped on request while evaluating {model.name}",
+                next=f"dtt eval {self.job.root} --watch continues with the next question",
+            )
+        eval_report.show(model, self.evaluation.files(model), results, as_json=self.as_json)
+
+    def report(self, one: EvaluatedStep, weights: str) -> None:
+        """Send the results of a step to W&B, plotted over the number of tokens."""
+        from dtt.evaluate.tasks.runner import task_record
+
+        if self.tracker is None:
+            return
+        if one.step not in self.tokens:
+            train = jsonl.read(self.job.metrics, "train")
+            whole = (record for record in train if fits(record, {"tokens": int}))
+            self.tokens.update((record["step"], record["tokens"]) for record in whole)
+        for file in one.files(weights):
+            result = file.result()
+            assert result is not None, "the step is done"
+            axes = {"tokens": self.tokens.get(one.step, 0)}
+            self.tracker.log(task_record(one.step, result) | axes)
+
+
+@cache
+def _world() -> Any:
+    """Return the World of this process, on its GPU if there is one."""
+    from dtt.mesh import dist
+
+    return dist.start(Ranks(), "auto")
+
+
+@contextmanager
+def _tracked(job: JobDir, *, ema: bool) -> Iterator[WandbTracker | None]:
+    """Yield the W&B tracker of the results if the job uses W&B, and no other watch has one.
+
+    It is a run of its own in the group of the job: W&B refuses steps before the newest of a run.
+    Every watch sends all results, also those that exist already, so none can be missing.
+    """
+    cfg = load_job(job.root)
+    config = next((one for one in cfg.track if isinstance(one, WandbConfig)), None)
+    with ExitStack() as stack:
+        if config is None:
+            yield None
+            return
+        suffix = "eval-ema" if ema else "eval"
+        try:
+            stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=f".{suffix}.lock"))
+        except InUse:
+            log.info("another watch of %s sends the results to W&B", job.root)
+            yield None
+            return
+        from dtt.track.wandb import WandbTracker
+
+        tracker = WandbTracker(
+            config,
+            f"{cfg.name}-{suffix}",
+            f"{job.run_id()}-{suffix}",
+            job.root,
+            cfg.model_dump(mode="json"),
+            group=cfg.name,
+            axis="tokens",
+        )
+        stack.callback(tracker.close)
+        yield tracker
+
+
+def _report_end(job: JobDir, ended: dict[EvalState, list[int]], worker: _Worker) -> None:
+    """Log the number of checkpoints by state; raise the error of one that failed, if any."""
+    counts = ", ".join(f"{len(steps)} {state}" for state, steps in sorted(ended.items()))
+    log.info("%s has ended: %s", job.root, counts or "no checkpoints")
+    failed = [worker.open(step) for step in ended.get(EvalState.FAILED, [])]
+    if failed:
+        record = failed[0].failures()[-1]
+        error = DttError(
+            f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
+            f"{', '.join(f'step {one.step}' for one in failed)}",
+            where=failed[0].failures_file,
+            why=record["reason"],
+            next=f"rm {job.evals}/step-*/failures.jsonl, and run the same command to try again",
+        )
+        error.exit_code = ExitCode(record["code"])
+        raise error
+
+
+@dataclass
+class Watch:
+    """The evaluation of all checkpoints of a job, until the job has ended.
+
+    A thread protects new checkpoints from retention while the main thread evaluates. Several
+    watches of one job, on one or several machines, share the work: each step is locked while it is
+    evaluated.
+    """
+
+    job: JobDir
+    open: Callable[[int], EvaluatedStep]
+    evaluate: Callable[[int, Path], None]
+    """Function that evaluates the checkpoint of a step in a folder. Raises Preempted if it should
+    stop."""
+    report: Callable[[EvaluatedStep, str], None]
+    """Function called once for each step that is done, whoever evaluated it, with the hash of its
+    weights."""
+    stop_wanted: Callable[[], bool]
+    waiting: dict[int, EvaluatedStep] = field(default_factory=dict)
+    ended: dict[EvalState, list[int]] = field(default_factory=dict)
+    """Steps whose evaluation has ended, by state."""
+    _seen: dict[int, int] = field(default_factory=dict)
+    """Inode of the checkpoint folder of each step that was scanned."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _asked: float = -SECONDS_BETWEEN_QUERIES
+    _sign_of_life: float = field(default_factory=time.monotonic)
+    """Time at which the job was last in a known state, or a new checkpoint was found."""
+    _reported: set[State] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Evaluate until the job has ended and nothing waits; raise Preempted on a stop request."""
+        log.info("watching %s", self.job.root)
+        with self.protecting():
+            while True:
+                over = self.job_over()  # before the scan, which then finds the last checkpoint
+                self.scan()
+                if over and not self.waiting:
+                    break
+                if self.stop_wanted():
+                    raise Preempted(
+                        f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
+                        next=f"dtt eval {self.job.root} --watch",
+                    )
+                if self.evaluate_next():
+                    continue
+                time.sleep(SECONDS_BETWEEN_SCANS)
+        for step in saved_steps(self.job):
+            if step not in self._seen:  # its checkpoint was deleted, perhaps after its evaluation
+                one = self.open(step)
+                self.end(one, one.ended() or EvalState.GONE)
+
+    # ---- scans -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def protecting(self) -> Iterator[None]:
+        """Scan for new checkpoints in a thread inside the context."""
+        over = threading.Event()
+
+        def scan() -> None:
+            while not over.wait(SECONDS_BETWEEN_SCANS):
+                try:
+                    self.scan()
+                except (OSError, DttError) as error:
+                    log.warning("cannot scan %s: %s", self.job.root, error)
+
+        thread = threading.Thread(target=scan, name="protect", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def scan(self) -> None:
+        """Find new checkpoints, and protect those that are not evaluated yet from retention."""
+        with self._lock:
+            for step, path in self._checkpoints():
+                try:
+                    inode = path.stat().st_ino
+                except FileNotFoundError:
+                    continue
+                if self._seen.get(step) == inode:
+                    continue
+                one = self.open(step)
+                if path != one.linked and one.ended() is None:
+                    one.protect(path)
+                self._sign_of_life = time.monotonic()
+                self._seen[step], self.waiting[step] = inode, one
+
+    def _checkpoints(self) -> Iterator[tuple[int, Path]]:
+        """Yield the step and the folder of each checkpoint; those of the job come last."""
+        folders = self.job.evals.glob(f"step-*/{LINKS}*")
+        linked = {step for folder in folders for step in store.steps(folder)}
+        for step in sorted(linked - self._seen.keys()):
+            path = self.open(step).checkpoint
+            if path is not None:
+                yield step, path
+        for step in store.steps(self.job.checkpoints):
+            yield step, store.folder_of(self.job.checkpoints, step)
+
+    def job_over(self) -> bool:
+        """Return True if the job will save no more checkpoints."""
+        if job_files.slurm_ids(self.job):
+            if time.monotonic() - self._asked < SECONDS_BETWEEN_QUERIES:
+                return False
+            self._asked = time.monotonic()
+        [status] = job_state.examine([self.job])
+        state = status.state
+        if state in (State.NEW, State.UNKNOWN) and state not in self._reported:
+            self._reported.add(state)
+            facts = ", ".join(filter(None, (state, status.detail)))
+            log.warning("the state of %s is: %s; the watch waits", self.job.root, facts)
+        if state is State.UNKNOWN:
+            return time.monotonic() - self._sign_of_life > SECONDS_UNKNOWN
+        self._sign_of_life = time.monotonic()
+        if state is State.LOST and status.slurm is not None and status.slurm.live:
+            return False  # its Slurm job may still start it again
+        return state not in CONTINUES and not status.alive and not status.queued
+
+    # ---- evaluation ------------------------------------------------------------------------------
+
+    def evaluate_next(self) -> bool:
+        """Evaluate one waiting checkpoint; return False if none waits or others evaluate them."""
+        with self._lock:
+            waiting = list(self.waiting.values())
+        for one in sorted(waiting, key=lambda one: (len(one.failures()), one.step)):
+            with one.locked() as free:
+                if not free:
+                    continue
+                state = one.ended()
+                if state is None:
+                    try:
+                        self.try_to_evaluate(one)
+                    except InUse:  # another process writes one of its result files
+                        continue
+                    state = one.ended()
+                if state is not None:
+                    self.end(one, state)
+                return True
+        return False
+
+    def try_to_evaluate(self, one: EvaluatedStep) -> None:
+        """Evaluate a checkpoint; record an error that concerns only this checkpoint.
+
+        Raises EnvironmentUnfit after an error of a GPU, with which this process cannot continue.
+        """
+        checkpoint = one.checkpoint
+        assert checkpoint is not None, "its evaluation would have ended"
+        try:
+            self.evaluate(one.step, checkpoint)
+        except NOT_A_FAILURE:
+            raise
+        except Exception as error:  # such as a lack of GPU memory
+            one.record_failure(weights_of(checkpoint), error)
+            log.warning("the evaluation of step %d failed: %s", one.step, error)
+            if _breaks_gpu(error):
+                raise EnvironmentUnfit(
+                    f"the evaluation of step {one.step} of {self.job.root} failed on the GPU",
+                    where=one.failures_file,
+                    why=str(error),
+                    next=f"dtt eval {self.job.root} --watch continues in a new process",
+                ) from error
+
+    def end(self, one: EvaluatedStep, state: EvalState) -> None:
+        """Note that nothing is left to do for a checkpoint."""
+        with self._lock:
+            self.waiting.pop(one.step, None)
+        self.ended.setdefault(state, []).append(one.step)
+        if state is EvalState.GONE:
+            log.warning("step %d was deleted before it could be evaluated", one.step)
+        if (weights := one.done_weights()) is not None:
+            self.report(one, weights)
+        # Other failed checkpoints are kept: perhaps they can be evaluated with other options.
+        if state is EvalState.DONE or (
+            state is EvalState.FAILED and one.failures()[-1]["code"] == ExitCode.DAMAGED
+        ):
+            one.release()
+
+
+def _breaks_gpu(error: Exception) -> bool:
+    """Return True for an error after which CUDA may fail at every call, such as an illegal access.
+
+    Not for a lack of memory.
+    """
+    import torch
+
+    survived = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+    return not survived and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

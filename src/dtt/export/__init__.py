@@ -1,2 +1,0 @@
-"""Export of checkpoints to verified Hugging Face folders, and import of such folders.
-May import: data, model, checkpoint."""

@@ -1,0 +1,1 @@
+"""Generation and conversation with a model."""

@@ -1,0 +1,120 @@
+"""`dtt chat`: converse with a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from dtt.artifacts.manifests import DataManifest
+from dtt.base.errors import ConfigError, InputError
+from dtt.config.load import load_job
+from dtt.generate.chat_console import (
+    AnswerPrinter,
+    answer_lines,
+    converse,
+    open_stdout,
+    read_lines,
+)
+from dtt.generate.chat_session import ChatSession
+from dtt.generate.run import Sampling
+from dtt.hf.chat_format import (
+    ChatFormat,
+    chosen_chat_format,
+    eos_token_ids,
+    folder_chat_format,
+    job_chat_format,
+)
+from dtt.hf.model_source import find_folder, job_of, load_model, on_device
+
+
+def run(
+    source: str,
+    system: str,
+    sampling: Sampling,
+    *,
+    template: str | None = None,
+    ema: bool = False,
+    show_ids: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Converse in the terminal, or answer the lines of standard input.
+
+    `load_model` describes `source` and `ema`. `template` replaces the model's own chat template; a
+    model without one needs it. With `as_json`, each answer is a line of JSON; with `show_ids`, the
+    ids of prompts are printed, too.
+    """
+    chat, end_of_document = find_chat_format(source, template)
+    encoder = chat.encoder()
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    lines = None if terminal else _first_of(read_lines(_stdin()))
+    trained = load_model(source, ema=ema)
+    import torch
+
+    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.model.generate import PrefixCachedGenerator
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    session = ChatSession(
+        encoder,
+        open_tokenizer(trained.tokenizer),
+        PrefixCachedGenerator(on_device(trained, device)),
+        frozenset({*encoder.stop_tokens, *chat.facts.stop_tokens, *end_of_document}),
+        sampling,
+    )
+    session.set_system(system)
+    open_stdout(as_json=as_json)
+    printer = AnswerPrinter(as_json, show_ids)
+    if lines is None:
+        converse(session, printer)
+    else:
+        answer_lines(session, printer, lines)
+
+
+def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tuple[int, ...]]:
+    """Return the model's conversation format and the tokens that end its documents.
+
+    Reads no weights. Raises ConfigError if the model has no chat template and `template` is None.
+    """
+    folder = find_folder(source)
+    ends: tuple[int, ...]
+    if folder is None:
+        job = job_of(source)
+        tokenizer, ends = job.tokenizer, (DataManifest.read(job.root).end_of_document,)
+        own = job_chat_format(job, load_job(job.root).chat) if template is None else None
+    else:
+        tokenizer, ends = folder / "tokenizer.json", eos_token_ids(folder)
+        own = folder_chat_format(folder) if template is None else None
+    if template is not None:
+        return chosen_chat_format(template, tokenizer, ends), ends
+    if own is None:
+        raise ConfigError(
+            f"{source} has no chat template, so its conversation format is unknown",
+            why=_why_none(folder),
+            next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "
+            "chatml (or a Jinja file) uses a format that the model was not trained on",
+        )
+    return own, ends
+
+
+def _why_none(folder: Path | None) -> str:
+    if folder is None:
+        return "the job was trained on plain text, not with data.type=chat"
+    return "the folder has neither chat_template.jinja nor chat_template in tokenizer_config.json"
+
+
+def _stdin() -> Iterable[bytes]:
+    """Return the lines of standard input; none if it is closed."""
+    return () if sys.stdin is None else sys.stdin.buffer
+
+
+def _first_of(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Return the lines after waiting for the first one; InputError if there is none."""
+    first = next(lines, None)
+    if first is None:
+        raise InputError(
+            "standard input contains no message",
+            next="write one message per line, or run dtt chat in a terminal",
+        )
+    return chain([first], lines)

@@ -1,0 +1,215 @@
+"""`dtt generate`: continue prompts with a trained model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import randbits
+from typing import TYPE_CHECKING
+
+from dtt.base.errors import ConfigError, InputError
+from dtt.hf.model_source import load_model, on_device
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from dtt.hf.read import Trained
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of token sampling, and the maximum number of new tokens."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+def run(
+    source: str,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    prompts_file: Path | None = None,
+    ema: bool = False,
+    batch_size: int = 16,
+    stream: bool | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print prompts and the text that a model generates for them.
+
+    `load_model` describes `source` and `ema`. The prompt `-` is read from standard input; an empty
+    prompt starts a new document. The text of a single prompt is streamed; several are printed in
+    order, one batch at a time. The continuation of a prompt does not depend on the other prompts,
+    even with a seed.
+    """
+    texts = _read_prompts(prompts, prompts_file)
+    if stream and (as_json or len(texts) > 1):
+        raise _cannot_stream("--json is set" if as_json else f"there are {len(texts)} prompts")
+    trained = load_model(source, ema=ema)
+    import torch
+
+    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.model.generate import generate_batch
+
+    tokenizer = open_tokenizer(trained.tokenizer)
+    prompt_ids = _encode_all(texts, tokenizer, trained)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = on_device(trained, device)
+
+    def continuations(batch: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+        return generate_batch(
+            model,
+            batch,
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_ids=() if trained.end_of_document is None else [trained.end_of_document],
+            generators=[
+                torch.Generator(device).manual_seed(prompt_seed(sampling.seed, ids))
+                for ids in batch
+            ],
+        )
+
+    if len(texts) == 1 and not as_json and stream is not False:
+        tokens = (token for _, token in continuations(prompt_ids))
+        _print_stream(texts[0], _decode(tokenizer, tokens))
+        return
+    for number, ids, reply in _in_batches(prompt_ids, batch_size, continuations):
+        text = "".join(_decode(tokenizer, reply))
+        full = len(reply) == sampling.max_tokens or len(ids + reply) == trained.arch.max_seq_len
+        record = _record(texts[number], text, ids, reply, full)
+        heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
+        print(record if as_json else f"{heading}{texts[number]}{text}", flush=True)
+
+
+def _cannot_stream(why: str) -> ConfigError:
+    return ConfigError(
+        "only the text of a single prompt can be streamed", why=why, next="omit --stream"
+    )
+
+
+def _print_stream(prompt: str, continuation: Iterable[str]) -> None:
+    """Print a prompt, and its continuation while it is generated."""
+    sys.stdout.write(prompt)
+    for text in continuation:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _in_batches(
+    prompts: Sequence[list[int]],
+    batch_size: int,
+    continuations: Callable[[Sequence[list[int]]], Iterator[tuple[int, int]]],
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield each prompt's number, token ids and continuation, after its batch is finished.
+
+    `continuations` yields (row in the batch, token id).
+    """
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        replies: list[list[int]] = [[] for _ in batch]
+        for row, token in continuations(batch):
+            replies[row].append(token)
+        yield from zip(range(start, start + len(batch)), batch, replies, strict=True)
+
+
+def _record(prompt: str, text: str, ids: list[int], reply: list[int], full: bool) -> str:
+    """Return a line of JSON; `full` is True if a length limit ended the reply."""
+    record = {
+        "prompt": prompt,
+        "text": text,
+        "finish_reason": "length" if full else "stop",
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(reply),
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
+    """Return the prompts of the command line, then the lines of `file`; one empty prompt if none.
+
+    Raises InputError for text that is not UTF-8 and for a file without lines.
+    """
+    try:
+        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+        "".join(texts).encode()  # invalid UTF-8 arrives as surrogates, or raises on read
+    except UnicodeError as error:
+        raise InputError(
+            "a prompt is not UTF-8 text",
+            why=str(error),
+            next="convert it to UTF-8, for example with iconv",
+        ) from None
+    if file is None:
+        return texts or [""]
+    try:
+        with file.open(encoding="utf-8") as lines:
+            texts += [line.removesuffix("\n") for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(
+            f"cannot read prompts from {file}",
+            why=why,
+            next="use a text file with one prompt per line",
+        ) from None
+    if not texts:
+        raise InputError(f"{file} has no prompts", next="write one prompt per line")
+    return texts
+
+
+def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, trained: Trained) -> list[list[int]]:
+    """Return the token ids of the prompts, with the errors of `_encode`."""
+    names = [f"prompt {n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
+    return [_encode(t, tokenizer, trained, name) for t, name in zip(texts, names, strict=True)]
+
+
+def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
+    """Return the token ids of a prompt; an empty prompt becomes the end-of-document token.
+
+    Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
+    the model has no end-of-document token.
+    """
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) >= trained.arch.max_seq_len:
+        raise ConfigError(
+            f"{name} is too long: {len(ids)} tokens",
+            why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
+            next="use a shorter prompt",
+        )
+    if ids:
+        return ids
+    if trained.end_of_document is None:
+        raise ConfigError(
+            f"{name} is empty",
+            why="the model has no end-of-document token with which to start a new document",
+            next="pass a prompt with -p",
+        )
+    return [trained.end_of_document]
+
+
+def prompt_seed(seed: int | None, ids: list[int]) -> int:
+    """Return the seed of the random generator of a prompt; a random one if `seed` is None.
+
+    It depends on `seed` and the prompt's ids only, so a prompt gets the same draws in any batch,
+    and different prompts get different ones.
+    """
+    if seed is None:
+        return randbits(63)
+    return int.from_bytes(hashlib.sha256(f"{seed}:{ids}".encode()).digest()[:7])
+
+
+def _decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Decode tokens incrementally; yield text that never ends within a UTF-8 character."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    for token in tokens:
+        yield stream.step(tokenizer, token) or ""

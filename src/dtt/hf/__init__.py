@@ -1,0 +1,1 @@
+"""Hugging Face folders: verified exports, imports, and chat formats."""

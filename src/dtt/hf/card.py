@@ -1,0 +1,137 @@
+"""The model card: README.md of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from dtt import __version__
+from dtt.artifacts.manifests import ChatFacts, DataManifest, SourceFacts
+from dtt.config.run import RunConfig
+from dtt.model import count, families
+from dtt.model.architecture import Architecture
+
+BASE = "A base language model: it continues text, and was not taught to follow instructions."
+CHAT = (
+    "A chat model: it was trained on conversations, in the form of `chat_template.jinja`. It ends "
+    "an answer with the `eos_token`."
+)
+BASE_USE = """\
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
+
+
+def _chat_use(chat: ChatFacts) -> str:
+    """Return Python code that asks the model a question."""
+    variables = "".join(f", {name}={value!r}" for name, value in chat.kwargs.items())
+    return f"""\
+messages = [{{"role": "user", "content": "Hello!"}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt"{variables}
+)
+answer = model.generate(**inputs, max_new_tokens=50)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
+
+
+def model_card(
+    cfg: RunConfig,
+    arch: Architecture,
+    data: DataManifest,
+    tokens: int,
+    *,
+    evaluation: Mapping[str, Any] | None,
+    ema: bool,
+) -> str:
+    """Return Markdown with the Hub's metadata: facts on the model and its data, and how to use it.
+
+    `tokens` is the number of training tokens, `evaluation` the last `eval` record if there is one.
+    """
+    corpora = [source.corpus for source in data.sources if source.corpus is not None]
+    facts = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=cfg.export.license,
+        datasets=[corpus.id for corpus in corpora if corpus.kind == "hub"] or None,
+        tags=["dtt", arch.family],
+    )
+    rows = _facts(cfg, arch, data, tokens, evaluation, ema=ema)
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return str(
+        ModelCard(
+            f"""---
+{facts.to_yaml()}
+---
+
+# {cfg.name}
+
+{BASE if data.chat is None else CHAT}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+{BASE_USE if data.chat is None else _chat_use(data.chat)}
+```
+
+Trained and exported with dtt {__version__}; `transformers` computes the same logits.
+"""
+        )
+    )
+
+
+def _facts(
+    cfg: RunConfig,
+    arch: Architecture,
+    data: DataManifest,
+    tokens: int,
+    evaluation: Mapping[str, Any] | None,
+    *,
+    ema: bool,
+) -> dict[str, str]:
+    """Return the rows of the table of facts, by title."""
+    rows = {
+        "Architecture": families.get(arch.family).hf_class,
+        "Parameters": f"{count.parameters(arch):,}",
+        "Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {arch.n_heads} "
+        f"({arch.n_kv_heads} for keys and values)",
+        "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
+        "Trained on": ", ".join(
+            f"{_public_name(source)} ({source.tokens:,} tokens)" for source in data.sources
+        ),
+        "Training": f"{tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
+        "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
+    }
+    if evaluation is not None:
+        rows["Validation loss"] = _validation(evaluation, ema=ema)
+    if ema:
+        rows["Weights"] = f"exponential moving average, decay {cfg.train.ema_decay}"
+    return rows
+
+
+def _public_name(source: SourceFacts) -> str:
+    """Return the name of a source without the local folders that contain it."""
+    if source.corpus is None:
+        return source.name
+    return Path(source.corpus.id).name if source.corpus.kind == "local" else source.corpus.id
+
+
+def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:
+    """Describe the last evaluation: nats per token and, if known, bits per byte; or DPO's loss."""
+    loss, bits = evaluation["loss"], evaluation.get("bits_per_byte")
+    if ema and evaluation.get("ema_loss") is not None:
+        loss, bits = evaluation["ema_loss"], None
+    if loss is None:
+        return "not a finite number"
+    if (accuracy := evaluation.get("reward_accuracy")) is not None:
+        right = f"{accuracy:.1%} of the preference pairs correct"
+        return f"{loss:.4f} nats per pair (DPO), {right}, after step {evaluation['step']:,}"
+    per_byte = f", {bits:.4f} bits per byte" if bits is not None else ""
+    return f"{loss:.4f} nats per token{per_byte}, after step {evaluation['step']:,}"

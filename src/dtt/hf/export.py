@@ -1,0 +1,136 @@
+"""`dtt export`: convert a checkpoint to a verified Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest, ExportManifest
+from dtt.base.errors import ConfigError
+from dtt.base.files import sha256_file
+from dtt.base.log import log
+from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.run import RunConfig
+from dtt.jobs.job_paths import home
+from dtt.track import jsonl
+from dtt.track.base import Record
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.hf.hf import Origin
+
+
+def run(
+    job: Path,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    out: Path | None,
+    upload: str | None,
+    private: bool,
+    ema: bool = False,
+    as_json: bool = False,
+) -> ExportManifest:
+    """Export the checkpoint of `step` (default: the newest), unless it is exported already.
+
+    With `ema`, exports the exponential moving average of the weights. Replaces an earlier export of
+    the same job. Prints the folder and the largest difference between the logits of `transformers`
+    and of dtt, or the manifest if `as_json` is set. `upload` names a Hub repository to upload the
+    folder to; a new repository is created `private` if asked.
+    """
+    cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
+
+    if upload is not None:
+        from dtt.hf.upload import check
+
+        check(upload)  # before the export, which takes minutes
+    from dtt.hf import hf
+    from dtt.hf.read import find_checkpoint
+
+    folder = cfg.export.out or Path("exports") / cfg.name
+    configured = load_job(job).export.out
+    if configured is not None and cfg.export.out == configured:  # not given on this command line
+        folder = home(job) / configured
+    files = JobDir(job)
+    checkpoint = find_checkpoint(files.checkpoints, step)
+    identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
+    origin = hf.Origin(cfg.name, checkpoint.step, identity, ema)
+    manifest = hf.already_done(folder, origin, cfg.export.dtype)
+    if manifest is not None:
+        log.info("export: already done, %s contains this checkpoint", folder)
+    else:
+        manifest = _export(cfg, files, checkpoint, origin, folder)
+    averaged = ", averaged weights" if ema else ""
+    if not as_json:
+        print(
+            f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
+            f"{manifest.dtype}; logits differ from those of transformers by at most "
+            f"{manifest.max_logit_difference:.1e}"
+        )
+    url = None
+    if upload is not None:
+        from dtt.hf.upload import upload as send
+
+        url = send(folder, upload, private=private, message=f"{cfg.name}, step {manifest.step}")
+    if as_json:
+        print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
+    elif url is not None:
+        print(url)
+    return manifest
+
+
+def _export(
+    cfg: RunConfig, job: JobDir, checkpoint: Checkpoint, origin: Origin, folder: Path
+) -> ExportManifest:
+    """Write the folder with its model card, and verify it."""
+    from dtt.hf import hf
+    from dtt.hf.card import model_card
+    from dtt.hf.chat_format import job_chat_format
+    from dtt.hf.read import read_checkpoint
+
+    replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
+    log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
+    trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
+    chat = job_chat_format(job, cfg.chat)
+    return hf.export(
+        trained,
+        origin,
+        folder,
+        dtype=cfg.export.dtype,
+        max_shard_size=cfg.export.max_shard_size,
+        card=model_card(
+            cfg,
+            trained.arch,
+            DataManifest.read(job.root),
+            checkpoint.position()["tokens"],
+            evaluation=_evaluation(job, checkpoint.step),
+            ema=origin.ema,
+        ),
+        chat=chat,
+    )
+
+
+def _evaluation(job: JobDir, step: int) -> Record | None:
+    """Return the last recorded evaluation up to `step`, or None."""
+    evaluations = (r for r in jsonl.read(job.metrics, "eval") if r["step"] <= step)
+    return max(evaluations, key=lambda record: int(record["step"]), default=None)
+
+
+def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
+    """Return the job's configuration with `overrides` and `options`, which may change `export`.
+
+    Raises ConfigError if they change keys that determined the training.
+    """
+    trained = load_job(job)
+    cfg = resolve(None, overrides, options, job_config=JobDir(job).config).config
+    changed = changes_on_resume(trained, cfg)
+    if changed:
+        raise ConfigError(
+            f"{job} was trained with different values of: {', '.join(changed)}",
+            why="an export contains the model as it was trained",
+            next="omit these arguments; `dtt config explain export` lists the keys that may change",
+        )
+    return cfg

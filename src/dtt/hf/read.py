@@ -1,0 +1,190 @@
+"""Reading of trained models from checkpoints of jobs and from Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.safe_names import checked_name
+from dtt.checkpoint import store
+from dtt.config.averaging import parse_averaging
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
+from dtt.hf.weights import from_hf
+from dtt.model import families
+from dtt.model.architecture import Architecture
+from dtt.model.scaling import scaled
+from dtt.optim.ema import averages, blended
+
+if TYPE_CHECKING:
+    from dtt.model.families.base import Family
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model: architecture, weights and tokenizer."""
+
+    arch: Architecture
+    state: Mapping[str, Tensor]
+    """State dict of a `Decoder`, on the CPU."""
+    tokenizer: Path
+    """A tokenizer.json."""
+    end_of_document: int | None
+    """Id of the token that ends a document; None if a Hugging Face folder names none."""
+    until_ids: tuple[int, ...]
+    """Ids that end a generated answer: of the end of a document and of a turn."""
+
+
+def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
+    """Return the verified checkpoint of `step`, or the newest; InputError if there is none."""
+    found = store.newest(folder) if step is None else store.at_step(folder, step)
+    if found is None:
+        raise InputError(
+            f"no checkpoint in {folder}",
+            why="training has not saved one yet",
+            next="continue training, or touch control/save in the job directory to save one now",
+        )
+    return found
+
+
+def read_checkpoint(
+    cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
+) -> Trained:
+    """Return the model of a job with the resolved config `cfg`; reads only the job directory.
+
+    With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
+    DamagedError if the job directory contains the manifest of different data.
+    """
+    data = DataManifest.read(job.root)
+    if checkpoint.manifest.data_key != data.key:
+        raise DamagedError(
+            f"{job.root / data.filename} does not describe the data that the job was trained on",
+            why="another tokenizer assigns the same ids to different text",
+            next=f"run dtt train {job.root}, which writes it again",
+        )
+    compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
+    return Trained(
+        scaled(cfg, data.vocab_size).arch,
+        _averages(cfg, checkpoint) if ema else checkpoint.tensors(store.MODEL),
+        job.tokenizer,
+        data.end_of_document,
+        data.until_ids,
+    )
+
+
+def _averages(cfg: RunConfig, checkpoint: store.Checkpoint) -> dict[str, Tensor]:
+    """Return the averaged weights, blended with the weights as `train.ema_decay` says."""
+    found = averages(checkpoint.tensors(store.STATE))
+    if not found:
+        raise InputError(
+            f"{checkpoint.path} has no moving average of the weights",
+            why="the job was trained without train.ema_decay",
+            next="omit --ema; set train.ema_decay=0.999 in the next job to keep one",
+        )
+    blend = parse_averaging(cfg.train.ema_decay).blend if cfg.train.ema_decay else 1.0
+    if blend == 1.0:
+        return found
+    weights = checkpoint.tensors(store.MODEL)
+    return {name: blended(weights[name], average, blend) for name, average in found.items()}
+
+
+def read_hf_folder(folder: Path) -> Trained:
+    """Read the model of a Hugging Face folder with safetensors files.
+
+    The weights keep their dtype. Raises InputError if dtt does not support the model.
+    """
+    config = read_config(folder / "config.json")
+    family = _family(config, folder)
+    files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
+    missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
+    if missing is not None:
+        why = f"{missing.name} is missing"
+        raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN)
+    arch = _architecture(family, config, folder)
+    tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
+    end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
+    return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids)
+
+
+def read_hf_architecture(folder: Path) -> Architecture:
+    """Return the architecture of a Hugging Face folder; reads only config.json."""
+    config = read_config(folder / "config.json")
+    return _architecture(_family(config, folder), config, folder)
+
+
+def _family(config: Mapping[str, Any], folder: Path) -> Family:
+    """Return the family that config.json names; InputError if dtt does not know it."""
+    known = {family.hf_model_type: family for family in families.FAMILIES}
+    if config.get("model_type") not in known:
+        raise InputError(
+            f"the model in {folder} is not supported",
+            why=f"config.json has model_type {config.get('model_type')!r}; "
+            f"supported: {', '.join(known)}",
+            next="use a folder written by `dtt export`, or a model of a supported type",
+        )
+    return known[config["model_type"]]
+
+
+def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Architecture:
+    """Return the architecture that config.json describes; InputError if dtt does not support it."""
+    try:
+        return family.from_hf_config(config, partial(transformers_defaults, family))
+    except KeyError as error:
+        why = f"config.json lacks {error}"
+        raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN) from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files as transformers does: model.safetensors, or the files of the index.
+
+    Other files in the folder do not belong to the model. The index is untrusted input: raises
+    DamagedError for a name that leads out of the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists() or not index.exists():
+        return [single]
+    names = read_config(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise DamagedError(f"{index} has no weight_map", next=FETCH_AGAIN)
+    return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file; DamagedError if it is malformed."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedError(f"{path} is damaged", why=str(error), next=FETCH_AGAIN) from None
+
+
+def transformers_defaults(family: Family) -> dict[str, Any]:
+    """Return the default configuration of the family's transformers class.
+
+    A key that dtt does not know is harmless if it has its default value.
+    """
+    from transformers import AutoConfig
+
+    defaults: dict[str, Any] = AutoConfig.for_model(family.hf_model_type).to_dict()
+    return defaults
+
+
+def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """Return the end-of-document id: if several tokens end generation, the one that also begins
+    documents, otherwise the first.
+
+    Chat models end generation at the end of a turn, too. Returns None if the folder names no token.
+    """
+    ends = eos_token_ids(folder)
+    begin = config.get("bos_token_id")
+    return begin if begin in ends else next(iter(ends), None)

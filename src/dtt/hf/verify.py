@@ -1,0 +1,216 @@
+"""Verification of exports and imports: `transformers` and dtt must compute the same logits.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from dtt.base.errors import DamagedError, Diverged, InputError
+from dtt.config.init_std import InitialStd
+from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.text.tokenizer import open_tokenizer
+from dtt.hf.chat_format import ChatFormat
+from dtt.hf.read import Trained, transformers_defaults
+from dtt.hf.weights import NOT_WEIGHTS
+from dtt.model import families
+from dtt.model.architecture import Architecture
+from dtt.model.decoder import Decoder
+
+TOLERANCE = 1e-4
+"""Maximum difference of fp32 logits due to rounding, relative to the largest logit."""
+TEXT = """def mean(numbers: list[float]) -> float:
+\treturn sum(numbers) / len(numbers)   # 3.14e-10, "naïve" café
+
+It's 12,345 words — Übergröße, Привет, 你好世界, नमस्ते, 🙂👩‍🚀.
+"""
+
+CONVERSATIONS = tuple(
+    Conversation(tuple({"role": role, "content": text} for role, text in turns))
+    for turns in (
+        [("user", TEXT)],
+        [("system", "Be brief.\n"), ("user", " 1 + 1? ")],
+        [("user", "Hi"), ("assistant", "Hello! 🙂"), ("user", TEXT)],
+    )
+)
+"""Prompts whose ids must be those of training."""
+
+
+@torch.inference_mode()
+def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokenizer: Path) -> float:
+    """Load `folder` with the Auto classes, and compare it with a Decoder that holds `state`.
+
+    Class, configuration, tensor names, weight tying, token ids of real text, and fp32 logits of
+    random ids and of that text must agree; DamagedError names the first mismatch. Returns the
+    largest absolute difference of a logit. Runs on the CPU and takes the memory of two fp32 models.
+    """
+    try:
+        theirs = _load(folder, arch)
+        text_ids = _token_ids(folder, tokenizer)[: arch.max_seq_len]
+        ours = _decoder(state, arch)
+        return max(
+            _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what)
+            for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
+        )
+    except _Mismatch as found:
+        raise _export_error(folder, str(found)) from None
+
+
+@torch.inference_mode()
+def check_import(folder: Path, trained: Trained) -> float:
+    """Compare a model that dtt read from a Hugging Face folder with that of transformers.
+
+    Class, configuration, tensor names, weight tying and fp32 logits of random ids must agree;
+    InputError names the first mismatch. Raises DamagedError if the logits are not finite. Returns
+    the largest absolute difference of a logit. Runs on the CPU and holds one fp32 model at a time.
+    """
+    ids_1T = _random_ids(trained.arch)[None]
+    try:
+        ours = _decoder(trained.state, trained.arch)(ids_1T)
+        if not ours.isfinite().all():
+            raise DamagedError(
+                f"the weights in {folder} give logits that are not finite",
+                next="fetch the folder again, or use another model",
+            )
+        return _difference(ours, _load(folder, trained.arch)(ids_1T).logits, "random ids")
+    except _Mismatch as found:
+        raise InputError(
+            f"dtt and transformers compute different logits from {folder}",
+            why=str(found),
+            next="this is a fault of dtt, of this version of transformers "
+            f"({transformers.__version__}) or of the folder: please report it",
+        ) from None
+
+
+@torch.inference_mode()
+def check_folded(folded: Trained, trained: Trained) -> None:
+    """Raise DamagedError unless the folded weights give the same fp32 logits as before."""
+    if folded.arch != trained.arch:
+        ids_1T = _random_ids(trained.arch)[None]
+        before, after = (_decoder(m.state, m.arch)(ids_1T) for m in (trained, folded))
+        try:
+            _difference(before, after, "the folded weights")
+        except _Mismatch as found:
+            raise _export_error(None, str(found)) from None
+
+
+def check_prompts(folder: Path, chat: ChatFormat) -> None:
+    """Raise DamagedError unless AutoTokenizer encodes prompts of conversations as in training."""
+    encoder = chat.encoder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 2**20  # avoids a warning about a shorter context
+    for conversation in CONVERSATIONS:
+        try:
+            expected = encoder.prompt_ids(conversation)
+        except RefusedRow:  # such as a system prompt that the template does not support
+            continue
+        got = tokenizer.apply_chat_template(
+            list(conversation.messages),
+            add_generation_prompt=True,
+            return_dict=False,
+            **chat.facts.kwargs,
+        )
+        if got != expected:
+            raise _export_error(
+                folder,
+                f"apply_chat_template returns different ids for a prompt: {got[:8]}…, "
+                f"{expected[:8]}… in "
+                "training",
+            )
+
+
+class _Mismatch(Exception):
+    """Difference between two versions of one model; the message describes it."""
+
+
+def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
+    """Build the Decoder with the weights in fp32."""
+    with torch.device("meta"):
+        model = Decoder(arch)
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    return model.eval()
+
+
+def _random_ids(arch: Architecture) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(arch.vocab_size, (min(128, arch.max_seq_len),), generator=generator)
+
+
+def _difference(expected: Tensor, got: Tensor, what: str) -> float:
+    """Return the largest absolute difference of a logit.
+
+    Raises _Mismatch if it exceeds rounding, Diverged if `expected` contains non-finite values.
+    """
+    if not expected.isfinite().all():
+        raise Diverged(
+            "the logits of the model are not finite; nothing was published",
+            why="training has diverged, or the weights are too large for export.dtype",
+            next="--step STEP for an earlier checkpoint, or export.dtype=fp32",
+        )
+    difference = (expected - got).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise _Mismatch(f"logits of {what} differ by up to {difference:.3g}")
+    return difference
+
+
+def _load(folder: Path, arch: Architecture) -> Any:
+    """Load the model with transformers in fp32; _Mismatch if it differs from `arch`."""
+    settings: Any = transformers.utils.logging
+    settings.disable_progress_bar()
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        # Set the attention implementation: config.json may name a kernel that is not installed.
+        model, report = load(
+            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # noqa: BLE001  (many classes, also from huggingface_hub)
+        raise _Mismatch(f"transformers cannot load it: {error}") from None
+    # Ignore buffers that older versions saved with the weights.
+    unread = [n for n in report.pop("unexpected_keys", ()) if not n.endswith(NOT_WEIGHTS)]
+    wrong = {kind: names for kind, names in (report | {"unexpected_keys": unread}).items() if names}
+    if wrong:
+        raise _Mismatch(f"transformers reports {wrong}")
+    family = families.get(arch.family)
+    if type(model).__name__ != family.hf_class:
+        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {family.hf_class}")
+    # The logits of 128 tokens do not reveal a wrong attention window of 4096 or a wrong range of
+    # the rotary embedding, so compare the architectures, too.
+    theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
+    # config.json has one standard deviation of initial weights, and no dropout in most families.
+    ours = replace(arch, init_std=InitialStd.uniform(arch.init_std.matrix))
+    if replace(theirs, dropout=arch.dropout) != ours:
+        raise _Mismatch("transformers reads a different architecture from config.json")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if tied != arch.tie_embeddings:
+        raise _Mismatch(f"the head is {'tied' if tied else 'not tied'} to the embedding")
+    return model.eval()
+
+
+def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
+    """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer differs."""
+    expected: list[int] = open_tokenizer(tokenizer).encode(TEXT, add_special_tokens=False).ids
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    loaded.model_max_length = len(expected)  # avoids a warning about a shorter context
+    got = loaded(TEXT)["input_ids"]
+    if got != expected:
+        raise _Mismatch(f"AutoTokenizer returns different ids: {got[:8]}…, not {expected[:8]}…")
+    return expected
+
+
+def _export_error(folder: Path | None, why: str) -> DamagedError:
+    return DamagedError(
+        "the export differs from the trained model; nothing was published",
+        where=folder,
+        why=why,
+        next="this is a fault of dtt or of this version of transformers "
+        f"({transformers.__version__}): please report it",
+    )

@@ -1,0 +1,148 @@
+"""One attempt at a job: it locks the job folder, and records in `exit.json` how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import launcher
+from dtt.base.errors import DttError, ExitCode, PeerLost
+from dtt.base.files import exclusive
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.base.secrets import redacted
+from dtt.jobs.clock import Clock
+from dtt.jobs.goodput import goodput
+from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.stop import Requests
+from dtt.mesh.process import in_words
+
+SECONDS_FOR_RANK_0 = 60
+"""Seconds after which another rank reports its own error, if rank 0 has not ended with it."""
+
+
+def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
+    """Return a context manager that locks the job folder on rank 0, so that nobody else trains it.
+
+    It waits up to 10 s for a previous process that is about to end.
+    """
+    return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
+
+
+@contextmanager
+def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
+    """Let rank 0 report an error that all ranks raise.
+
+    A launcher ends all ranks as soon as one has ended, and rank 0 may still be importing. The other
+    ranks therefore wait up to `SECONDS_FOR_RANK_0` before they raise.
+    """
+    try:
+        yield
+    except PeerLost:  # not raised by all ranks: report it on the rank that detects it first
+        raise
+    except DttError as error:
+        requests.refusal = error
+        until = time.monotonic() + SECONDS_FOR_RANK_0
+        while not ranks.first and time.monotonic() < until:
+            if requests.reason:  # SIGTERM from the launcher: rank 0 has reported the error
+                raise SystemExit(error.exit_code) from None
+            time.sleep(0.05)
+        raise
+
+
+@dataclass
+class Attempt:
+    """An attempt: one start of a job."""
+
+    job: JobDir
+    requests: Requests
+    number: int
+    """Number of the attempt, from 1. Ranks other than 0 have 0 until rank 0 sends it to them: if
+    they read it from the job folder, they could find the previous attempt."""
+    clock: Clock | None = None
+    """The clock of the attempt, on rank 0 only."""
+    start: PhaseTimer = field(default_factory=PhaseTimer)
+    """Timer of the phases before the first step."""
+
+
+@contextmanager
+def attempt(
+    job: JobDir,
+    ranks: Ranks,
+    requests: Requests,
+    *,
+    timed: bool = False,
+    start: PhaseTimer | None = None,
+) -> Iterator[Attempt]:
+    """Start an attempt, and record in `exit.json` how it ended.
+
+    With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
+    phase timer of this process, if one was running already.
+    """
+    this = Attempt(job, requests, 0, start=start or PhaseTimer())
+
+    def record(error: DttError) -> None:
+        if this.number:
+            job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
+
+    with launcher.recording(record):
+        if ranks.first:
+            job.remove_litter()
+            this.number = job.begin_attempt()
+            this.clock = Clock(job, this.number, timed=timed)
+        with _ending_recorded(this, ranks):
+            yield this
+
+
+@contextmanager
+def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
+    """Write `exit.json` when the body ends, with or without an error."""
+    job = this.job
+    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    try:
+        yield
+        code, reason = ExitCode.DONE, "done"
+    except (DttError, OSError) as error:
+        reported = in_words(error) if isinstance(error, OSError) else error
+        code, reason, (rank, node) = reported.exit_code, str(reported), _culprit(reported, ranks)
+        raise
+    except KeyboardInterrupt:
+        code, reason = ExitCode.INTERRUPTED, "interrupted"
+        raise
+    except SystemExit as end:  # rank 0 has reported why
+        code = ExitCode(int(end.code or 0))
+        raise
+    except Exception as error:
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        this.requests.failing = code != ExitCode.DONE
+        # These outcomes are the same on all ranks, and rank 0 records them for all; each rank
+        # records any other outcome itself.
+        together = code in (ExitCode.DONE, ExitCode.PREEMPTED)
+        if this.number and (ranks.first or not together):
+            try:
+                job.end_attempt(
+                    code,
+                    reason,
+                    rank,
+                    attempt=this.number,
+                    node=node,
+                    asked_by=this.requests.reason,
+                )
+            except OSError as error:
+                log.warning("exit.json could not be written: %s", in_words(error))
+        if this.clock is not None:
+            this.clock.close()
+            if together and (spent := goodput(job)) is not None and spent.useful:
+                log.info("goodput: %s", spent.describe())
+
+
+def _culprit(error: DttError | None, ranks: Ranks) -> tuple[int, str | None]:
+    """Return the rank that ended the run, and its node; None means this rank's node."""
+    if isinstance(error, PeerLost) and error.node is not None:
+        return ranks.rank if error.rank is None else error.rank, error.node
+    return ranks.rank, None

@@ -1,0 +1,74 @@
+"""Resolution of a job's relative paths, which start from the folder that contains `jobs/`.
+
+They do not depend on the folder in which dtt is run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from dtt.base.log import log
+from dtt.config import explain
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+
+
+def home(job: Path) -> Path:
+    """Return the folder that relative paths in the configuration of `job` start from.
+
+    It contains `jobs/`, because dtt was run there when the job was created. Returns `Path()` if
+    that is the current folder, and for a job that was moved away from its data, whose folder cannot
+    be found.
+    """
+    cfg = load_job(job)
+    named = cfg.job_dir.parts
+    candidates = [
+        Path(*path.parts[: -len(named)])
+        # First the path as given, without following links, then the resolved one.
+        for path in (Path(os.path.abspath(job)), job.resolve())  # noqa: PTH100
+        if path.parts[-len(named) :] == named
+    ]
+    at_home = cfg.job_dir.exists() and cfg.job_dir.samefile(job)
+    candidates.insert(0 if at_home else len(candidates), Path())
+    return next((folder for folder in candidates if _has_data(folder, cfg)), candidates[0])
+
+
+def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """Change to the home of `job`; return its path and `key=value` arguments as seen from it.
+
+    The job's relative paths are then valid without being rewritten: its configuration must not
+    change, because checkpoints record its hash. Paths among the arguments are relative to the
+    previous working directory, so they are made absolute. Nothing changes if `job` is not a job
+    directory or if its home is the current folder.
+    """
+    folder = home(job) if (job / "config.yaml").is_file() else Path()
+    if folder in (Path(), Path.cwd()):
+        return job, list(arguments)
+    here = Path.cwd()
+    cleaned = Path(os.path.abspath(job))  # noqa: PTH100  # drops `..`, which is wrong after a link
+    path = cleaned if cleaned.exists() and cleaned.samefile(job) else here / job
+    log.info("relative paths of %s start from %s", job, folder)
+    os.chdir(folder)
+    return path, [_absolute(here, argument) for argument in arguments]
+
+
+def _has_data(folder: Path, cfg: RunConfig) -> bool:
+    paths = [folder / path for path in cfg.token_paths or (cfg.corpus_dir,)]
+    return all(path.exists() or path.with_name(f"{path.name}.idx").exists() for path in paths)
+
+
+def _absolute(here: Path, argument: str) -> str:
+    """Make the value of a `key=value` argument absolute if the key holds a path."""
+    key, _, value = argument.partition("=")
+    if key not in _path_keys() or value in ("", "null", "~"):
+        return argument
+    return f"{key}={here / value}"
+
+
+@cache
+def _path_keys() -> frozenset[str]:
+    found = ((key, explain.describe(cls, name, None)) for key, cls, name in explain.all_fields())
+    return frozenset(".".join(key) for key, entry in found if "path" in entry.type.split(" | "))

@@ -1,0 +1,226 @@
+"""`dtt job ls` and `dtt job status`: the state of jobs, as tables, reports and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.log import log
+from dtt.base.reading import fits
+from dtt.jobs import job_state
+from dtt.jobs.clock import in_words
+from dtt.jobs.goodput import goodput
+from dtt.jobs.job_state import State, Status
+from dtt.track import jsonl
+
+COLUMNS = ("job", "state", "step", "loss", "tokens", "tokens/s", "time left", "detail")
+GUARD_RECORD = {"why": str, "action": str}
+"""Fields, with their types, of an anomaly guard's record that are shown."""
+
+
+def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
+    """Print the state of every job in a folder, the most recently changed first.
+
+    The stages of a configuration are listed together, in their order. With `tree`, branches follow
+    the job they branched from, indented.
+    """
+    statuses = _by_change(job_state.examine(job_state.find(folder)))
+    if as_json:
+        print(json.dumps([_facts(status) for status in statuses]))
+        return
+    for error in {status.slurm_error for status in statuses if status.slurm_error}:
+        log.warning("Slurm did not respond: %s", error)
+    ordered = _tree(statuses) if tree else ((0, status) for status in statuses)
+    _print_table([(f"{'  ' * depth}{status.job.root}", status) for depth, status in ordered])
+
+
+def _by_change(statuses: Sequence[Status]) -> list[Status]:
+    """Return jobs by the time of their last change, newest first; stages are adjacent."""
+    groups: dict[Path, list[tuple[int, Status]]] = {}
+    for status in statuses:
+        root, record = status.job.root, status.job.stage_record()
+        names: list[str] = record["stages"] if record else []
+        known = root.name in names
+        groups.setdefault(root.parent if known else root, []).append(
+            (names.index(root.name) if known else 0, status)
+        )
+    newest = sorted(groups.values(), key=lambda group: -max(s.changed for _, s in group))
+    return [status for group in newest for _, status in sorted(group, key=lambda pair: pair[0])]
+
+
+def _print_stages(folder: Path, jobs: Sequence[JobDir], *, as_json: bool) -> None:
+    """Print the state of each stage, and of the Slurm job that trains them all, if there is one."""
+    whole, *statuses = job_state.examine([JobDir(folder), *jobs])
+    if as_json:
+        slurm = whole.slurm and {"id": whole.slurm.id, "state": whole.slurm.state}
+        facts = [_facts(status) for status in statuses]
+        print(json.dumps({"job": str(folder), "slurm": slurm, "stages": facts}))
+        return
+    _print_table([(status.job.root.name, status) for status in statuses])
+    if whole.slurm is not None:
+        print(f"slurm job {whole.slurm.id}: {whole.slurm.state}")
+
+
+def _print_table(jobs: Sequence[tuple[str, Status]]) -> None:
+    """Print a line for each job, given by its label and state, below a header.
+
+    The columns of numbers are aligned to the right. The detail, which may be long, comes last.
+    """
+    rows = [COLUMNS, *(_cells(label, status) for label, status in jobs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    for label, state, *numbers, detail in rows if jobs else ():
+        cells = [label.ljust(widths[0]), state.ljust(widths[1])]
+        cells += map(str.rjust, numbers, widths[2:])
+        print("  ".join([*cells, detail]).rstrip())
+
+
+def _cells(label: str, status: Status) -> tuple[str, ...]:
+    """Return the cells of a job in the table; unknown numbers are `-`."""
+    measured, left = status.files.measured(), status.seconds_left
+    loss, tokens, rate = (measured[name] for name in ("loss", "tokens", "tokens_per_second"))
+    return (
+        label,
+        status.state.value,
+        _step(status),
+        "-" if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.3g}",
+        "-" if tokens is None else _scaled(tokens),
+        "-" if rate is None else _scaled(rate),
+        "-" if left is None else in_words(left),
+        _short(status.detail),
+    )
+
+
+def _scaled(number: float) -> str:
+    """Return a number with three digits and a suffix, such as `1.23B`; small integers exactly."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
+    """Yield each job with its depth in the tree of branches; a branch follows its parent."""
+    known = {status.job.root.resolve() for status in statuses}
+    below: dict[Path | None, list[Status]] = {}
+    for status in statuses:
+        parent = _parent(status)
+        below.setdefault(parent if parent in known else None, []).append(status)
+
+    def walk(root: Path | None, depth: int) -> Iterator[tuple[int, Status]]:
+        for status in below.get(root, ()):
+            yield depth, status
+            yield from walk(status.job.root.resolve(), depth + 1)
+
+    return walk(None, 0)
+
+
+def _parent(status: Status) -> Path | None:
+    record = status.job.parent_record()
+    return None if record is None else (status.job.root / record["job"]).resolve()
+
+
+def _short(detail: str, most: int = 100) -> str:
+    return detail if len(detail) <= most else detail[: most - 1] + "…"
+
+
+def status(path: Path, *, as_json: bool) -> None:
+    """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log.
+
+    For the folder of several stages of training, prints a line for each.
+    """
+    if jobs := job_state.stages(path):
+        _print_stages(path, jobs, as_json=as_json)
+        return
+    (status,) = job_state.examine([job_state.open_job(path)])
+    skipped = [r for r in jsonl.read(status.job.metrics, "guard") if fits(r, GUARD_RECORD)]
+    if as_json:
+        print(json.dumps(_facts(status) | {"bad_steps": skipped}))
+        return
+    print("\n".join(_report(status)))
+    if skipped:
+        last, plural = skipped[-1], "s" if len(skipped) > 1 else ""
+        how = f"the last is step {last['step']} ({last['why']}, {last['action']})"
+        print(f"guard       skipped {len(skipped)} step{plural}; {how}")
+
+
+def _facts(status: Status) -> dict[str, Any]:
+    files, slurm = status.files, status.slurm
+    return {
+        "job": str(status.job.root),
+        "state": status.state.value,
+        "detail": status.detail,
+        "changed": status.changed,
+        "attempt": files.attempt,
+        "step": files.step,
+        "steps": files.steps,
+        **files.measured(),
+        "seconds_left": status.seconds_left,
+        "parent": status.job.parent_record(),
+        "checkpoint": status.job.newest_checkpoint_name(),
+        "goodput": useful.record() if (useful := goodput(status.job)) is not None else None,
+        "heartbeat": files.heartbeat,
+        "heartbeat_age": files.now - files.heartbeat["time"] if files.heartbeat else None,
+        "acknowledged": files.acknowledged,
+        "ending": files.ending,
+        "slurm": slurm
+        and {"id": slurm.id, "state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes},
+        "slurm_silence": status.slurm_error,
+        "log": status.log_tail,
+    }
+
+
+def _report(status: Status) -> Iterator[str]:
+    files, slurm = status.files, status.slurm
+    yield f"job         {status.job.root}"
+    yield f"state       {status.state}{': ' if status.detail else ''}{status.detail}"
+    if files.step is not None:
+        yield f"step        {_step(status)}{_speed(status)}"
+        yield from _losses(files.measured())
+    if files.heartbeat is not None and files.alive:
+        beat = files.heartbeat
+        age = f"{max(0.0, files.now - beat['time']):.0f} s ago"
+        yield f"heartbeat   {age}, {beat['world_size']} ranks, rank 0 on {beat['node']}"
+    if files.attempt:
+        yield f"attempt     {files.attempt}, started {in_words(files.now - files.started)} ago"
+        if (parent := status.job.parent_record()) is not None:
+            where = os.path.normpath(status.job.root / parent["job"])
+            yield f"parent      {where}@{parent['step']}"
+        yield f"checkpoint  {status.job.newest_checkpoint_name() or 'none'}"
+        if (useful := goodput(status.job)) is not None:
+            yield f"goodput     {useful.describe()}"
+    if slurm is not None:
+        where = f" on {slurm.nodes}" if slurm.nodes else ""
+        why = f" ({slurm.reason})" if slurm.reason else ""
+        yield f"slurm       job {slurm.id}: {slurm.state}{where}{why}"
+    elif status.slurm_error:
+        yield f"slurm       no response: {status.slurm_error}"
+    if files.ending is not None and not status.alive and status.state is not State.DONE:
+        yield "ending      " + "\n            ".join(files.ending["reason"].splitlines())
+    for i, line in enumerate(status.log_tail):
+        yield f"{'' if i else 'log':<12}{line}"
+
+
+def _step(status: Status) -> str:
+    files = status.files
+    if files.step is None:
+        return "-"
+    return f"{files.step} of {files.steps}" if files.steps else str(files.step)
+
+
+def _speed(status: Status) -> str:
+    rate, left = status.files.measured()["tokens_per_second"], status.seconds_left
+    fast = f", {rate:,.0f} tokens/s" if rate is not None else ""
+    return fast + (f", {in_words(left)} left" if left is not None else "")
+
+
+def _losses(measured: dict[str, float | None]) -> Iterator[str]:
+    """Yield lines with the newest losses and the number of tokens trained on, if recorded."""
+    loss, validation, tokens = (measured[name] for name in ("loss", "eval_loss", "tokens"))
+    if loss is not None and tokens is not None:
+        yield f"loss        {loss:.4f} after {tokens:,} tokens"
+    if validation is not None:
+        yield f"validation  {validation:.4f}"

@@ -1,0 +1,1 @@
+"""Slurm: job scripts, submissions and queries."""

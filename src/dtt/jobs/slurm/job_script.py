@@ -1,0 +1,340 @@
+"""Rendering of the job script from typed parameters, and its submission with sbatch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, assert_never
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.reading import read_text
+from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
+from dtt.jobs.slurm import squeue
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TEMPLATE = Path(__file__).with_name("job.sh.j2")
+PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9_./-]*"
+PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
+
+NSYS_REPORT = '"$_dtt_job/logs/nsys-$_dtt_tag-%h-%p"'
+
+MAX_STALLED_ATTEMPTS = 3
+"""Consecutive attempts without a new checkpoint after which a job gives up."""
+DEFAULT_LEAD = 120
+LONGEST_LEAD = 65_535  # seconds; the maximum of `sbatch --signal`
+
+# Keywords of bash that open or close a construct at the start of a line.
+RESERVED = frozenset(
+    "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
+)
+
+NO_ANSWER = re.compile(r"timed out|Zero Bytes|Transport endpoint|Unexpected message", re.IGNORECASE)
+"""Messages of sbatch after which it is unknown whether the controller processed the request."""
+LONGEST_WAIT = 600
+"""Maximum time in seconds that sbatch may have waited for an answer."""
+CLOCKS_DIFFER = 60
+"""Maximum difference in seconds between the clock of Slurm's controller and the local one."""
+
+Kind = Literal["train", "tokenize", "other"]
+
+
+class Unanswered(EnvironmentUnfit):
+    """Raised for a submission when it is unknown whether Slurm accepted it."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A Slurm array: one task per trial."""
+
+    trials: tuple[Path, ...]
+    """Job directories, relative to the working directory."""
+    cap: int | None = None
+    """Maximum number of tasks that run at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The parameters of a job script, which determine its text completely."""
+
+    job_name: str
+    """Slurm's name of the job; each `/` is replaced by `.`."""
+    job: Path
+    """Job directory, relative to `directory`; for an array the folder of the sweep."""
+    directory: Path
+    """Absolute working directory, from which the job is submitted."""
+    argv: tuple[str, ...]
+    """Arguments of dtt; for `train` without the job directory, which the script appends."""
+    kind: Kind
+    launch: LaunchConfig
+    lead: int = DEFAULT_LEAD
+    """Seconds before the time limit at which the job is asked to save and stop."""
+    array: Array | None = None
+    stages: tuple[Path, ...] = ()
+    """Job directories of all stages of training, in order, if the job trains several."""
+    code: bool = False
+    """True if the job runs the copy of dtt in `code/` of its directory."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(PLAIN_NAME, self.job_name):
+            raise ConfigError(
+                f"{self.job_name!r} is not a valid name of a Slurm job",
+                why="allowed are letters, digits and _ . / -",
+                next="set name=ANOTHER",
+            )
+        folders = [self.job, *self.stages, *(self.array.trials if self.array else ())]
+        invalid = [f for f in folders if not re.fullmatch(PLAIN_PATH, str(f))]
+        if invalid:
+            raise ConfigError(
+                f"{str(invalid[0])!r} is not a valid directory of a Slurm job",
+                why="allowed are letters, digits and _ . / + = @ , -",
+                next="submit from a parent folder, with another name",
+            )
+        texts = [str(self.directory), *self.argv]
+        if any(re.search(r"[\x00-\x1f\x7f-\x9f]", text) for text in texts):
+            raise ConfigError(
+                "paths and arguments of a Slurm job cannot contain control characters",
+                where=shlex.join(texts),
+                next="submit from another folder, or with other arguments",
+            )
+        container = isinstance(self.launch.container, ApptainerConfig)
+        if container and re.search("[:,]", str(self.directory)):
+            raise ConfigError(
+                "this working directory cannot be bind-mounted into a container",
+                where=self.directory,
+                why="`:` and `,` separate options of apptainer",
+                next="submit from another folder",
+            )
+        if self.array is not None and self.launch.continuation == "singleton":
+            raise ConfigError(
+                "launch.continuation=singleton does not support arrays",
+                next="set launch.continuation=requeue",
+            )
+
+    @property
+    def trained(self) -> Path:
+        """The directory of the training job: `job`, or for a pipeline the directory next to it."""
+        if self.argv[0] != "pipeline":
+            return self.job
+        return self.job.with_name(self.job.name.removesuffix("-pipeline"))
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of the job."""
+        return 1 if self.kind == "other" else self.launch.nodes
+
+    @property
+    def tasks_per_node(self) -> int:
+        """The number of tasks that Slurm starts on a node: one torchrun, or every process."""
+        one = self.kind == "other" or (self.kind == "train" and self.launch.start == "torchrun")
+        return 1 if one else self.launch.processes
+
+
+def render(script: Script) -> str:
+    """Return the text of the job script.
+
+    Raises InputError if the template cannot be read, ConfigError if the user's own template fails.
+    """
+    custom = script.launch.template
+    path = custom or TEMPLATE
+    try:
+        return str(_template(path.read_text(encoding="utf-8")).render(_variables(script)))
+    except OSError as error:
+        raise InputError(
+            f"cannot read the template {path}", why=error.strerror, next="set launch.template=FILE"
+        ) from None
+    except Exception as error:  # the expressions of a user's template can raise anything
+        if custom is None:
+            raise
+        raise ConfigError(
+            f"cannot render {path}",
+            why=str(error) or type(error).__name__,
+            next="see the variables listed in docs/slurm.md",
+        ) from None
+
+
+@cache
+def _template(text: str) -> Template:
+    """Compile a template in which an undefined name is an error and `| q` quotes for bash."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(q=_quoted, shell_line=shell_line)
+    return environment.from_string(text)
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def shell_line(line: str) -> str:
+    """Return a user's set-up line, isolated so that it cannot change the script's syntax.
+
+    Lines with an unmatched quote, `fi` or `}` would. Simple lines are returned as they are; all
+    others are quoted and passed to `eval`.
+    """
+    words = line.split()
+    simple = re.fullmatch(r"[A-Za-z0-9_./+=:@, -]+", line) and words
+    return line.strip() if simple and words[0] not in RESERVED else f"eval {shlex.quote(line)}"
+
+
+def _variables(script: Script) -> dict[str, Any]:
+    """Return the variables that a template may use."""
+    launch = script.launch
+    folder = script.job / "logs"
+    stem = "%x-%A_%a" if script.array else "%x-%j"
+    return {
+        "job_name": script.job_name.replace("/", "."),
+        "job": script.job,
+        "trained": script.trained,
+        "script": JobDir(script.job).script,
+        "again": _resume_command(script),
+        "log": folder / f"{stem}.log",
+        "directory": script.directory,
+        "argv": script.argv,
+        "kind": script.kind,
+        "launch": launch,
+        "lead": script.lead,
+        "max_stalled_attempts": MAX_STALLED_ATTEMPTS,
+        "watched": launch.lead_seconds is None and script.argv[0] in ("train", "pipeline"),
+        "array": script.array,
+        "stages": script.stages,
+        "code": script.directory / script.job / "code" if script.code else None,
+        "nodes": script.nodes,
+        "tasks_per_node": script.tasks_per_node,
+        "resources": list(_resources(launch)),
+        "starter": " \\\n            ".join(_launcher(script)),
+        "container": launch.container.type,
+        "container_options": list(_container_options(script)),
+        "profiler": f"nsys profile --output={NSYS_REPORT} " if launch.nsys else "",
+    }
+
+
+def _resume_command(script: Script) -> str:
+    """Return the command that resumes the job; for an array, the one for a single trial."""
+    if script.array is not None:
+        return f"dtt sweep retry {script.job.name}"
+    return f"sbatch {JobDir(script.job).script}"
+
+
+def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
+    """Return the options of sbatch with their values; unset ones use the cluster's defaults."""
+    values = {
+        "gpus-per-node": launch.gpus_per_node if launch.gpus else None,
+        "cpus-per-task": launch.cpus_per_task,
+        "mem": launch.mem,
+        "time": launch.time,
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "exclude": launch.exclude,
+    }
+    return ((option, value) for option, value in values.items() if value is not None)
+
+
+def _launcher(script: Script) -> Iterator[str]:
+    """Yield the parts of the command that starts tasks on all nodes."""
+    launch = script.launch
+    if script.kind == "tokenize" and launch.mpi == "mpirun":
+        yield f"mpirun -n {script.nodes * script.tasks_per_node}"
+        return
+    yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
+    # Since Slurm 22.05, srun no longer inherits --cpus-per-task from sbatch.
+    if launch.cpus_per_task is not None:
+        yield f"--cpus-per-task={launch.cpus_per_task}"
+    if script.kind == "tokenize" and launch.mpi is not None:
+        yield f"--mpi={launch.mpi}"
+    if script.kind == "train":
+        # Let each rank write how it ended instead of killing all at the first failure, but end the
+        # step 60 s after the first rank has ended: ranks of a lost node never end.
+        yield "--kill-on-bad-exit=0 --wait=60"
+
+
+def _container_options(script: Script) -> Iterator[str]:
+    container = script.launch.container
+    match container:
+        case NoContainer():
+            pass
+        case ApptainerConfig():
+            yield from (f"--bind={bind}" for bind in container.binds)
+            yield from container.options
+            yield str(container.image)
+        case PyxisConfig():
+            if container.image is not None:
+                directory = f"{script.directory}:{script.directory}"
+                yield f"--container-image={container.image}"
+                yield f"--container-mounts={','.join([directory, *container.binds])}"
+            elif container.binds:
+                yield f"--container-mounts={','.join(container.binds)}"
+            yield from container.options
+        case _:
+            assert_never(container)
+
+
+def lead(job: JobDir, launch: LaunchConfig) -> int:
+    """Return the seconds before the time limit at which the job is asked to stop.
+
+    This is `lead_seconds`, or a value that the job derived from its measured step and save times,
+    at most half of the time limit.
+    """
+    if launch.lead_seconds is not None:
+        return min(launch.lead_seconds, LONGEST_LEAD)
+    recorded = (read_text(job.lead) or "").strip()
+    seconds = int(recorded) if re.fullmatch(r"[0-9]{1,9}", recorded) else DEFAULT_LEAD
+    if launch.time_limit is not None:
+        seconds = min(seconds, max(1, launch.time_limit // 2))
+    return min(seconds, LONGEST_LEAD)
+
+
+def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
+    """Submit a job script from the current folder; return the job id.
+
+    Raises EnvironmentUnfit with the message of sbatch if Slurm refuses the job, and Unanswered if
+    it is unknown whether Slurm accepted it.
+    """
+    if shutil.which("sbatch") is None:
+        raise EnvironmentUnfit(
+            "sbatch is not installed", next="submit from a login node, or run the command itself"
+        )
+    argv = ["sbatch", "--parsable", *options, str(script), *arguments]
+    started = time.time()
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and NO_ANSWER.search(done.stderr):
+        return _accepted(script.absolute(), started - CLOCKS_DIFFER, done.stderr.strip())
+    if done.returncode != 0:
+        raise EnvironmentUnfit(
+            "Slurm rejected the job",
+            where=script,
+            why=done.stderr.strip() or f"sbatch exited with {done.returncode}",
+            next="fix the `launch` section, then submit again",
+        )
+    return done.stdout.strip().partition(";")[0]
+
+
+def _accepted(script: Path, since: float, message: str) -> str:
+    """Return the id of a job that Slurm accepted although sbatch received no answer.
+
+    Raises Unanswered if the queue does not show the job either.
+    """
+    for seconds in (1, 3, 6):
+        time.sleep(seconds)
+        if found := squeue.of_script(script, since):
+            return found[-1]
+    raise Unanswered(
+        "it is unknown whether Slurm accepted the job",
+        where=script,
+        why=message,
+        next=f"run dtt job status {script.parent} when Slurm answers again; nothing was removed",
+    )

@@ -1,0 +1,175 @@
+"""Queries about Slurm jobs with squeue and, where there is accounting, sacct; and scancel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dtt.base.errors import EnvironmentUnfit
+
+QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+RUNNING = frozenset(
+    "COMPLETING CONFIGURING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED".split()  # noqa: SIM905
+)
+
+SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%V|%S|%e|%r")
+SACCT = (
+    "sacct", "--noheader", "--allocations", "--duplicates", "--parsable2",
+    "--format=JobID,State,NodeList,Submit,Start,End,Reason",
+)  # fmt: skip
+TIMEOUT = 60
+"""Timeout in seconds; squeue takes about 20 s to fail when the controller is down."""
+
+
+SUSPENDED = frozenset({"STOPPED", "SUSPENDED"})
+"""States of a job that has nodes but whose processes are stopped."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job as recorded by Slurm."""
+
+    id: str
+    state: str
+    """Slurm's job state: PENDING, RUNNING, CANCELLED, …."""
+    nodes: str
+    """Node list such as `n[1-2]`; empty if the job has no nodes."""
+    reason: str
+    """Slurm's reason why the job waits or has ended; empty if there is none."""
+    since: float
+    """Unix time of the event that led to the state: submission or requeue of a queued job, start of
+    a running job, end of a finished one. 0 if Slurm does not report it."""
+    before: str = ""
+    """Final state of the previous run, if Slurm itself requeued the job; needs accounting."""
+
+    @property
+    def queued(self) -> bool:
+        """True if the job waits in the queue."""
+        return self.state in QUEUED
+
+    @property
+    def running(self) -> bool:
+        """True if the job has nodes."""
+        return self.state in RUNNING
+
+    @property
+    def suspended(self) -> bool:
+        """True if the job's processes are stopped until Slurm resumes them."""
+        return self.state in SUSPENDED
+
+    @property
+    def withdrawn(self) -> bool:
+        """True if the job was cancelled before it had nodes."""
+        return self.state == "CANCELLED" and not self.nodes
+
+    @property
+    def live(self) -> bool:
+        """True if the job is queued or running."""
+        return self.queued or self.running
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Slurm's answer to a query about jobs."""
+
+    jobs: dict[str, SlurmJob]
+    """Jobs by id, without those that Slurm does not know (any more)."""
+    error: str | None = None
+    """Reason why Slurm did not respond; None if it did."""
+
+
+def ask(ids: Collection[str]) -> Answer:
+    """Look up jobs by id (`17`, or `17_3` for a task of an array)."""
+    if not ids:
+        return Answer({})
+    listed = f"--jobs={','.join(sorted(ids))}"
+    code, out, error = _run([*SQUEUE, listed])
+    # squeue fails with "Invalid job id" if asked about a single job that it has forgotten.
+    if code != 0 and "Invalid job id" not in error:
+        return Answer({}, error=error or f"squeue exited with {code}")
+    try:
+        jobs = _parse(out)
+    except ValueError:
+        return Answer({}, error="unexpected output of squeue")
+    # Accounting knows jobs that the controller has forgotten, and how runs before a requeue ended.
+    if any(id not in jobs or jobs[id].queued for id in ids):
+        _, out, _ = _run([*SACCT, listed])
+        try:
+            past = _parse(out)
+        except ValueError:  # unusable output of sacct: the jobs' own files must suffice
+            past = {}
+        for id, job in past.items():
+            jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
+    return Answer(jobs)
+
+
+def of_script(script: Path, since: float) -> list[str] | None:
+    """Return the ids of live jobs that run `script` and were submitted after the time `since`.
+
+    `since` is a Unix time. Returns None if Slurm does not respond. This finds submissions that
+    sbatch itself could not confirm.
+    """
+    code, out, _ = _run(["squeue", "--noheader", "--me", "--format=%F|%V|%o"])
+    rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
+    found = {id for id, when, path in rows if path == str(script) and float(when) >= since}
+    return sorted(found, key=int) if code == 0 else None
+
+
+def cancel(id: str) -> None:
+    """Cancel a queued or running job; EnvironmentUnfit with Slurm's message if it cannot."""
+    code, _, error = _run(["scancel", id])
+    if code != 0:
+        raise EnvironmentUnfit(f"cannot cancel job {id}", why=error or f"scancel: {code}")
+
+
+def _ended_before(last: SlurmJob) -> str:
+    """Return the final state of the previous run from the last accounting row of a queued job."""
+    return last.before if last.live else last.state
+
+
+def _run(argv: list[str]) -> tuple[int, str, str]:
+    """Return a command's exit code, its output, and the last line of its error output."""
+    if shutil.which(argv[0]) is None:
+        return 127, "", f"{argv[0]} is not installed"
+    env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # Unix time is independent of the time zone
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, env=env, check=False, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
+    lines = done.stderr.strip().splitlines()
+    return done.returncode, done.stdout, lines[-1] if lines else ""
+
+
+def _parse(out: str) -> dict[str, SlurmJob]:
+    """Return the last row of each job; `before` is the state of the row before it."""
+    jobs: dict[str, SlurmJob] = {}
+    for line in out.splitlines():
+        id, state, nodes, submit, start, end, reason = line.split("|", 6)
+        state = state.split()[0]  # "CANCELLED by 1000"
+        when = submit if state in QUEUED else start if state in RUNNING else end
+        jobs[id] = SlurmJob(
+            id=id,
+            state=state,
+            nodes="" if nodes == "None assigned" else nodes,
+            reason="" if reason == "None" else reason,
+            since=float(when) if when.isdigit() else 0.0,
+            before=jobs[id].state if id in jobs else "",
+        )
+    return jobs
+
+
+def current(ids: Iterable[str], answer: Answer) -> SlurmJob | None:
+    """Return the current one of a job's submissions, whose ids are given oldest first.
+
+    That is the running one, else the queued one, else the last. A running one takes precedence over
+    a queued one, which may be its successor.
+    """
+    known = [answer.jobs[id] for id in ids if id in answer.jobs]
+    rank = {job.id: (job.running, job.queued, i) for i, job in enumerate(known)}
+    return max(known, key=lambda job: rank[job.id], default=None)

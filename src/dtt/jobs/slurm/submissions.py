@@ -1,0 +1,140 @@
+"""Submission of jobs to Slurm, and the record of it in each job directory."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
+from dtt.base.files import append, remove, write_atomically
+from dtt.base.reading import Kind, fits, read_small, tolerant
+from dtt.base.secrets import redacted
+from dtt.jobs.job_files import SUBMISSION, tail
+from dtt.jobs.slurm import job_script, squeue
+from dtt.jobs.slurm.job_script import Script
+
+UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, type(None))}
+"""Fields of the record of a submission that sbatch did not answer."""
+
+
+def submit(script: Script) -> str:
+    """Write the job script and submit it; return the job id, for an array that of all tasks."""
+    folder = JobDir(script.job)
+    folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
+    write_atomically(folder.script, job_script.render(script))
+    folder.script.chmod(0o755)
+    jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
+
+    def record(id: str | None) -> None:
+        for task, job in enumerate(jobs):
+            argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
+            _record(job, id, argv, script.directory, task if script.array else None, folder.script)
+
+    with _requests_removed(jobs), _unanswered_recorded(record):
+        id = job_script.submit(folder.script)
+    record(id)
+    return id
+
+
+def submit_again(job: JobDir) -> str:
+    """Submit a job's existing script again, from its original folder; return the job id."""
+    argv, directory = _last(job)
+
+    def record(id: str | None) -> None:
+        _record(job, id, argv, directory, None, job.script)
+
+    with _requests_removed([job]), _unanswered_recorded(record):
+        id = job_script.submit(job.script, *([f"--chdir={directory}"] if directory else []))
+    record(id)
+    return id
+
+
+def find_unanswered(job: JobDir) -> list[str]:
+    """Return Slurm's ids of the newest submission if sbatch returned none and Slurm has accepted
+    it."""
+    records = list(tail(job.submissions, SUBMISSION))
+    newest = records[-1] if records else {}
+    if newest.get("job_id") is not None or not fits(newest, UNANSWERED):
+        return []
+    earliest = newest["time"] - job_script.LONGEST_WAIT
+    found = squeue.of_script(Path(newest["script"]), earliest)
+    task = "" if newest["task"] is None else f"_{newest['task']}"
+    return [f"{id}{task}" for id in found or []]
+
+
+def argv(job: JobDir) -> list[str]:
+    """Return the arguments of dtt with which a job runs."""
+    return _last(job)[0]
+
+
+def directory(job: JobDir) -> Path:
+    """Return the folder to which these arguments are relative."""
+    return _last(job)[1] or Path.cwd()
+
+
+def _last(job: JobDir) -> tuple[list[str], Path | None]:
+    """Return arguments and working directory of the newest submission that recorded them."""
+    # Successors, which the job script records, have no `argv`.
+    known = tail(job.submissions, SUBMISSION)
+    started = [record for record in known if fits(record, {"argv": list, "directory": str})]
+    if not started:  # never submitted: only trained without Slurm
+        return ["train", str(job.root)], None
+    return [str(argument) for argument in started[-1]["argv"]], Path(started[-1]["directory"])
+
+
+def _record(
+    job: JobDir,
+    id: str | None,
+    argv: Sequence[str],
+    directory: Path | None,
+    task: int | None,
+    script: Path,
+) -> None:
+    """Append a record of a submission.
+
+    `id` is None if sbatch did not answer. `task` is the index of a task of an array, else None.
+    """
+    record: dict[str, object] = {
+        "time": int(time.time()),
+        "job_id": id if id is None or task is None else f"{id}_{task}",
+        "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
+        "argv": list(argv),
+        "directory": str(directory or Path.cwd()),
+    }
+    if id is None:  # `find_unanswered` finds the job by these
+        record |= {"script": str(script.absolute()), "task": task}
+    append(job.submissions, json.dumps(record) + "\n")
+
+
+@contextmanager
+def _unanswered_recorded(record: Callable[[str | None], None]) -> Iterator[None]:
+    """Record a submission that Slurm may have accepted although sbatch received no answer."""
+    try:
+        yield
+    except job_script.Unanswered:
+        record(None)
+        raise
+
+
+@contextmanager
+def _requests_removed(jobs: Sequence[JobDir]) -> Iterator[None]:
+    """Remove requests that no process received; restore them if Slurm refuses the jobs."""
+    paths = [path for job in jobs for path in (job.stop, job.save) if path.exists()]
+    removed = {path: tolerant(path, read_small) or b"" for path in paths}
+    for path in removed:
+        remove(path)
+    try:
+        yield
+    except job_script.Unanswered:
+        # Slurm may have accepted the job, which must not receive old requests.
+        raise
+    except DttError:
+        for path, text in removed.items():
+            write_atomically(path, text)
+        raise

@@ -1,0 +1,248 @@
+"""Requests to a running job to save, to save and stop, or to profile: signals and trigger files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base import launcher
+from dtt.base.errors import DttError, PeerLost, Preempted
+from dtt.base.files import remove, write_atomically
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.base.reading import read_small, retrying, waiting_for_space
+
+if TYPE_CHECKING:  # torch is slow to import, and signals must be handled before
+    from dtt.mesh.dist import World
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+SECONDS_BETWEEN_CHECKS = 0.2
+"""Seconds between checks of the trigger files: each check may be a request to a file server."""
+
+
+class Request(IntEnum):
+    """The action to take after the current step; the largest request of any rank wins."""
+
+    NONE = 0
+    PROFILE = 1
+    SAVE = 2
+    STOP = 3
+    FAILED = 4
+    """A save in the background has failed on some rank."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The requests that all ranks have agreed on after a step."""
+
+    request: Request
+    end: int
+    """Step that the time limit ends the run with; 0: no change."""
+    uncompiled: bool
+    """True if compilation has failed on any rank."""
+    profile_kind: str
+    """Kind of profile that a PROFILE request named; empty: as configured."""
+
+
+class Requests:
+    """Requests received by this rank; `agreed` makes all ranks act on them after the same step.
+
+    From construction on, stop signals only set a flag: steps, evaluation and saving finish first.
+    A SIGINT after any other request ends the process at once. Before the first step there is
+    nothing to save: between `act_at_once` and `defer`, any stop signal ends the process.
+    """
+
+    def __init__(self) -> None:
+        """Install the signal handlers."""
+        self.reason = ""
+        """Signal, or author, of the stop request; empty without one."""
+        self._job: JobDir | None = None
+        self._checked = 0.0
+        """Time of the last check of the trigger files."""
+        self.failing = False
+        """True once this rank ends with an error: nothing waits for space on a disk any more."""
+        self.refusal: DttError | None = None
+        """Error that prevents this rank from starting. Rank 0 reports it for all ranks, and the
+        launcher ends the others."""
+        self._wakeup: int | None = None
+        """Write end of a pipe that receives the number of every signal, during start-up."""
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup the run outlives its terminal
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    def act_at_once(self, ranks: Ranks) -> None:
+        """Let stop signals end the process, until `defer`.
+
+        A thread acts on them, because Python's signal handlers run in the main thread between two
+        bytecodes: in a rendezvous, or while a library is loaded, that may take minutes.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._act, args=(reader, ranks), daemon=True)
+        thread.start()
+
+    def defer(self) -> None:
+        """Let stop signals only set the flag, which the training loop checks from now on."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            writer, self._wakeup = self._wakeup, None
+            os.close(writer)
+
+    def _act(self, reader: int, ranks: Ranks) -> None:
+        """Read signals from the pipe until it is closed; end the process at the first stop."""
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in STOP_SIGNALS and self._wakeup is not None:
+                    name = signal.Signals(number[0]).name
+                    error = self.refusal or _ended_early(name, ranks)
+                    launcher.end(error, silent=not ranks.first)
+
+    def watch(self, job: JobDir) -> None:
+        """Also check the trigger files of `job`: `control/stop`, `save` and `profile`."""
+        self._job = job
+
+    def agreed(
+        self,
+        world: World,
+        step: int,
+        failed: bool = False,
+        end: int = 0,
+        uncompiled: bool = False,
+    ) -> Agreed:
+        """Return the action that all ranks take after `step`; all ranks call it together.
+
+        `failed` is True if this rank's last save has failed. The same all-reduce shares two more
+        values: `end`, the step that rank 0 proposes to end the run with (0: no change; other ranks
+        pass 0), and `uncompiled`, True if this rank has failed to compile.
+        """
+        own = Request.FAILED if failed else self._own_request(world)
+        largest, end, any_uncompiled = world.agree_all(own, end, uncompiled)
+        request, profile_kind = Request(largest), ""
+        if request is Request.STOP:  # the highest rank with a reason broadcasts it
+            self.reason = world.from_rank(
+                self.reason, world.agree(world.rank if self.reason else 0)
+            )
+        if request is Request.PROFILE:
+            profile_kind = world.from_first(_lines(self._job, "profile")[1:] or [""])[0]
+        if world.first and request in (Request.PROFILE, Request.SAVE, Request.STOP):
+            self._acknowledge(request, step)
+        return Agreed(request, end, bool(any_uncompiled), profile_kind)
+
+    def stop_wanted(self, world: World) -> bool:
+        """Return True if any rank has a request to stop; all ranks call it together.
+
+        For long operations, such as an evaluation, that should end early.
+        """
+        return world.agree(self._own_request(world)) >= Request.STOP
+
+    def note_failure(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Note that an exception ends the run; an exit callback for an ExitStack."""
+        self.failing = kind is not None
+
+    def stop_asked_here(self) -> bool:
+        """Return True if this rank has to stop, by a request or an error; asks no other rank."""
+        requested = bool(self.reason) or (self._job is not None and self._job.stop.exists())
+        return requested or self.failing
+
+    def _own_request(self, world: World) -> Request:
+        if self.reason:
+            return Request.STOP
+        now = time.monotonic()
+        if not world.first or self._job is None or now - self._checked < SECONDS_BETWEEN_CHECKS:
+            return Request.NONE
+        self._checked = now
+        if self._job.stop.exists():
+            self.reason = _lines(self._job, "stop")[0]
+            return Request.STOP
+        if self._job.save.exists():
+            return Request.SAVE
+        return Request.PROFILE if self._job.profile.exists() else Request.NONE
+
+    def _acknowledge(self, request: Request, step: int) -> None:
+        """Log the request and acknowledge it in a file; remove the trigger of a save or profile."""
+        if self._job is None:
+            return
+        name = request.name.lower()
+        by = self.reason or _lines(self._job, name)[0]
+        log.info("asked to %s by %s, after step %d", name, by, step)
+        record = {"request": name, "by": by, "step": step, "time": time.time()}
+        try:
+            with waiting_for_space(None):  # the steps must not wait for this file
+                write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+        except OSError as error:
+            log.warning("the request could not be acknowledged: %s", error)
+        if request == Request.SAVE:
+            _remove_trigger(self._job.save)
+        if request == Request.PROFILE:
+            _remove_trigger(self._job.profile)
+
+    def forget(self, world: World) -> None:
+        """Remove the trigger files, once all is saved: they are not meant for the next attempt.
+
+        If `control/stop` was written in the meantime, its author becomes the author of the stop: a
+        user who does so overrides a job script, after whose request the job would continue.
+        """
+        if world.first and self._job is not None:
+            if self.reason and self._job.stop.exists():
+                self.reason = _lines(self._job, "stop")[0]
+            for trigger in (self._job.stop, self._job.save, self._job.profile):
+                _remove_trigger(trigger)
+
+
+def _remove_trigger(trigger: Path) -> None:
+    """Remove a trigger file, or a folder that somebody created in its place."""
+    try:
+        retrying(lambda: remove(trigger))
+    except OSError as error:
+        log.warning("a trigger file could not be removed: %s", error)
+
+
+def _ended_early(name: str, ranks: Ranks) -> DttError:
+    """Return the error for a rank that received the signal `name` before its first step.
+
+    torchrun forwards the signals that it receives; only SIGTERM may be its own, after a rank has
+    failed. If a user's SIGTERM has ended another rank before this one checks, the stop is taken
+    for a failure: the job then resumes although it need not, which does less harm than the reverse.
+    """
+    if name == "SIGTERM" and launcher.sibling_ended(ranks):
+        return PeerLost(
+            "another rank on this node has ended before the first step",
+            why=f"torchrun sent {name} to the others",
+            next="see its own message above; then run the same command again",
+        )
+    return Preempted(
+        "stopped before the first step of this attempt, there was nothing to save",
+        why=name,
+        next="run the same command again",
+    )
+
+
+def _lines(job: JobDir | None, name: str) -> list[str]:
+    """Return the lines of a trigger file: who asked and why, then details such as a profile kind.
+
+    An empty or missing file counts as one with its own name, `control/NAME`, in its first line.
+    """
+    if job is None:
+        return [f"control/{name}"]
+    try:
+        text = read_small(job.root / "control" / name).decode(errors="replace")
+    except (OSError, ValueError):
+        text = ""
+    first, *others = text.splitlines() or [""]
+    return [first if first.strip() else f"control/{name}", *others]

@@ -1,0 +1,211 @@
+"""Results and progress of the trials of a sweep, from each trial's own metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, stdev
+from typing import Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import fingerprint
+from dtt.base.errors import InputError
+from dtt.config.explain import scalar
+from dtt.config.load import load_job
+from dtt.jobs import job_state
+from dtt.jobs.job_state import State, Status
+from dtt.jobs.sweep_trials import Sweep
+from dtt.track import jsonl
+from dtt.track.plot import Curve
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """The aggregated result of trials that differ only in their seed."""
+
+    values: dict[str, Any]
+    """Values of the swept keys, without the seed."""
+    trials: tuple[str, ...]
+    done: tuple[str, ...]
+    """Trials that finished successfully and measured the metric; only they count."""
+    mean: float | None
+    """Mean of the metric; None if no trial counts."""
+    error: float | None
+    """Standard error of the mean; None for fewer than two trials."""
+
+
+@dataclass(frozen=True)
+class TrialProgress:
+    """The progress of a trial."""
+
+    trial: str
+    values: dict[str, Any]
+    state: State
+    alive: bool
+    """True if the trial is running."""
+    queued: bool
+    """True if the trial waits in Slurm's queue."""
+    slurm: str | None
+    """Slurm's job id, if Slurm knows the trial."""
+    step: int | None
+    """Last step with a record in metrics.jsonl; None before the first."""
+    steps: int
+    """Total number of steps of the run."""
+    metric: float | None
+    """Newest value of the metric; None before the first."""
+    error: str | None
+    """Description of a failure, in one line; None if there was none."""
+    code: int
+    """Exit code of the last attempt; 0 if there is none."""
+
+    @property
+    def active(self) -> bool:
+        """True if the trial is running or queued."""
+        return self.alive or self.queued
+
+
+def progress(sweep: Sweep) -> list[TrialProgress]:
+    """Return every trial's progress, from its own files and, if inconclusive, from Slurm."""
+    statuses = job_state.examine([sweep.job(trial) for trial in sweep.manifest.trials])
+    return [
+        _progress(sweep, trial, status)
+        for trial, status in zip(sweep.manifest.trials, statuses, strict=True)
+    ]
+
+
+def _progress(sweep: Sweep, trial: str, status: Status) -> TrialProgress:
+    job, state = status.job, status.state
+    attempt, active = job.attempt(), status.alive or status.queued
+    if attempt == 0 and job.stop.exists() and not active:
+        state = State.CANCELLED  # before its first attempt
+    ending = job.exit_record(attempt) if attempt else None
+    no_failure = active or state in (State.NEW, State.DONE, State.CANCELLED)
+    points = measured(job, sweep.manifest.metric)
+    return TrialProgress(
+        trial=trial,
+        values=sweep.manifest.trials[trial].values,
+        state=state,
+        alive=status.alive,
+        queued=status.queued,
+        slurm=status.slurm.id if status.slurm else None,
+        step=job.last_step(),
+        steps=load_job(job.root).train.steps,
+        metric=points[-1][1] if points else None,
+        error=None if no_failure else _error(status, ending),
+        code=ending["code"] if ending else 0,
+    )
+
+
+def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
+    """Return why the last attempt ended; if unrecorded, the status and the log's last line."""
+    if ending is not None:
+        return str(ending["reason"]).splitlines()[0]
+    return "; ".join([text for text in (status.detail, *status.log_tail[-1:]) if text]) or None
+
+
+def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
+    """Return every finite `(step, value)` of a metric such as `eval.loss`."""
+    kind, field = metric.split(".")
+    return [
+        (record["step"], record[field])
+        for record in jsonl.read(job.metrics, kind)
+        if isinstance(record.get(field), int | float) and math.isfinite(record[field])
+    ]
+
+
+def table(sweep: Sweep) -> list[ResultRow]:
+    """Return the rows, best first; rows without a finished trial come last."""
+    done = {one.trial for one in progress(sweep) if one.state == State.DONE}
+    groups: dict[str, list[str]] = {}
+    for trial, record in sweep.manifest.trials.items():
+        groups.setdefault(fingerprint(_without_seed(record.values)), []).append(trial)
+    rows = [_row(sweep, trials, done) for trials in groups.values()]
+    sign = 1 if sweep.manifest.goal == "min" else -1
+    return sorted(rows, key=lambda row: math.inf if row.mean is None else sign * row.mean)
+
+
+def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "seed"}
+
+
+def _row(sweep: Sweep, trials: Sequence[str], done: Set[str]) -> ResultRow:
+    last: dict[str, float] = {}
+    for trial in trials:
+        values = measured(sweep.job(trial), sweep.manifest.metric) if trial in done else []
+        if values:
+            last[trial] = values[-1][1]
+    error = stdev(last.values()) / math.sqrt(len(last)) if len(last) > 1 else None
+    return ResultRow(
+        values=_without_seed(sweep.manifest.trials[trials[0]].values),
+        trials=tuple(trials),
+        done=tuple(last),
+        mean=fmean(last.values()) if last else None,
+        error=error,
+    )
+
+
+def varied(sweep: Sweep) -> list[str]:
+    """Return the swept keys except the seed, which are the columns of the results."""
+    return [key for key in sweep.manifest.keys if key != "seed"]
+
+
+def cells(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return the values of these keys, each as one line of YAML."""
+    return [scalar(values[key]) for key in keys]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def against(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> list[Curve]:
+    """Return the metric as a function of a key: a curve for each combination of the other keys.
+
+    Raises InputError if no trial has finished.
+    """
+    others = [other for other in varied(sweep) if other != key]
+    points = [row for row in rows if row.mean is not None]
+    if not points:
+        raise InputError(
+            f"there is nothing to plot in {sweep.root}",
+            why=f"no finished trial has measured {sweep.manifest.metric}",
+            next=f"dtt sweep status {sweep.root}",
+        )
+    # Within a curve, sort numbers numerically, followed by strings alphabetically.
+    points.sort(
+        key=lambda r: (label(r.values, others), not _is_number(r.values[key]), _order(r, key))
+    )
+    return [
+        Curve(
+            label=name,
+            x=[row.values[key] if _is_number(row.values[key]) else scalar(row.values[key])
+               for row in curve],
+            y=[row.mean for row in curve if row.mean is not None],
+            error=[row.error or 0.0 for row in curve],
+        )
+        for name, group in groupby(points, key=lambda row: label(row.values, others))
+        if (curve := list(group))
+    ]  # fmt: skip
+
+
+def label(values: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return the values of these keys in one line: `optim.lr=0.001, model.dim=64`."""
+    return ", ".join(f"{key}={cell}" for key, cell in zip(keys, cells(values, keys), strict=True))
+
+
+def _order(row: ResultRow, key: str) -> Any:
+    value = row.values[key]
+    return value if _is_number(value) else scalar(value)
+
+
+def histories(sweep: Sweep, metric: str) -> list[Curve]:
+    """Return a metric over the steps: a curve for each trial that has measured it."""
+    curves = []
+    for trial, record in sweep.manifest.trials.items():
+        points = measured(sweep.job(trial), metric)
+        if points:
+            name = label(record.values, list(record.values))
+            curves.append(Curve(name, [step for step, _ in points], [value for _, value in points]))
+    return curves

@@ -1,0 +1,265 @@
+"""`dtt job …`: control, resume and delete jobs, and print their logs."""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from dtt.artifacts.jobdir import ANSWER, JobDir
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.base.files import exclusive, remove, write_atomically
+from dtt.base.log import log
+from dtt.base.reading import read_record
+from dtt.config.profile import Kind
+from dtt.jobs import job_state
+from dtt.jobs.job_files import newest_log, requester
+from dtt.jobs.job_state import State, Status
+from dtt.jobs.slurm import squeue, submissions
+from dtt.jobs.sweep_trials import SweepManifest
+from dtt.launch.submit import confirmed
+
+POLL_SECONDS = 0.1
+ACKNOWLEDGED = {
+    "stop": "the job saves and stops",
+    "save": "the job saves and continues",
+    "profile": "the job profiles its next steps, into profiles/",
+}
+"""Action of a job after it acknowledged a request, by request."""
+
+
+def stop(path: Path, *, yes: bool, wait: float) -> None:
+    """Ask a running training job to save and stop.
+
+    Cancels a queued job (with `yes`), and a running job of another command, because it handles no
+    requests; raises EnvironmentUnfit if the state of such a job is unknown. A suspended training
+    job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
+    acknowledgement.
+    """
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
+    command = submissions.argv(job)[0]
+    if status.queued and status.slurm is not None:
+        _cancel(status, status.slurm.id, yes=yes)
+    elif status.alive and status.slurm is not None and command != "train":
+        print(f"dtt {command} cannot save and stop on request; finished work is kept")
+        squeue.cancel(status.slurm.id)
+        print(f"cancelled Slurm job {status.slurm.id}")
+    elif command == "train" and status.state in (State.SUSPENDED, State.UNKNOWN):
+        _request(status, "stop")
+        print(f"{job.root} is {status.state}: {status.detail}")
+        print("the request remains: the job saves and stops as soon as it runs")
+    elif status.state is State.UNKNOWN:
+        raise EnvironmentUnfit(
+            f"the state of {job.root} is unknown",
+            why=status.detail,
+            next=f"run dtt job stop {job.root} again when Slurm responds",
+        )
+    elif status.alive:
+        _ask(status, "stop", wait)
+    else:
+        print(f"nothing to stop: {job.root} is {status.state}")
+
+
+def _cancel(status: Status, id: str, *, yes: bool) -> None:
+    if not yes:
+        raise ConfigError(
+            f"{status.job.root} is not running: it is {status.state} as Slurm job {id}",
+            why=status.detail,
+            next=f"cancel it with dtt job stop {status.job.root} -y, or scancel {id}",
+        )
+    squeue.cancel(id)
+    print(f"cancelled Slurm job {id}")
+
+
+def save(path: Path, *, wait: float) -> None:
+    """Ask a running training job for a checkpoint; raise ConfigError if it does not run."""
+    _ask(_training(path, "save"), "save", wait)
+
+
+def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
+    """Ask a running training job to profile its next steps.
+
+    Raises ConfigError if it does not run. `kind` is the profiler; None: as configured.
+    """
+    _ask(_training(path, "profile"), "profile", wait, kind or "")
+
+
+def _training(path: Path, what: str) -> Status:
+    """Return the state of a running training job; raise ConfigError if it does not train now."""
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
+    if not status.alive:
+        raise ConfigError(
+            f"{job.root} is not running: it is {status.state}", why=status.detail or None
+        )
+    if (command := submissions.argv(job)[0]) != "train":
+        raise ConfigError(f"cannot {what} {job.root}: it runs dtt {command}")
+    return status
+
+
+def _ask(
+    status: Status, what: Literal["stop", "save", "profile"], wait: float, more: str = ""
+) -> None:
+    """Write the trigger file of a request, and wait until the job acknowledges it or ends.
+
+    `more` is the second line of the trigger file. Raises DttError if there is no answer within
+    `wait` seconds.
+    """
+    job, before = status.job, _answer(status.job)
+    trigger = _request(status, what, more)
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        answer = _answer(job)
+        if (
+            answer is not None
+            and answer["request"] == what
+            and (answer != before or status.state is State.STOPPING)
+        ):
+            print(f"acknowledged at step {answer['step']}: {ACKNOWLEDGED[what]}")
+            if what == "stop" and answer["by"].startswith("slurm:"):
+                print(f"it was already stopping ({answer['by']}); now it will not resume by itself")
+            return
+        if job.exit_record(job.attempt()) is not None and status.files.ending is None:
+            (ended,) = job_state.examine([job])
+            print(f"{job.root} has ended: it is {ended.state}. {ended.detail}".rstrip())
+            return
+        time.sleep(POLL_SECONDS)
+    raise DttError(
+        f"{job.root} did not acknowledge the request within {wait:.0f} s",
+        where=trigger,
+        why=f"it was {status.state}{', ' if status.detail else ''}{status.detail}; "
+        "the request remains: the job reads it after its start, evaluation or current step",
+        next=_unacknowledged_hint(status),
+    )
+
+
+def _request(status: Status, what: Literal["stop", "save", "profile"], more: str = "") -> Path:
+    """Write the trigger file of a request, with `more` as its second line; return its path."""
+    job = status.job
+    trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
+    # Keep the name of the first requester. A request from Slurm is replaced, because a job that
+    # stops for Slurm is submitted again and resumes, which a user's request must prevent.
+    if not trigger.exists() or requester(trigger).startswith("slurm:"):
+        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
+    return trigger
+
+
+def _answer(job: JobDir) -> dict[str, Any] | None:
+    return read_record(job.acknowledged, ANSWER)
+
+
+def _unacknowledged_hint(status: Status) -> str:
+    hint = f"dtt job status {status.job.root} shows whether it is running"
+    if status.slurm is not None:
+        return (
+            f"{hint}; scancel {status.slurm.id} ends it after SIGTERM, on which it may still save"
+        )
+    return hint
+
+
+def rm(path: Path, *, yes: bool) -> None:
+    """Delete a job directory; raise ConfigError if the job is or may be running or queued."""
+    job = job_state.open_job(path)
+    if SweepManifest.exists(job.root.parent):
+        raise ConfigError(
+            f"{job.root} is a trial of the sweep {job.root.parent}",
+            why="the results of a sweep need all of its trials",
+            next=f"rm -r {job.root.parent} deletes the sweep; check dtt sweep status first",
+        )
+    (status,) = job_state.examine([job])
+    status.check_idle()
+    if status.state is State.UNKNOWN:
+        raise ConfigError(
+            f"{job.root} may be running or queued", why=status.detail, next="try again later"
+        )
+    folder = job.root.resolve()  # it may be a link to another disk
+    size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
+    steps = len(list(job.checkpoints.glob("step-*")))
+    what = f"{job.root}: {status.state}, {steps} checkpoints, {size:.2f} GB"
+    asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
+    if not yes and not (asks and confirmed(f"delete {what}?")):
+        raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {job.root} -y")
+    with exclusive(folder, "dtt"):
+        # Rename first: the rest of an interrupted deletion must not be mistaken for a job.
+        aside = folder.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(aside)
+    if job.root.is_symlink():
+        job.root.unlink()
+    shutil.rmtree(aside)
+    print(f"deleted {what}")
+
+
+def resume(path: Path) -> None:
+    """Submit a stopped job's script again; without Slurm, print the command that resumes it.
+
+    A stage that was submitted with the others resumes by the script of all stages.
+    """
+    job = job_state.open_job(path)
+    (status,) = job_state.examine([job])
+    if status.state is State.DONE:
+        raise ConfigError(f"{job.root} is done", next="start a new job with name=ANOTHER")
+    status.check_idle()
+    whole = JobDir(job.root.parent)  # its script trains all stages
+    if job.stage_record() is not None and whole.script.is_file():
+        job_state.examine([whole])[0].check_idle()
+        job = whole
+    if job.script.is_file() and shutil.which("sbatch") is not None:
+        print(f"submitted  {submissions.submit_again(job)}")
+        return
+    # Requests that arrived after the last attempt ended are not meant for the next attempt.
+    for trigger in (job.stop, job.save, job.profile):
+        remove(trigger)
+    argv = submissions.argv(job)
+    folder = submissions.directory(job)
+    elsewhere = folder.is_dir() and folder != Path.cwd()  # no folder if the project was moved
+    there = f"cd {shlex.quote(str(folder))} && " if elsewhere else ""
+    if SweepManifest.exists(job.root.parent):
+        there, argv = "", ["sweep", "retry", str(job.root.parent), job.root.name]
+    print(there + shlex.join(["dtt", *argv]))
+
+
+def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
+    """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
+    job = job_state.open_job(path)
+    newest = newest_log(job, node)
+    if newest is None:
+        there = sorted(p.name[7:-4] for p in job.logs.glob("latest-*.log"))
+        raise InputError(
+            f"no log{f' of node {node}' if node else ''} in {job.logs}",
+            next=f"use --node {' or '.join(there)}"
+            if there
+            else "only Slurm jobs and sweeps have logs",
+        )
+    log.info("%s", newest.resolve())
+    _print_log(newest, lines, lambda: newest_log(job, node), follow=follow)
+
+
+def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:
+    """Print the last lines of a log; with `follow`, print new lines until interrupted.
+
+    When `newest` returns another file, because a new attempt started, continues with that one.
+    """
+    file = path.open(encoding="utf-8", errors="replace")
+    try:
+        print("".join(deque(file, maxlen=lines)), end="", flush=True)
+        shown = path.resolve()
+        while follow:
+            print(file.read(), end="", flush=True)
+            now = newest()
+            if now is not None and now.resolve() != shown:  # another attempt has started
+                print(file.read(), end="")
+                file.close()
+                file, shown = now.open(encoding="utf-8", errors="replace"), now.resolve()
+                log.info("%s", shown)
+            else:
+                time.sleep(POLL_SECONDS)
+    finally:
+        file.close()

@@ -1,2 +1,0 @@
-"""The state of jobs, derived from their files and from Slurm.
-May import: config, runtime."""

@@ -1,0 +1,324 @@
+"""`dtt pipeline`: run every step in order, each as the command that a user would type.
+
+The steps are download, tokenize, train and export. A configuration with stages of training has
+several steps of each kind but the last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, assert_never
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CorpusManifest, TokensManifest
+from dtt.base import local
+from dtt.base.errors import ConfigError, ExitCode
+from dtt.base.log import log
+from dtt.config import source
+from dtt.config.run import RunConfig
+from dtt.jobs.stages import done, report_shadowed
+from dtt.report import run as report
+from dtt.track.summary import RunSummary, summarize
+from dtt.train.run import find_job, find_stages
+
+MAX_TOKENIZE_PROCESSES = 8
+Command = Literal["download", "tokenize", "train", "export"]
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A training run of the pipeline: the only one, or a stage of training."""
+
+    cfg: RunConfig
+    job: JobDir
+    stage: str | None
+    options: tuple[str, ...]
+    """Arguments that select its configuration."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the pipeline, for one of its runs."""
+
+    command: Command
+    run: PipelineRun
+
+    @property
+    def title(self) -> str:
+        """The name of the step in messages."""
+        named = self.run.stage is not None and self.command != "export"
+        return f"{self.command} {self.run.stage}" if named else self.command
+
+    def argv(self) -> list[str]:
+        """Return its command line. Call it when the step is next: it checks the disk."""
+        cfg, options = self.run.cfg, self.run.options
+        match self.command:
+            case "download":
+                return local.dtt_argv("download", *options)
+            case "tokenize":
+                return tokenize_argv(cfg, options)
+            case "train":
+                return train_argv(cfg, options)
+            case "export":
+                return local.dtt_argv("export", str(cfg.job_dir))
+            case _:
+                assert_never(self.command)
+
+
+def run(
+    config: str | None,
+    overrides: Sequence[str],
+    dataset: str | None,
+    *,
+    redo_from: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Run download, tokenize, train and export, and print a summary.
+
+    Each step skips work that is done already; stages of training that are done are skipped without
+    starting a process. The jobs of the stage `redo_from` and of the later ones are renamed before.
+    With `as_json`, only the summary goes to stdout. If a step fails, exits with its exit code.
+    """
+    arguments = [f"download.dataset={dataset}"] if dataset else []
+    arguments += overrides
+    if config is None and not arguments:
+        raise _no_dataset()
+    options = ((*("-c", config),) if config else ()) + tuple(arguments)
+    runs, waiting = find_runs(config, arguments, options, redo_from)
+    for one in waiting:
+        missing = one.cfg.download.dataset is None and one.cfg.reads_corpus
+        if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
+            raise _no_dataset(one.stage)
+    start = time.monotonic()
+    run_steps([*steps(waiting), Step("export", runs[-1])], as_json=as_json, redo=redo_from)
+    seconds = time.monotonic() - start
+    last = runs[-1].job
+    folder = last.root if runs[-1].stage is None else last.root.parent
+    page = report.write_at_end([one.job for one in runs], folder)
+    found = summarize(last.metrics)
+    if as_json:
+        print(json.dumps(facts(runs, seconds, page) | found.facts()))
+    else:
+        print(closing_summary(runs, found, seconds, config, page))
+
+
+def _no_dataset(stage: str | None = None) -> ConfigError:
+    return ConfigError(
+        "no dataset is named" + (f" for stage {stage}" if stage else ""),
+        next="use -d python-stdlib, -d FOLDER, -d org/name or -c quickstart"
+        if stage is None
+        else f"set stages.{stage}.download.dataset, or data.tokens=FOLDER",
+    )
+
+
+def find_runs(
+    config: str | None, arguments: Sequence[str], options: tuple[str, ...], redo_from: str | None
+) -> tuple[list[PipelineRun], list[PipelineRun]]:
+    """Return the runs of a configuration in order, and those of them that are not done.
+
+    A configuration without stages has one run; the command `train` itself detects that it is done.
+    """
+    stages = find_stages(config, arguments, redo_from)
+    if not stages:
+        resolved, job = find_job(config, arguments, ())
+        only = PipelineRun(resolved.config, job, None, options)
+        return [only], [only]
+    report_shadowed(stages, arguments)
+    runs = [PipelineRun(s.config, s.job, s.name, (*options, "--stage", s.name)) for s in stages]
+    finals = done(stages)
+    for one, final in zip(runs, finals, strict=True):
+        if final is not None:
+            log.info("stage %s is done: %s", one.stage, final.reference)
+    return runs, [one for one, final in zip(runs, finals, strict=True) if final is None]
+
+
+def steps(runs: Sequence[PipelineRun]) -> Iterator[Step]:
+    """Yield the steps that these runs need: the data of all of them, then the training of each.
+
+    So an error in the data of a late stage is reported before hours of training. Runs share corpora
+    and token files.
+    """
+    seen: set[Path] = set()
+    for one in runs:
+        cfg = one.cfg
+        if not cfg.reads_corpus:
+            continue
+        if cfg.download.dataset is not None and cfg.corpus_dir not in seen:
+            yield Step("download", one)
+        if cfg.data.reads_token_files and cfg.tokenize_dir not in seen:
+            yield Step("tokenize", one)
+        seen |= {cfg.corpus_dir, cfg.tokenize_dir}
+    yield from (Step("train", one) for one in runs)
+
+
+def run_steps(todo: Sequence[Step], *, as_json: bool, redo: str | None) -> None:
+    """Run each step as a process; exit with the code of the first that fails."""
+    quiet = not log.isEnabledFor(logging.INFO)
+    stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
+    for number, step in enumerate(todo, start=1):
+        job = step.run.job
+        before = job.attempt()
+        code = run_step(step, f"{number}/{len(todo)}", stdout=stdout)
+        if code != ExitCode.DONE:
+            sys.exit(report_stop(step.title, code, job, started=job.attempt() > before, redo=redo))
+
+
+def run_step(step: Step, place: str, *, stdout: IO[str] | int | None = None) -> int:
+    """Print the command of a step and run it as a process; return its exit code.
+
+    `place` is the position of the step among all steps, such as `2/4`.
+    """
+    argv = step.argv()
+    if log.isEnabledFor(logging.INFO):
+        line = f"\n[{place}] {step.title}: {shell_command(argv)}"
+        print(line, file=sys.stderr, flush=True)
+    env = local.without_slurm() if step.command == "tokenize" else None
+    if step.command == "export" and step.run.stage is not None:
+        # The job has all keys; those in the environment set the common part, not this stage.
+        env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
+    return local.run(argv, env, stdout=stdout)
+
+
+def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dict[str, Any]:
+    """Return the paths of all artifacts and the duration, for `--json`."""
+    cfg = runs[-1].cfg
+    stages = [{"name": one.stage, "job": str(one.job.root)} for one in runs if one.stage]
+    return {
+        "name": cfg.name,
+        "seconds": round(seconds, 3),
+        "corpus": str(cfg.corpus_dir),
+        "tokens_folders": [str(source.path) for source in cfg.token_sources],
+        "job": str(cfg.job_dir),
+        "report": page and str(page),
+        "model": str(_export_folder(cfg)),
+    } | ({"stages": stages} if stages else {})
+
+
+def _export_folder(cfg: RunConfig) -> Path:
+    return cfg.export.out or Path("exports") / cfg.name
+
+
+def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
+    """Return the command line of `tokenize`.
+
+    It starts mpirun if that is available, more than one process is wanted, and there is work to do.
+    """
+    argv = local.dtt_argv("tokenize", *options)
+    processes = cfg.pipeline.tokenize_processes or min(local.cores(), MAX_TOKENIZE_PROCESSES)
+    if processes == 1 or TokensManifest.exists(cfg.tokenize_dir):
+        return argv
+    return local.mpi_argv(processes, argv) or argv
+
+
+def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
+    """Return the command line of `train`, under torchrun for more than one process.
+
+    `pipeline.train_processes=0` means one process per GPU, or one on a CPU.
+    """
+    processes = cfg.pipeline.train_processes
+    if processes == 0:
+        import torch
+
+        processes = max(1, torch.cuda.device_count()) if cfg.train.device != "cpu" else 1
+    arguments = ["train", *options]
+    if processes == 1:
+        return local.dtt_argv(*arguments)
+    return local.torchrun_argv(processes, arguments)
+
+
+def shell_command(argv: Sequence[str]) -> str:
+    """Return a command line as a user would type it."""
+    python = shlex.quote(sys.executable)
+    text = shlex.join(argv).replace(f"{python} -m torch.distributed.run", "torchrun")
+    text = text.replace(f"{python} -m dtt.main", "dtt")
+    return text.replace(f"{Path(sys.executable).parent}/", "")
+
+
+def report_stop(
+    step: str,
+    code: int,
+    job: JobDir,
+    *,
+    started: bool,
+    redo: str | None = None,
+    of: str = "pipeline",
+) -> int:
+    """Print where the pipeline, or another command `of` steps, stopped; return the exit code.
+
+    torchrun exits with 1 for every failure, after many log lines. If the step started
+    an attempt, the exit code and the reason are read from the `exit.json` of that attempt.
+    """
+    reason = ""
+    record = job.exit_record(job.attempt())
+    if started and code == ExitCode.BUG and record is not None:
+        code, reason = record["code"], f"\n{record['reason']}"
+    print(f"\nthe {of} stopped in {step}, exit code {code}{reason}", file=sys.stderr)
+    without = " without --redo-from" if redo else ""
+    resume = f"run the same command{without} to resume"
+    if code == ExitCode.DIVERGED:
+        resume = "the same command would diverge again, so change its settings"
+    print(f"finished work is kept; {resume}", file=sys.stderr)
+    return code
+
+
+def closing_summary(
+    runs: Sequence[PipelineRun],
+    summary: RunSummary,
+    seconds: float,
+    config: str | None,
+    page: Path | None,
+) -> str:
+    """Return the closing summary: results, paths of the artifacts, and commands to try next.
+
+    `summary` is that of the last run, and `page` the report of all runs, if it could be written.
+    """
+    cfg = runs[-1].cfg
+    export = _export_folder(cfg)
+    lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
+    lines += [f"  stage            {one.stage}: {one.job.root}" for one in runs if one.stage]
+    if summary.first_eval and summary.last_eval:
+        first, last = summary.first_eval, summary.last_eval
+        lines.append(f"  validation loss  {first['loss']:.3f} -> {last['loss']:.3f}")
+        if first["bits_per_byte"] is not None:
+            bits = f"{first['bits_per_byte']:.3f} -> {last['bits_per_byte']:.3f}"
+            lines.append(f"  bits per byte    {bits}")
+        if "answer_stop_rate" in last:
+            rates = f"{first['answer_stop_rate']:.0%} -> {last['answer_stop_rate']:.0%}"
+            lines.append(f"  answers stop     {rates}")
+    lines.append(f"  trained          {summary.steps} steps, {summary.tokens / 1e6:.2f}M tokens")
+    if summary.tokens_per_second is not None:
+        lines.append(f"  speed            {summary.tokens_per_second:,.0f} tokens/s")
+    for title, text in (("before", summary.first_sample), ("after", summary.last_sample)):
+        if text:
+            lines += ["", f"  a sample {title} training:"]
+            for line in text.splitlines():
+                lines += [f"    | {part}" for part in textwrap.wrap(line, 90) or [""]]
+    prompt = shlex.quote(cfg.train.sample_prompt or "Once")
+    text_only = f"dtt generate {export} -p {prompt}"
+    own_text = f"dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine           # your text"
+    lines += [
+        "",
+        f"  corpus       {cfg.corpus_dir}",
+        *(f"  tokens       {source.path}" for source in cfg.token_sources),
+        f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
+        *([f"  report       {page}  (open it in a browser)"] if page is not None else []),
+        f"  model        {export}  (Hugging Face format, verified with transformers)",
+        "",
+        "Next steps",
+        f"  {f'dtt chat {export}' if cfg.data.type in ('chat', 'preference') else text_only}",
+        f"  dtt train {cfg.job_dir} train.steps={2 * summary.steps} --allow-change train.steps",
+        *([] if runs[-1].stage else [f"  {own_text}"]),
+        "  torchrun --standalone --nproc_per_node 8 -m dtt.main train -c CONFIG   # eight GPUs",
+        "  source env.sh                            # in a cluster's job script, before torchrun",
+    ]
+    return "\n".join(lines)

@@ -1,2 +1,0 @@
-"""Slurm: rendering of job scripts, submission, and queries.
-May import: config, runtime."""

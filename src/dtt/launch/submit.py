@@ -1,0 +1,441 @@
+"""`dtt submit`: create a job directory for a command and submit it as a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import dtt
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError, DttError
+from dtt.base.files import exclusive, write_atomically
+from dtt.config import explain
+from dtt.config.init import InitConfig
+from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs, stage_names
+from dtt.config.run import RunConfig
+from dtt.config.source import Layer, Leaf, is_config
+from dtt.data.epochs import with_epochs_resolved
+from dtt.data.samples import compatibility
+from dtt.data.samples.schedules import resolve as resolve_schedules
+from dtt.evaluate.evaluation import configured
+from dtt.jobs import job_state
+from dtt.jobs.job_paths import enter
+from dtt.jobs.slurm import job_script, submissions
+from dtt.jobs.stages import Stage, done, report_shadowed
+from dtt.launch import checks
+from dtt.launch.job_arguments import changed_keys, eval_options, pairs
+from dtt.train.initial import model_of
+from dtt.train.run import find_job, find_stages
+
+SIGNAL_EARLY = 60
+"""Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
+COMMANDS = ("download", "tokenize", "train", "eval", "export", "pipeline")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A submission that was prepared in memory; nothing is written to disk yet."""
+
+    command: str
+    resolved: Resolved
+    job: JobDir
+    """Job directory of the command: script, logs and configuration are written there."""
+    trained: JobDir
+    """Job directory of the training: `train` creates it and `export` reads it."""
+    script: job_script.Script
+    stages: tuple[Stage, ...] = ()
+    """The stages of training that are not done, if the configuration defines stages."""
+    text: str = ""
+    """The configuration of all stages, which a pipeline reads."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The validated configuration."""
+        return self.resolved.config
+
+
+def run(
+    command: str,
+    config: str | None,
+    arguments: Sequence[str],
+    *,
+    cluster: str | None,
+    allow_change: Sequence[str],
+    dry_run: bool,
+    print_script: bool,
+    yes: bool,
+    as_json: bool,
+    code_copy: bool,
+    redo_from: str | None = None,
+) -> None:
+    """Check a command, show the plan, ask for confirmation at a terminal, and submit.
+
+    Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
+    submits nothing. The jobs of the stage `redo_from` and of the later ones are renamed before.
+    """
+    if redo_from is not None and (dry_run or print_script):
+        raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
+    if print_script and as_json:
+        raise ConfigError("--print-script and --json are mutually exclusive")
+    submission = prepare(
+        command, config, arguments, cluster, allow_change, code_copy=code_copy, redo_from=redo_from
+    )
+    text = job_script.render(submission.script)
+    if print_script:
+        print(text, end="")
+        return
+    checks.raise_all(list(problems(submission, dry_run=dry_run)))
+    print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
+    job_id = None
+    if not dry_run and (yes or confirmed("submit?")):
+        job_id = submit(submission, copy_code=code_copy)
+    elif not dry_run:
+        print("not submitted", file=sys.stderr)
+    if as_json:
+        facts = {"job_id": job_id, "job_dir": str(submission.job.root)}
+        print(json.dumps(facts | {"script": str(submission.job.script)}))
+    elif job_id is not None:
+        print(f"submitted  {job_id}")
+
+
+def prepare(
+    command: str,
+    config: str | None,
+    arguments: Sequence[str],
+    cluster: str | None,
+    allow_change: Sequence[str],
+    *,
+    code_copy: bool,
+    redo_from: str | None = None,
+) -> Submission:
+    """Resolve the configuration, the job directory and the parameters of the job script.
+
+    Raises ConfigError for arguments that the command does not take.
+    """
+    base: str | Layer | None = config
+    if cluster is not None:  # precedence: config, profile, configuration of the job
+        names = [str(profile(cluster).absolute()), *([config] if config else [])]
+        base = {("extends",): Leaf(names, "--cluster")}
+    folders = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    if not folders and stage_names(base, overrides):
+        return _prepare_stages(command, base, overrides, redo_from, code_copy=code_copy)
+    if redo_from is not None:
+        raise ConfigError(f"--redo-from {redo_from}: the configuration defines no stages")
+    match command:
+        case "train":
+            resolved, trained = _job_to_train(config, base, folders, overrides, allow_change)
+            resolved = with_epochs_resolved(resolved)
+            job, argv = trained, ["train"]
+        case "eval" | "export":
+            resolved, trained = _trained_job(command, base, folders, overrides)
+            job = _beside(trained, command)
+            argv = [command, str(trained.root)]
+            changed = changed_keys(command, load_job(trained.root), resolved)
+            argv += ["--watch", *eval_options(changed)] if command == "eval" else pairs(changed)
+        case "download" | "tokenize" | "pipeline":
+            if folders:
+                named = folders[0] if is_config(folders[0]) else "CONFIG"
+                raise ConfigError(
+                    f"cannot understand the argument {folders[0]!r}",
+                    next=f"dtt submit {command} -c {named} KEY=VALUE",
+                )
+            resolved = resolve(base, overrides, model_of=model_of)
+            trained = JobDir(resolved.config.job_dir)
+            job = _beside(trained, command)
+            argv = [command, "-c", str(job.config)]
+        case _:
+            raise ConfigError(
+                f"cannot submit {command!r}",
+                next=f"use one of {', '.join(COMMANDS)}, such as dtt submit train",
+            )
+    script = _script(command, job, argv, resolved.config, code_copy=code_copy)
+    return Submission(command, resolved, job, trained, script)
+
+
+def _script(
+    command: str,
+    job: JobDir,
+    argv: Sequence[str],
+    cfg: RunConfig,
+    stages: Sequence[Stage] = (),
+    *,
+    code_copy: bool,
+) -> job_script.Script:
+    return job_script.Script(
+        job_name=_job_name(job),
+        job=job.root,
+        directory=Path.cwd(),
+        argv=tuple(argv),
+        kind="train" if command == "train" else "tokenize" if command == "tokenize" else "other",
+        launch=cfg.launch,
+        lead=job_script.lead(job, cfg.launch),
+        stages=tuple(stage.job.root for stage in stages),
+        code=code_copy or (job.root / "code").is_dir(),
+    )
+
+
+def _prepare_stages(
+    command: str,
+    base: str | Layer | None,
+    overrides: Sequence[str],
+    redo_from: str | None,
+    *,
+    code_copy: bool,
+) -> Submission:
+    """Return the submission of one Slurm job that trains all stages, one after the other.
+
+    Raises ConfigError if all are done, or if they need different resources.
+    """
+    if command not in ("train", "pipeline"):
+        raise ConfigError(
+            f"cannot submit {command!r} for a configuration with stages",
+            next="dtt submit pipeline downloads and tokenizes for all stages; "
+            "dtt config show --stage NAME prints one stage as a file",
+        )
+    stages = find_stages(base, overrides, redo_from)
+    report_shadowed(stages, overrides)
+    finals = done(stages)
+    waiting = tuple(s for s, final in zip(stages, finals, strict=True) if final is None)
+    whole = JobDir(stages[0].job.root.parent)
+    if command == "train" and not waiting:
+        raise ConfigError(f"all stages of {whole.root} are done", next="dtt export JOB")
+    for stage in waiting[1:]:
+        if stage.config.launch != waiting[0].config.launch:
+            raise ConfigError(
+                f"stages {waiting[0].name} and {stage.name} have different `launch` sections",
+                why="one Slurm job trains all stages",
+                next="write `launch` in the common part, or submit the stages one by one: "
+                f"dtt config show --stage {waiting[0].name} > FILE; dtt submit train -c FILE",
+            )
+    first = (waiting or stages)[0]
+    job = whole if command == "train" else _beside(whole, command)
+    argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
+    script = _script(command, job, argv, first.config, stages, code_copy=code_copy)
+    text = explain.show_stages([(s.config, s.resolved.layer) for s in stages])
+    return Submission(command, first.resolved, job, whole, script, waiting, text)
+
+
+def profile(cluster: str) -> Path:
+    """Return the file of a cluster profile; raise ConfigError if it sets more than `launch`."""
+    path = find(cluster if Path(cluster).is_file() else f"clusters/{cluster}")
+    layer = resolve(path, env={}).layer
+    others = [k for k, leaf in layer.items() if k[0] != "launch" and leaf.origin != "default"]
+    if others:
+        raise ConfigError(
+            f"{path} is not a cluster profile: it sets {', '.join(map('.'.join, others))}",
+            where=layer[others[0]].origin,
+            why="a profile may contain only a `launch` section",
+            next="move the other keys to a config, and pass it with -c",
+        )
+    return path
+
+
+def _beside(trained: JobDir, command: str) -> JobDir:
+    """Return the job directory of another command, next to that of the training."""
+    return JobDir(trained.root.with_name(f"{trained.root.name}-{command}"))
+
+
+def _job_name(job: JobDir) -> str:
+    """Return the Slurm job name: the path below `jobs/`, or else the name of the folder."""
+    below = job.root.is_relative_to("jobs")
+    return str(job.root.relative_to("jobs") if below else job.root.name)
+
+
+def _job_to_train(
+    config: str | None,
+    base: str | Layer | None,
+    folders: Sequence[str],
+    overrides: Sequence[str],
+    allow_change: Sequence[str],
+) -> tuple[Resolved, JobDir]:
+    """Return the job to train, given by its folder or by `base`: `config` on a cluster profile."""
+    if not folders:
+        return find_job(base, overrides, allow_change)
+    # Relative paths of a job, also in its script, start from its home.
+    root, overrides = enter(Path(folders[0]), overrides)
+    resolved, trained = find_job(config, [str(root), *folders[1:], *overrides], allow_change)
+    if base != config:  # a profile changes only the `launch` section
+        resolved = resolve(base, overrides, job_config=trained.config)
+    return resolved, trained
+
+
+def _trained_job(
+    command: str, base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
+) -> tuple[Resolved, JobDir]:
+    """Return the job that a command reads, given by its folder or the config of its training."""
+    if len(folders) > 1 or not (folders or base or overrides):
+        next = f"dtt submit {command} jobs/run"
+        raise ConfigError(f"{command} requires one job directory", next=next)
+    trained = JobDir(Path(folders[0]) if folders else resolve(base, overrides).config.job_dir)
+    load_job(trained.root)  # InputError if it is not a job
+    return resolve(base, overrides, job_config=trained.config), trained
+
+
+def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
+    """Yield every error that would make this submission fail."""
+    command, job, cfg = submission.command, submission.job, submission.config
+    if submission.stages:
+        yield from _stage_problems(submission, dry_run=dry_run)
+        return
+    if job.config.is_file() and (name := load_job(job.root).name) != cfg.name:
+        yield ConfigError(
+            f"{job.root} is the directory of another job, {name}",
+            where=job.config,
+            next="set name=ANOTHER",
+        )
+    trained = submission.trained
+    if command == "eval" and cfg.eval.tasks == load_job(trained.root).eval.tasks:
+        # Files that the job names start from its home, those in arguments from this folder.
+        cfg = cfg.model_copy(update={"eval": configured(str(trained.root), {})})
+    errors = list(checks.problems(command, cfg, trained))
+    yield from errors
+    if command == "train" and not errors and trained.newest_checkpoint_name() is None:
+        yield from checks.caught(
+            lambda: compatibility.check_vocabulary(submission.resolved, trained)
+        )
+    yield from checks.launch_problems(command, cfg)
+    if command in ("train", "pipeline"):  # other commands save no checkpoints
+        yield from checks.time_problems(trained, cfg.launch)
+    if not dry_run:
+        yield from checks.sbatch_problems()
+        [status] = job_state.examine([job])
+        yield from checks.caught(status.check_idle)
+
+
+def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
+    """Yield every error that would make a stage fail at its start."""
+    command, stages = submission.command, submission.stages
+    for stage in stages:
+        cfg = stage.config
+        if stage is not stages[0]:  # its weights are those of the previous stage, which is not done
+            cfg = cfg.model_copy(update={"init": InitConfig()})
+        yield from checks.problems(command, cfg, stage.job)
+    yield from checks.launch_problems(command, submission.config)
+    yield from checks.time_problems(stages[0].job, submission.config.launch)
+    if not dry_run:
+        yield from checks.sbatch_problems()
+        jobs = [submission.job, *(stage.job for stage in stages)]
+        for status in job_state.examine(jobs):
+            yield from checks.caught(status.check_idle)
+
+
+def plan(submission: Submission) -> Iterator[str]:
+    """Yield the lines of the plan that is shown before submission."""
+    cfg, launch, script = submission.config, submission.config.launch, submission.script
+    processes = launch.processes if script.kind != "other" else 1
+    yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
+    gpus = f", {launch.gpus_per_node} GPUs per node" if launch.gpus else ""
+    mpi = "mpirun" if launch.mpi == "mpirun" else "srun"
+    starter = launch.start if script.kind == "train" else mpi
+    yield f"processes  {script.nodes} nodes x {processes}, started by {starter}{gpus}"
+    for stage in submission.stages:
+        yield f"stage      {stage.name}: {_amount(stage.config)}"
+    if submission.command == "train" and not submission.stages:
+        yield f"training   {_amount(cfg)}"
+    limit = "the partition's limit" if launch.time is None else str(launch.time)
+    yield f"time       {limit}; saves {script.lead} s before; then {launch.continuation}"
+    if launch.time_limit is not None and launch.time_limit - script.lead <= SIGNAL_EARLY:
+        yield f"warning    Slurm may send its signal {SIGNAL_EARLY} s early, which leaves no time"
+    where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
+    yield f"where      {', '.join(where) or 'the default partition and account'}"
+    if script.code:
+        yield f"code       the copy in {submission.job.root / 'code'}"
+    yield f"script     {submission.job.script}"
+
+
+def _progress(submission: Submission) -> str:
+    newest = submission.job.newest_checkpoint_name()
+    return f", resumes from {newest}" if newest is not None else ""
+
+
+def _amount(cfg: RunConfig) -> str:
+    paths = [source.path for source in cfg.token_sources]
+    if cfg.train.steps == 0:
+        return f"{cfg.train.epochs:g} epochs of {', '.join(map(str, paths))}"
+    batches, steps = resolve_schedules(cfg.train), cfg.train.steps
+    total = batches.tokens_before(steps)
+    most = "at most " if cfg.train.timed else ""
+    amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
+    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
+        return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"
+    available = TokensManifest.read(paths[0]).counts("train").tokens
+    return f"{amount}, {total / available:.2f} epochs of {paths[0]}"
+
+
+def confirmed(question: str) -> bool:
+    """Ask a yes/no question at a terminal. Return True by default, and without a terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline()  # empty at the end of input, which is not an answer
+    return bool(answer) and answer.strip().lower() in ("", "y", "yes")
+
+
+def submit(submission: Submission, *, copy_code: bool) -> str:
+    """Create the job directory and submit its script to Slurm; return the Slurm job id.
+
+    If Slurm rejects the script, a new job directory is removed, and the configuration of an
+    existing one is restored.
+    """
+    job = submission.job
+    folders = {job.root, *(path.parent for path in _configurations(submission))}
+    new = [folder for folder in folders if not folder.exists()]
+    with exclusive(job.root, "dtt train or dtt submit"), _restored(submission, new):
+        job.write_environment()
+        job.stop.parent.mkdir(exist_ok=True)
+        if copy_code:
+            _copy_code(job.root / "code")
+        return submissions.submit(submission.script)
+
+
+@contextmanager
+def _restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
+    """Write the configurations of a submission; undo it if Slurm rejects the job.
+
+    `new` are the job directories that did not exist before.
+    """
+    texts = _configurations(submission)
+    before = {path: path.read_bytes() if path.exists() else None for path in texts}
+    for stage in submission.stages:
+        stage.create()
+    for path, text in texts.items():
+        write_atomically(path, text)
+    try:
+        yield
+    except job_script.Unanswered:  # the job may be queued and needs its files
+        raise
+    except DttError:
+        for path, content in before.items():
+            if content is None:
+                path.unlink()
+            else:
+                write_atomically(path, content)
+        for root in new:
+            shutil.rmtree(root, ignore_errors=True)
+        raise
+
+
+def _configurations(submission: Submission) -> dict[Path, str]:
+    """Return the text of each configuration file that the Slurm job reads."""
+    if submission.stages and submission.command == "train":
+        return {
+            stage.job.config: explain.show(stage.config, stage.resolved.layer)
+            for stage in submission.stages
+        }
+    text = submission.text or explain.show(submission.config, submission.resolved.layer)
+    return {submission.job.config: text}
+
+
+def _copy_code(folder: Path) -> None:
+    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
+    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)

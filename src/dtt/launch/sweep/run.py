@@ -1,0 +1,332 @@
+"""`dtt sweep submit | status | cancel | retry | results | plot`: run and evaluate sweeps."""
+
+from __future__ import annotations
+
+import csv
+import getpass
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, DttError, ExitCode, InputError
+from dtt.base.files import exclusive, write_atomically
+from dtt.base.log import log
+from dtt.jobs import sweep_results
+from dtt.jobs import sweep_trials as planning
+from dtt.jobs.job_state import State
+from dtt.jobs.slurm import squeue
+from dtt.jobs.sweep_results import TrialProgress
+from dtt.jobs.sweep_trials import DroppedCombination, Sweep, SweepPlan, Trial
+from dtt.launch import checks
+from dtt.launch.checks import raise_all
+from dtt.launch.submit import confirmed, profile
+from dtt.launch.sweep import local_trials, slurm_trials
+from dtt.report import run as report
+from dtt.train.initial import model_of
+
+MAX_DROPPED_SHOWN = 20
+"""Maximum number of dropped combinations that the plan lists; the others are counted."""
+
+
+@dataclass(frozen=True)
+class LaunchMethod:
+    """Launch method of trials: local processes, a Slurm array, or separate Slurm jobs."""
+
+    kind: Literal["local", "array", "separate"]
+    concurrency: int | None
+    """Maximum number of concurrent trials; None: the value of the sweep file. Without that either,
+    local trials run one at a time, and a Slurm array has no limit."""
+
+    @classmethod
+    def from_options(
+        cls, local: int | None, array: bool, separate: bool, cap: int | None
+    ) -> LaunchMethod:
+        """Return the method that the options select; default: a Slurm array, or local processes.
+
+        Raises ConfigError for options that are mutually exclusive.
+        """
+        if (local is not None) + array + separate > 1:
+            raise ConfigError("--local, --array and --separate are mutually exclusive")
+        if local is not None and cap is not None:
+            raise ConfigError("--cap requires Slurm", next=f"use --local {cap}")
+        if separate and cap is not None:
+            raise ConfigError("--cap and --separate are mutually exclusive", next="omit --separate")
+        if local is not None:
+            return cls("local", local)
+        if separate:
+            return cls("separate", None)
+        return cls("array" if array or shutil.which("sbatch") else "local", cap)
+
+
+def submit(
+    file: Path,
+    method: LaunchMethod,
+    *,
+    cluster: str | None,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Plan a sweep, show it, create the job directories, and start the trials that are new."""
+    cluster_profile = None if cluster is None else profile(cluster)
+    plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), method)
+    if not as_json:
+        print("\n".join(_plan_lines(plan)))
+    if dry_run:
+        if as_json:
+            _print_json(_planned(plan))
+        return
+    if method.kind != "local":
+        raise_all(list(checks.sbatch_problems()))
+    if not yes and not confirmed(f"start {len(plan.trials)} trials in {plan.root}?"):
+        print("nothing was started", file=sys.stderr)
+        return
+    new = not plan.root.exists()
+    try:
+        _start(plan.write(), lambda one: one.state == State.NEW, method, as_json=as_json)
+    except DttError:
+        if new and method.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
+            shutil.rmtree(plan.root)  # so that a corrected file need not match it
+        raise
+
+
+def retry(name: str, chosen: list[str], method: LaunchMethod, *, as_json: bool) -> None:
+    """Restart trials that are neither done nor active; each resumes from its checkpoint.
+
+    `chosen` names trials; none: all.
+    """
+    sweep = planning.find(name)
+    ids = sweep.chosen(chosen)
+    # A trial in state UNKNOWN may be queued, since Slurm did not answer. It is only restarted if
+    # the user names it.
+    settled = (State.DONE,) if chosen else (State.DONE, State.UNKNOWN)
+    _start(
+        sweep,
+        lambda one: one.trial in ids and not one.active and one.state not in settled,
+        method,
+        as_json=as_json,
+    )
+
+
+def _start(
+    sweep: Sweep, wanted: Callable[[TrialProgress], bool], method: LaunchMethod, *, as_json: bool
+) -> None:
+    """Start the trials that are `wanted`, and print the progress of the sweep.
+
+    Waits for local trials, then exits with the first nonzero exit code among them, or with 0.
+    """
+    with exclusive(sweep.root, "trials of this sweep"):
+        before = sweep_results.progress(sweep)
+        ids = [one.trial for one in before if wanted(one)]
+        left = Counter(one.state for one in before if one.trial not in ids)
+        for state, number in left.items():
+            log.info("%s: %d %s, not started", sweep.root, number, state)
+        jobs = [sweep.job(trial) for trial in ids]
+        if jobs:
+            _run_or_submit(sweep, jobs, method)
+    after = sweep_results.progress(sweep)
+    _print_progress(sweep, after, as_json=as_json)
+    if method.kind == "local":
+        trials = [sweep.job(one.trial) for one in after]
+        if (page := report.write_at_end(trials, sweep.root, sweep)) is not None:
+            log.info("report: %s", page)
+        sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
+
+
+def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], method: LaunchMethod) -> None:
+    concurrency = method.concurrency or sweep.manifest.concurrency
+    match method.kind:
+        case "local":
+            for job in jobs:
+                job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
+            local_trials.run(jobs, concurrency or 1, local_trials.visible_gpus())
+        case "array":
+            slurm_trials.submit(sweep, jobs, concurrency)
+        case "separate":
+            slurm_trials.submit_each(jobs)
+
+
+def status(name: str, *, as_json: bool) -> None:
+    """Print the state of every trial, according to its job files."""
+    sweep = planning.find(name)
+    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
+
+
+def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
+    """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
+    sweep = planning.find(name)
+    ids = sweep.chosen(chosen)
+    may_start = (State.NEW, State.UNKNOWN)
+    active = [
+        one
+        for one in sweep_results.progress(sweep)
+        if one.trial in ids and (one.active or one.state in may_start)
+    ]
+    for one in active:
+        job = sweep.job(one.trial)
+        # Written for queued trials, too: if one starts after all, it finds the request and stops.
+        write_atomically(job.stop, f"{getpass.getuser()}: dtt sweep cancel\n")
+        if one.queued and (id := one.slurm) is not None:
+            # Without --state=PENDING, which would cancel every pending task of the array.
+            for error in checks.caught(lambda: squeue.cancel(id)):
+                log.warning("%s", error)
+    log.info("%s: requested %d trials to stop", sweep.root, len(active))
+    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
+
+
+def results(name: str, *, as_csv: bool, as_json: bool) -> None:
+    """Print the mean metric of each combination over its seeds, best first."""
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json are mutually exclusive")
+    sweep = planning.find(name)
+    rows = sweep_results.table(sweep)
+    keys, metric = sweep_results.varied(sweep), sweep.manifest.metric
+    if as_json:
+        _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
+                     "rows": [asdict(row) for row in rows]})  # fmt: skip
+        return
+    head = [*keys, metric, "error", "n", "trials"]
+    number = _exact if as_csv else _number
+    lines = [
+        [
+            *sweep_results.cells(row.values, keys),
+            number(row.mean),
+            number(row.error),
+            str(len(row.done)),
+            " ".join(row.trials),
+        ]
+        for row in rows
+    ]
+    if as_csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
+    else:
+        print("\n".join(columns([head, *lines])))
+
+
+def plot(name: str, key: str | None, out: Path | None) -> None:
+    """Plot the metric against each varied key and the curves of all trials, as PNG files.
+
+    With `key`, plots the metric against that key only.
+    """
+    from dtt.track import plot as draw
+
+    sweep = planning.find(name)
+    rows, metric = sweep_results.table(sweep), sweep.manifest.metric
+    keys = sweep_results.varied(sweep)
+    if key is not None and key not in keys:
+        raise InputError(f"{sweep.root} does not vary {key}", next=f"use --key {' or '.join(keys)}")
+    folder = out or sweep.root / "plots"
+    for one in [key] if key else keys:
+        curves = sweep_results.against(sweep, rows, one)
+        figure = draw.figure(
+            curves, one, metric,
+            log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
+            log_y=draw.spread(c.y for c in curves),
+        )  # fmt: skip
+        print(draw.save(figure, folder / f"{one}.png"))
+    for one in [] if key else dict.fromkeys((metric, "train.loss")):
+        curves = sweep_results.histories(sweep, one)
+        figure = draw.figure(
+            curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
+        )
+        print(draw.save(figure, folder / f"curves-{one}.png"))
+
+
+def _drop_invalid(plan: SweepPlan, method: LaunchMethod) -> SweepPlan:
+    """Drop trials whose configuration has errors; raise the errors that all trials share.
+
+    Also raises the errors of the first trial if no trial is left.
+    """
+    errors = {
+        trial.id: {str(error): error for error in _problems(trial, method)} for trial in plan.trials
+    }
+    first, *others = errors.values()
+    raise_all([error for text, error in first.items() if all(text in other for other in others)])
+    dropped = [
+        DroppedCombination(trial.values, next(iter(errors[trial.id])).splitlines()[0])
+        for trial in plan.trials
+        if errors[trial.id]
+    ]
+    trials = tuple(trial for trial in plan.trials if not errors[trial.id])
+    if not trials:
+        raise_all(list(first.values()))
+    return SweepPlan(plan.file, trials, (*plan.dropped, *dropped))
+
+
+def _problems(trial: Trial, method: LaunchMethod) -> Iterator[DttError]:
+    config = trial.resolved.config
+    yield from checks.problems("train", config, JobDir(config.job_dir))
+    if method.kind != "local":
+        yield from checks.launch_problems("train", config)
+        yield from checks.time_problems(JobDir(config.job_dir), config.launch)
+
+
+def _plan_lines(plan: SweepPlan) -> list[str]:
+    keys = plan.file.sweep.keys
+    head = ["trial", *keys]
+    rows = [[trial.id, *sweep_results.cells(trial.values, keys)] for trial in plan.trials]
+    lines = columns([head, *rows])
+    if plan.dropped:
+        lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
+        for one in plan.dropped[:MAX_DROPPED_SHOWN]:
+            lines.append(f"  {sweep_results.label(one.values, list(one.values))}: {one.why}")
+        if len(plan.dropped) > MAX_DROPPED_SHOWN:
+            lines.append(f"  and {len(plan.dropped) - MAX_DROPPED_SHOWN} more; --json lists all")
+    return [*lines, "", f"{len(plan.trials)} trials in {plan.root}"]
+
+
+def _planned(plan: SweepPlan) -> dict[str, Any]:
+    return {
+        "sweep": plan.file.sweep.name,
+        "trials": {trial.id: trial.values for trial in plan.trials},
+        "dropped": [asdict(one) for one in plan.dropped],
+    }
+
+
+def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json: bool) -> None:
+    manifest = sweep.manifest
+    if as_json:
+        listed = [asdict(one) for one in progress]
+        _print_json({"sweep": manifest.name, "metric": manifest.metric, "trials": listed})
+        return
+    rows = [
+        [
+            one.trial,
+            *sweep_results.cells(one.values, manifest.keys),
+            one.state,
+            "" if one.step is None else f"{one.step}/{one.steps}",
+            _number(one.metric),
+            one.error or "",
+        ]
+        for one in progress
+    ]
+    head = ["trial", *manifest.keys, "state", "step", manifest.metric, "error"]
+    print("\n".join(columns([head, *rows])))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=1))

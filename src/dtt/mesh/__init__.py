@@ -1,0 +1,1 @@
+"""Devices, process groups, sharding and collectives, and how a process ends."""

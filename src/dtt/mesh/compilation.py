@@ -1,0 +1,68 @@
+"""torch.compile with a fallback: if compilation fails, the run continues uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dtt.base.log import log
+
+SHAPES = 128
+"""Maximum number of input shapes that one function is compiled for: more than batch-size and
+context-length schedules need. Beyond it (by default 8) torch would run other shapes uncompiled."""
+
+Function = Callable[..., Any]
+
+
+class Compiler:
+    """A compiler of functions; after its first failure, all of them run uncompiled."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        """Reason why compilation failed; empty if it has not."""
+
+    def compiled(self, plain: Function, otherwise: Function | None = None) -> Function:
+        """Return a compiled `plain`, which calls `otherwise` (default: `plain`) after a failure.
+
+        Shapes stay static: each has its own graph. A second shape never makes a graph dynamic, as
+        some kernels (FlexAttention) fail on dynamic shapes.
+        """
+        import torch._functorch.config
+
+        torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
+        # By default the backward graph is compiled in the first backward pass, where it would be
+        # too late to rerun the forward pass uncompiled.
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # noqa: SLF001
+        fast = torch.compile(plain, dynamic=False)
+        slow = otherwise or plain
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            if not self.failure:
+                try:
+                    return fast(*inputs, **named)
+                except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+                    self.failure = _reason(error)
+                    log.warning("training continues uncompiled: %s", self.failure)
+            return slow(*inputs, **named)
+
+        return call
+
+    def follow(self) -> None:
+        """Run uncompiled because another rank cannot compile.
+
+        All ranks should run at the same speed, with the same communication.
+        """
+        if not self.failure:
+            self.failure = "another rank cannot compile"
+            log.info("training continues uncompiled: %s", self.failure)
+
+
+compiler = Compiler()
+"""The compiler that this process uses for blocks, attention kernels and the loss."""
+
+
+def _reason(error: Exception) -> str:
+    """Return the first informative line of the message; dozens of debugging hints follow it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if not line.startswith("backend=")]
+    return (reasons or lines or [type(error).__name__])[0]

@@ -1,0 +1,231 @@
+"""The device and process groups of this rank: NCCL or Gloo for tensors, Gloo for control."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtt.base.errors import DttError, EnvironmentUnfit, PeerLost
+from dtt.base.ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The device of this rank, and its communication with the other ranks."""
+
+    ranks: Ranks
+    device: torch.device
+    control: dist.ProcessGroup | None
+    """Gloo group for small host-side collectives, which never wait for the device; None with one
+    rank."""
+    background: dist.ProcessGroup | None = None
+    """Separate Gloo group for the thread that writes checkpoints."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ranks.size
+
+    @property
+    def first(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.first
+
+    def barrier(self) -> None:
+        """Wait on the host until every rank has reached the barrier."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def agree(self, value: int) -> int:
+        """Return the maximum of `value` over all ranks; a host-side collective."""
+        return self.agree_all(value)[0]
+
+    def agree_all(self, *values: int) -> list[int]:
+        """Return the maximum of each value over all ranks; a host-side collective."""
+        if self.control is None:
+            return list(values)
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return list(map(int, tensor.tolist()))
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` (on this rank's device) over all ranks, in place; return it."""
+        if self.control is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value` in rank order, on every rank; a host-side collective."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def exchange(self, value: T) -> list[T]:
+        """Return every rank's `value` in rank order; for the checkpoint thread."""
+        if self.background is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.background)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """Return rank 0's `value` on every rank."""
+        return self.from_rank(value, 0)
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns on rank 0; raise its DttError or OSError on every rank."""
+        found: list[T] = []
+        error: Exception | None = None
+        if self.first:
+            try:
+                found.append(action())
+            except (DttError, OSError) as raised:
+                error = raised
+        found, error = self.from_first((found, error))
+        if error is not None:
+            raise error
+        return found[0]
+
+    def from_rank(self, value: T, rank: int) -> T:
+        """Return the `value` of rank `rank` on every rank."""
+        if self.control is None:
+            return value
+        box: list[T] = [value]
+        dist.broadcast_object_list(box, src=rank, group=self.control)
+        return box[0]
+
+
+def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30)) -> World:
+    """Choose the device (`auto`, `cpu`, `cuda`) and join the process group of all ranks.
+
+    The rendezvous is at MASTER_ADDR and MASTER_PORT, which torchrun or dtt's job script sets. A
+    collective that takes longer than `timeout` fails.
+    """
+    chosen = choose_device(ranks, device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if ranks.size == 1:
+        return World(ranks, chosen, None)
+    by_srun = (
+        ranks.launcher in ("slurm", "pmi") and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    )
+    if ranks.launcher != "torchrun" and not by_srun:
+        raise EnvironmentUnfit(
+            f"{ranks.launcher} has started {ranks.size} processes without a rendezvous address",
+            next=f"torchrun --standalone --nproc_per_node {ranks.local_size} -m dtt.main …; "
+            "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
+        )
+    on_gpu = chosen.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+    # Writing to a slow disk may take long. A rank that has ended is still noticed immediately.
+    background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    return World(ranks, chosen, control, background)
+
+
+def choose_device(ranks: Ranks, device: str, *, gpus_asked: int = 0) -> torch.device:
+    """Return the device of this rank.
+
+    `auto` uses a GPU if there is one. In a Slurm job that has GPUs, or whose configuration requests
+    `gpus_asked` per node, `auto` never falls back to the CPU: a job that runs there for days is a
+    mistake. Raises EnvironmentUnfit if a GPU is required and torch sees none.
+    """
+    if torch.cuda.is_available() and device != "cpu":
+        return torch.device("cuda", _gpu(ranks))
+    if device == "cuda":
+        raise EnvironmentUnfit(
+            "train.device is cuda, but torch sees no GPU",
+            why=f"torch {torch.__version__}, CUDA build: {torch.version.cuda or 'none'}",
+            next="train.device=cpu, or install a GPU build of torch where there is a GPU",
+        )
+    if device == "auto" and (asked := _gpus_of_job(gpus_asked)):
+        cuda = torch.version.cuda
+        built = f"for CUDA {cuda}: its driver is missing or hidden" if cuda else "for the CPU"
+        raise EnvironmentUnfit(
+            f"this Slurm job has GPUs ({asked}), but torch sees none",
+            where=f"node {socket.gethostname()}",
+            why=f"torch {torch.__version__} is built {built}",
+            next="install a GPU build of torch; in a container, apptainer's --nv; "
+            "or train.device=cpu to train on the CPU anyway",
+        )
+    return torch.device("cpu")
+
+
+def _gpus_of_job(asked: int) -> str:
+    """Return the setting that shows that this Slurm job has GPUs; empty without one."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return ""
+    if (count := os.environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+        return f"SLURM_GPUS_ON_NODE={count}"
+    if indices := os.environ.get("SLURM_JOB_GPUS"):
+        return f"SLURM_JOB_GPUS={indices}"
+    return f"launch.gpus_per_node={asked}" if asked else ""
+
+
+def _gpu(ranks: Ranks) -> int:
+    """Return the index of this rank's GPU: 0 if srun assigned each its own, else the local rank.
+
+    Raises EnvironmentUnfit if this node has more ranks than GPUs.
+    """
+    count = torch.cuda.device_count()
+    if count == 1 and ranks.launcher in ("slurm", "pmi"):
+        return 0
+    if ranks.local_size > count:  # true on every local rank, so rank 0 reports it
+        raise EnvironmentUnfit(
+            f"{ranks.local_size} processes were started here, but there are only {count} GPUs",
+            next=f"torchrun --nproc_per_node {count} …",
+        )
+    return ranks.local_rank
+
+
+def stop() -> None:
+    """Destroy the process group, if there is one and no exception is being handled.
+
+    After a failure on one rank, NCCL would wait here for collectives that the others never join.
+    They notice the failure only when this process has ended, which `process.command` does.
+    """
+    if dist.is_initialized() and sys.exception() is None:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def lost_peers_reported() -> Iterator[None]:
+    """Convert the error of a collective that failed because another rank has ended to PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:  # Gloo raises RuntimeError, NCCL a subclass
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise PeerLost(
+                "another process of this run has ended",
+                why=str(error).splitlines()[0],
+                next="its own message has the reason; run the same command again if there is none",
+            ) from None
+        raise
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Return True if `device` multiplies bf16 in hardware; elsewhere it is emulated and slow."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # torch has no public functions for these.
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # noqa: SLF001

@@ -1,0 +1,262 @@
+"""Layout of tensors over ranks: the ranks that hold a tensor, and the part that each of them holds.
+
+torch's DTensor describes a tensor by its placements on the dimensions of a mesh: sharded (`Shard`)
+or replicated (`Replicate`). `layout_of` converts them to ranks and boxes, and is the only place
+that decides where a plain tensor is: all ranks hold all of it. A tensor that only some ranks hold
+is a DTensor on a mesh of these ranks, and the other ranks do not have it. Checkpoints, gradient
+clipping and Muon ask `layout_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import compress, product
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtt.base.errors import DamagedError
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its offset and shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the part in the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLayout:
+    """The ranks that hold a tensor, and how it is sharded over them."""
+
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Ranks that hold the tensor or a shard of it, in the row-major order of the mesh."""
+    placements: tuple[Any, ...]
+    """Placement on each dimension of the mesh, as in torch's DTensor."""
+
+    def box(self, rank: int) -> Box:
+        """Return the part of the tensor that `rank` holds."""
+        return _box(self.shape, self.placements, self.mesh_shape, self._coordinate(rank))
+
+    @cached_property
+    def boxes(self) -> Mapping[int, Box]:
+        """The part of the tensor that each rank holds, by rank."""
+        return {rank: self.box(rank) for rank in self.ranks}
+
+    @cached_property
+    def replicas(self) -> Mapping[int, tuple[int, ...]]:
+        """The replica of the tensor to which the part of each rank belongs, by rank.
+
+        Ranks with equal values hold one full tensor together.
+        """
+        replicated = [placement.is_replicate() for placement in self.placements]
+        return {rank: tuple(compress(self._coordinate(rank), replicated)) for rank in self.ranks}
+
+    @property
+    def replica_count(self) -> int:
+        """Number of ranks that hold the same part."""
+        dims = zip(self.mesh_shape, self.placements, strict=True)
+        return prod(size for size, placement in dims if placement.is_replicate())
+
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same part as `rank`, including `rank` itself."""
+        if self.replica_count == len(self.ranks):
+            return self.ranks
+        place = zip(self._coordinate(rank), self.mesh_shape, self.placements, strict=True)
+        ranges = [range(size) if p.is_replicate() else (at,) for at, size, p in place]
+        return tuple(self.ranks[_index(at, self.mesh_shape)] for at in product(*ranges))
+
+    @property
+    def largest_fraction(self) -> float:
+        """Fraction of the tensor held by the rank that holds most, 0 to 1."""
+        return max(prod(box.shape) for box in self.boxes.values()) / prod(self.shape)
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinate of `rank` in the mesh."""
+        index, coordinate = self.ranks.index(rank), list[int]()
+        for size in reversed(self.mesh_shape):
+            index, remainder = divmod(index, size)
+            coordinate.insert(0, remainder)
+        return tuple(coordinate)
+
+
+def _index(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the row-major index of `coordinate` in a mesh of shape `sizes`."""
+    index = 0
+    for at, size in zip(coordinate, sizes, strict=True):
+        index = index * size + at
+    return index
+
+
+def layout_of(tensor: Tensor, world_size: int | None = None) -> TensorLayout:
+    """Return the layout of a tensor; all ranks hold all of a plain tensor.
+
+    `world_size` is the number of ranks, that of the process group if it is not given.
+    """
+    if isinstance(tensor, DTensor):
+        return _sharded(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return _replicated(tensor.shape, world_size)
+
+
+@cache
+def _sharded(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> TensorLayout:
+    return TensorLayout(tuple(shape), tuple(mesh.shape), _ranks(mesh), placements)
+
+
+@cache
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+@cache
+def _replicated(shape: torch.Size, world_size: int) -> TensorLayout:
+    return TensorLayout(tuple(shape), (world_size,), tuple(range(world_size)), (Replicate(),))
+
+
+def this_rank() -> int:
+    """Return the rank of this process in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that hold `tensor`; None means all ranks.
+
+    The group is that of the mesh, which must have one dimension unless it has all ranks. It cannot
+    be created here: torch names groups by the number of groups that a rank has, which may differ.
+    """
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == dist.get_world_size():
+        return None
+    group: dist.ProcessGroup = tensor.device_mesh.get_group()
+    return group
+
+
+class LocalShard(NamedTuple):
+    """The part of a tensor that this rank holds."""
+
+    local: Tensor
+    box: Box
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+
+
+class FullTensor(Protocol):
+    """A full tensor, in memory or in files, that can be read by index."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the elements."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """Return a part of the tensor; with (), all of it."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`, sharing its memory; a plain tensor is returned as is."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def local_shard(tensor: Tensor) -> LocalShard:
+    """Return the part of `tensor` that this rank holds."""
+    layout = layout_of(tensor)
+    return LocalShard(local(tensor), layout.box(this_rank()), layout.shape)
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, full: FullTensor) -> None:
+    """Copy this rank's part of `full` into `tensor`.
+
+    Raises DamagedError if their shapes differ, or if only one of them is floating-point.
+    """
+    part = local_shard(tensor)
+    alike = full.dtype.is_floating_point == tensor.dtype.is_floating_point
+    if tuple(full.shape) != part.shape or not alike:
+        raise DamagedError(
+            "the shape or dtype of a checkpoint tensor does not match the model",
+            why=f"it is {list(full.shape)} of {full.dtype}, not {list(part.shape)} of "
+            f"{tensor.dtype}",
+        )
+    part.local.copy_(full[part.box.slices])
+
+
+def _box(
+    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]
+) -> Box:
+    """Return the part at coordinates `place` of a mesh of shape `sizes`.
+
+    Each dimension is split as `torch.chunk` does. FSDP2 splits what tensor parallelism has already
+    split, although its mesh dimension comes first: torch marks such placements as strided.
+    """
+    offset, extent = [0] * len(shape), list(shape)
+    cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    for i in sorted(cuts, key=lambda i: hasattr(placements[i], "split_factor")):
+        dim = placements[i].dim
+        rows = -(-extent[dim] // sizes[i])
+        first = min(rows * place[i], extent[dim])
+        offset[dim] += first
+        extent[dim] = min(rows, extent[dim] - first)
+    return Box(tuple(offset), tuple(extent))
+
+
+def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
+    """Return zeros of `shape`, sharded as `parameter` is in all dimensions that are not 1.
+
+    `shape` has the parameter's size or 1 in each dimension: optimizer states have one number per
+    weight, or one per row.
+    """
+    assert len(shape) == parameter.ndim
+    assert all(n in (1, full) for n, full in zip(shape, parameter.shape, strict=True))
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(tuple(shape), **how)
+    mesh = parameter.device_mesh
+    placements = [p if _shards(p, shape) else Replicate() for p in parameter.placements]
+    box = _box(shape, placements, mesh.shape, mesh.get_coordinate() or ())
+    return from_local(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
+
+
+def _shards(placement: Any, shape: Sequence[int]) -> bool:
+    """Return True if `placement` shards a tensor of `shape`: a dimension of 1 is not split."""
+    return not placement.is_replicate() and shape[placement.dim] > 1
+
+
+def replicated_with(parameter: Tensor, state: Tensor) -> Tensor:
+    """Return `state` as a tensor that the ranks of `parameter` hold, sharing its memory.
+
+    Optimizers keep their step counts as plain tensors, even if not all ranks hold the parameter.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(state, DTensor):
+        return state
+    mesh = parameter.device_mesh
+    return from_local(state, mesh, [Replicate()] * mesh.ndim, state.shape)
+
+
+def from_local(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """Return the DTensor of `shape` from each rank's local part."""
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    tensor: DTensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return tensor

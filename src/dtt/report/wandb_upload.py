@@ -1,0 +1,139 @@
+"""`dtt wandb`: upload the metrics of jobs to Weights & Biases."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, DttError, InputError, StorageError
+from dtt.base.log import log
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+from dtt.config.train import WandbConfig
+from dtt.jobs import job_state
+from dtt.track import jsonl
+from dtt.track.wandb import history_row
+from dtt.track.wandb_history import Row, RunPath, UploadedRun, WandbHistory
+
+
+def upload(
+    paths: Sequence[Path], *, project: str | None, entity: str | None, as_json: bool
+) -> None:
+    """Upload the complete history of each job, and print or log the URLs of the runs.
+
+    The folder of several stages stands for its stages. `project` and `entity` are by default those
+    of the job's tracker. A job that fails does not stop the others; at the end, the first error is
+    raised.
+    """
+    jobs = [JobDir(stage) for path in paths for stage in _stages(path)]
+    results: list[dict[str, Any]] = []
+    errors: list[DttError] = []
+    with TemporaryDirectory(prefix="dtt-wandb-", ignore_cleanup_errors=True) as folder:
+        history = WandbHistory(Path(folder))
+        for job in jobs:
+            try:
+                result = _Upload.of(job, history, project, entity).run(history)
+            except DttError as error:
+                errors.append(error)
+                results.append({"job": str(job.root), "error": str(error)})
+                if len(errors) > 1:  # the first one is reported last
+                    log.error("%s", error)
+            else:
+                results.append({"job": str(job.root), **asdict(result)})
+                log.info("%s", _describe(job, result))
+    if as_json:
+        print(json.dumps(results))
+    if errors:
+        raise errors[0]
+
+
+def _stages(path: Path) -> list[Path]:
+    """Return the folders of the stages of training in a folder; without stages, the folder."""
+    return [job.root for job in job_state.stages(path)] or [path]
+
+
+def _describe(job: JobDir, run: UploadedRun) -> str:
+    if run.sent == 0:
+        return f"{job.root} is up to date, {run.rows} records: {run.url}"
+    all = f" of {run.rows}" if run.sent < run.rows else ""
+    replaced = " to a new run, which replaces the old one" if run.replaced else ""
+    return f"uploaded {run.sent}{all} records of {job.root}{replaced}: {run.url}"
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """The upload of one job."""
+
+    job: JobDir
+    cfg: RunConfig
+    path: RunPath
+
+    @classmethod
+    def of(
+        cls, job: JobDir, history: WandbHistory, project: str | None, entity: str | None
+    ) -> _Upload:
+        """Return the upload of a job; DttError if it has no metrics, or sends them itself."""
+        cfg = load_job(job.root)
+        first = next(jsonl.read(job.metrics, timed=True), None)
+        if first is None:
+            raise InputError(
+                f"{job.root} has no metrics",
+                where=job.metrics,
+                next=f"dtt job status {job.root} shows whether it has started",
+            )
+        trackers = [one for one in cfg.track if isinstance(one, WandbConfig)]
+        default = trackers[0] if trackers else WandbConfig()
+        path = RunPath(
+            entity or default.entity or history.entity,
+            project or default.project,
+            _run_id(job, cfg.name, first),
+        )
+        tracked = [(one.entity or history.entity, one.project) for one in trackers]
+        if path[:2] in tracked and _is_online(job, path.id):
+            raise ConfigError(
+                f"{job.root} is running and sends its metrics to {path.entity}/{path.project}",
+                why="two writers would mix up the history of its run",
+                next="wait until it has ended, or upload to another project with --project",
+            )
+        return cls(job, cfg, path)
+
+    def run(self, history: WandbHistory) -> UploadedRun:
+        """Upload the records."""
+
+        def rows() -> Iterator[Row]:
+            return map(history_row, jsonl.read(self.job.metrics, timed=True))
+
+        return history.upload(self.path, self.cfg.name, self.cfg.model_dump(mode="json"), rows)
+
+
+def _run_id(job: JobDir, name: str, first: dict[str, Any]) -> str:
+    """Return the run id of a job, which its tracker uses, too.
+
+    If the job has none, the id is derived from its name and first record, so that it is the same
+    for a job that was moved or that cannot be written.
+    """
+    content = json.dumps([name, first], sort_keys=True)
+    derived = hashlib.sha256(content.encode()).hexdigest()[:16]
+    try:
+        return job.run_id(derived)
+    except (OSError, StorageError):
+        return derived
+
+
+def _is_online(job: JobDir, run_id: str) -> bool:
+    """Return True if the job is running and its tracker is not offline.
+
+    The client's local folder of each attempt is `run-TIME-ID`, or `offline-run-TIME-ID`.
+    """
+    folders = {path.name.removeprefix("offline-"): path for path in job.root.glob("wandb/*run-*")}
+    own = [name for name in sorted(folders) if name.endswith(f"-{run_id}")]
+    if not own or folders[own[-1]].name.startswith("offline-"):
+        return False
+    [status] = job_state.examine([job])
+    return status.alive

@@ -1,0 +1,392 @@
+"""The wiring of a training run: model, optimizers, data, trackers, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, assert_never
+
+from dtt import __version__
+from dtt.artifacts.manifests import fingerprint
+from dtt.base import malloc
+from dtt.base.errors import ConfigError
+from dtt.base.log import log
+from dtt.config.averaging import parse_averaging
+from dtt.config.objective import DpoConfig, NextTokenConfig
+from dtt.config.run import RunConfig
+from dtt.config.schedule import WsdConfig
+from dtt.jobs.attempt import Attempt
+from dtt.train.dpo_reference import check_reference, write_reference
+from dtt.train.initial import carry_optimizers, initialise_from
+from dtt.train.supervise.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.saver import Saver
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.data.samples.dataset import Dataset
+    from dtt.data.samples.loader import BatchReader
+    from dtt.evaluate.answers import AnswerEvaluator
+    from dtt.evaluate.preference import PreferenceEvaluator
+    from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
+    from dtt.evaluate.validation import Evaluator, Sampler
+    from dtt.mesh.dist import World
+    from dtt.optim.ema import Ema
+    from dtt.train.assemble import Assembled
+    from dtt.train.components import Observers, TrainState
+    from dtt.train.run_plan import RunPlan
+    from dtt.train.step import Objective
+    from dtt.train.supervise.time_budget import TimeBudget
+    from dtt.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The objects from which the components of a trainer are built."""
+
+    cfg: RunConfig
+    plan: RunPlan
+    attempt: Attempt
+    world: World
+    dataset: Dataset
+    watchdog: Watchdog
+    resume: Checkpoint | None
+    source: str | None
+    """The source of the initial weights, as in `init.from`; None for random ones."""
+
+
+def build(
+    cfg: RunConfig,
+    plan: RunPlan,
+    this: Attempt,
+    world: World,
+    dataset: Dataset,
+    watchdog: Watchdog,
+    resume: Checkpoint | None,
+    source: str | None,
+) -> Trainer:
+    """Build the trainer of a run; all ranks call it together.
+
+    `source` is the source of the initial weights, as in `init.from`; on resume it is not used.
+    """
+    from dtt.data.samples.loader import training_batches
+    from dtt.data.samples.reference import with_reference
+    from dtt.train.components import Control, TrainData
+    from dtt.train.run_schedule import RunSchedule
+    from dtt.train.supervise.stop_lead import StopLead
+    from dtt.train.trainer import Trainer
+
+    this.start.end_phase("imports")
+    inputs = Inputs(cfg, plan, this, world, dataset, watchdog, resume, source)
+    state, reader = make_state(inputs)
+    if cfg.objective.type == "dpo":
+        dataset = with_reference(dataset, this.job.reference)
+        inputs = replace(inputs, dataset=dataset)
+    saved_run_id = None if resume is None else resume.position()["run_id"]
+    budget = make_budget(cfg, dataset, this, resume)
+    return Trainer(
+        cfg=cfg,
+        world=world,
+        job=this.job,
+        run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
+        precision=plan.precision,
+        objective=make_objective(cfg, plan),
+        state=state,
+        data=TrainData(dataset, partial(training_batches, dataset, reader)),
+        schedule=RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget),
+        observers=make_observers(inputs, state, reader),
+        control=Control(
+            requests=this.requests,
+            watchdog=watchdog,
+            saver=make_saver(inputs),
+            stop_lead=StopLead(this.job),
+        ),
+    )
+
+
+def make_objective(cfg: RunConfig, plan: RunPlan) -> Objective:
+    """Return the objective of the run."""
+    from dtt.train.dpo import dpo
+    from dtt.train.step import next_token
+
+    match cfg.objective:
+        case NextTokenConfig():
+            return next_token(cfg.train.z_loss)
+        case DpoConfig() as objective:
+            return dpo(objective, contexts=plan.sizes.context)
+        case _:
+            assert_never(cfg.objective)
+
+
+def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
+    """Return the model with its optimizers, its weight average and the anomaly guard.
+
+    Also return the reader of this rank's samples.
+    """
+    from dtt.data.samples.loader import BatchReader
+    from dtt.optim.groups import check_norms
+    from dtt.optim.rounding import StochasticRounding
+    from dtt.train.anomaly_guard import Guard
+    from dtt.train.assemble import assemble, make_optimizers
+    from dtt.train.components import TrainState
+
+    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    startup = inputs.attempt.start
+    if world.device.type == "cpu":
+        malloc.keep()
+    assembled = assemble(cfg, plan, world)
+    reader = BatchReader.of(cfg, assembled.layout.data_rank, plan.sizes.data, world.device)
+    start = initial_weights(inputs, assembled, reader)
+    startup.end_phase("model")
+    rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
+    optimizers = make_optimizers(cfg, plan, assembled, rounding)
+    if inputs.resume is None:
+        check_norms(optimizers, world.gather)
+    if start is not None and cfg.init.optimizer == "carry":
+        carry_optimizers(optimizers, assembled.parameters, start)
+    state = TrainState(
+        layout=assembled.layout,
+        model=assembled.model,
+        module=assembled.module,
+        parameters=assembled.parameters,
+        optimizers=optimizers,
+        guard=Guard(cfg.guard, world, inputs.attempt.job.root),
+        rounding=rounding,
+        ema=make_ema(inputs, assembled),
+    )
+    startup.end_phase("optimizer")
+    return state, reader
+
+
+def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
+    """Return the average of the weights; None if the configuration asks for none."""
+    from dtt.optim.ema import Ema
+    from dtt.optim.schedule import first_steps
+
+    cfg, plan = inputs.cfg, inputs.plan
+    if cfg.train.ema_decay is None:
+        return None
+    average = parse_averaging(cfg.train.ema_decay)
+    tokens_before = inputs.dataset.step_sizes.tokens_before
+    start = first_steps(average.start, plan.steps, tokens_before)
+    return Ema(assembled.parameters, average.decay, start, average.blend)
+
+
+def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -> Checkpoint | None:
+    """Initialise the model of a new job; return the checkpoint that its weights come from, if any.
+
+    With DPO, also compute the log-probabilities of the reference model, or, on resume, check that
+    they are there.
+    """
+    from dtt.model.init import initialize
+
+    cfg, source, start = inputs.cfg, inputs.source, None
+    model, data = assembled.model, (inputs.dataset.tokenizer, inputs.world)
+    reference = cfg.objective.reference if isinstance(cfg.objective, DpoConfig) else None
+    if inputs.resume is not None:
+        if cfg.objective.type == "dpo":
+            check_reference(inputs)
+        return None
+    if reference is not None:
+        checkpoint = initialise_from(reference, model, *data)
+        write_reference(inputs, assembled, reader, reference, checkpoint)
+        initialize(model, cfg.seed, inputs.plan.scaling.base)
+    if source is not None:
+        start = initialise_from(source, model, *data, average=cfg.init.average)
+        if cfg.objective.type == "dpo" and reference is None:
+            write_reference(inputs, assembled, reader, source, start)
+    return start
+
+
+def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Observers:
+    """Return the measurements, the evaluation and the trackers of a run."""
+    from dtt.track.trackers import make_trackers
+    from dtt.train.components import Observers
+    from dtt.train.profiler import Profiler
+    from dtt.train.state import Position, kinds_due
+    from dtt.train.supervise.time_breakdown import TimeBreakdown
+    from dtt.train.throughput import ThroughputMeter
+
+    cfg, plan, attempt, world = inputs.cfg, inputs.plan, inputs.attempt, inputs.world
+    optimizers = list(state.optimizers.values())
+    meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
+    if world.size > 1 and not state.layout.sharded:
+        meter.watch_gradients(state.parameters["embed.weight"])
+    evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
+    tasks = make_tasks(inputs, state)
+    step: int | None = None
+    again: set[str] = set()
+    if inputs.resume is not None:
+        step, position = inputs.resume.step, Position.from_json(inputs.resume.position())
+        has = {"validates": evaluator is not None, "has_tasks": tasks is not None}
+        again = kinds_due(cfg, plan.steps, position, **has)
+    return Observers(
+        trackers=make_trackers(cfg, attempt.job, step, again=again) if world.first else [],
+        meter=meter,
+        profiler=Profiler(cfg.profile, world, attempt.job.profiles, meter, inputs.watchdog),
+        startup=attempt.start,
+        time_breakdown=TimeBreakdown(attempt.start, attempt.clock),
+        evaluator=evaluator,
+        answers=make_answers(cfg, world, inputs.dataset),
+        tasks=tasks,
+        sampler=make_sampler(cfg, inputs.dataset),
+    )
+
+
+def make_saver(inputs: Inputs) -> Saver:
+    """Return the saver, with the facts that the manifest of each checkpoint records."""
+    import torch
+
+    from dtt.checkpoint.saver import Saver
+
+    cfg, attempt = inputs.cfg, inputs.attempt
+    facts = {
+        "config_sha256": fingerprint(cfg.model_dump(mode="json")),
+        "data_key": inputs.dataset.manifest.key,
+        "versions": {"dtt": __version__, "torch": torch.__version__},
+    }
+    stop_asked = attempt.requests.stop_asked_here
+    return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
+
+
+def make_evaluator(
+    cfg: RunConfig, plan: RunPlan, world: World, dataset: Dataset, reader: BatchReader
+) -> Evaluator | PreferenceEvaluator | None:
+    """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
+    from dtt.evaluate.preference import PreferenceEvaluator
+    from dtt.evaluate.validation import Evaluator, held_out
+
+    parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
+    if not parts:
+        log.warning("no validation: the held-out text is shorter than one sequence")
+        return None
+    if cfg.objective.type == "dpo":
+        objective = make_objective(cfg, plan)
+        return PreferenceEvaluator(
+            parts, reader, plan.precision, world, objective, plan.sizes.tensor
+        )
+    return Evaluator(
+        parts, reader, plan.precision, world, plan.sizes.context, dataset.token_bytes()
+    )
+
+
+def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:
+    """Return the evaluator of answers to held-out conversations; None if there are none."""
+    from dtt.evaluate.answers import AnswerEvaluator, first_prompts
+
+    chat, sources = dataset.manifest.chat, [s for s in dataset.validation if s is not None]
+    if chat is None or not cfg.train.eval_answers:
+        return None
+    prompts = first_prompts(sources, cfg.train.eval_answers)
+    if not prompts:
+        return None
+    limit, batch = cfg.train.eval_answer_tokens, cfg.train.micro_batch
+    return AnswerEvaluator(prompts, chat.stop_tokens, limit, batch, world)
+
+
+def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
+    """Return the evaluator of benchmark tasks; None if the configuration names none."""
+    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.evaluate.evaluation import open_evaluation
+    from dtt.evaluate.tasks.encoding import QuestionEncoder
+    from dtt.evaluate.tasks.runner import TaskRunner
+    from dtt.evaluate.tasks.scorer import Generator, Scorer
+    from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
+
+    cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
+    if not cfg.tasks:
+        return None
+    how: dict[str, Any] = {
+        "batch_tokens": cfg.batch_tokens,
+        "multiple": plan.sizes.tensor,
+        "collective": state.layout.sharded,
+    }
+    end = dataset.manifest.end_of_document
+    runner = TaskRunner(
+        Scorer(state.model, world, precision=plan.precision, **how),
+        Generator(state.model, world, **how),
+        QuestionEncoder(
+            open_tokenizer(dataset.tokenizer), end, plan.arch.max_seq_len, cfg.bos, None
+        ),
+        world,
+        until_ids=dataset.manifest.until_ids,
+    )
+    tasks = open_evaluation(cfg, lambda: world).tasks
+    runner.check(tasks)
+    return TaskEvaluator(tasks, runner)
+
+
+def make_budget(
+    cfg: RunConfig, dataset: Dataset, this: Attempt, resume: Checkpoint | None
+) -> TimeBudget | None:
+    """Return the time budget of a run with a time limit, on rank 0; None otherwise.
+
+    Logs when the run will end, and restores the measured speed from the checkpoint.
+    """
+    from dtt.train.supervise.time_budget import TimeBudget
+
+    if this.clock is None or not cfg.train.timed:
+        return None
+    assert isinstance(cfg.schedule, WsdConfig), "the configuration was checked"
+    budget = TimeBudget(
+        cfg.train,
+        cfg.schedule,
+        cfg.checkpoint.every,
+        dataset.step_sizes.tokens_before,
+        dataset.steps,
+        this.clock,
+        cfg.eval.every,
+    )
+    log.info(budget.describe())
+    if resume is not None and (speed := resume.position().get("speed")):
+        budget.restore(speed)
+    return budget
+
+
+def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
+    """Return the sampler of texts during training, or None if `train.sample_tokens` is 0.
+
+    In a run on conversations, it answers `train.sample_prompt` as the message of a user, or the
+    first conversation of the held-out ones.
+    """
+    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.evaluate.answers import first_prompts
+    from dtt.evaluate.validation import Sampler
+
+    train, chat = cfg.train, dataset.manifest.chat
+    if train.sample_tokens == 0:
+        return None
+    tokenizer, end = open_tokenizer(dataset.tokenizer), dataset.manifest.end_of_document
+    if chat is None:
+        encoded = tokenizer.encode(train.sample_prompt, add_special_tokens=False).ids
+        return Sampler(train, tokenizer, encoded or [end], train.sample_prompt, (end,), cfg.seed)
+    if train.sample_prompt:
+        prompt = chat_prompt(cfg, dataset)
+    else:
+        held_out = [source for source in dataset.validation if source is not None]
+        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [end])
+    shown = tokenizer.decode(prompt, skip_special_tokens=False)
+    return Sampler(train, tokenizer, prompt, shown, chat.stop_tokens, cfg.seed)
+
+
+def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
+    """Return the ids of `train.sample_prompt` as the message of a user, up to the answer.
+
+    Raises ConfigError if the chat template refuses such a conversation.
+    """
+    from dtt.data.conversations.rows import RefusedRow, parse_prompt
+    from dtt.hf.chat_format import ChatFormat
+
+    facts, template = dataset.manifest.chat, dataset.chat_template
+    assert facts is not None, "the data has conversations"
+    assert template is not None, "the data has conversations"
+    chat_format = ChatFormat(template, cfg.chat.template, facts, dataset.tokenizer)
+    try:
+        prompt = parse_prompt({"prompt": cfg.train.sample_prompt})
+        return chat_format.encoder().prompt_ids(prompt)
+    except RefusedRow as refused:
+        raise ConfigError(
+            "the chat template rejects train.sample_prompt",
+            where="train.sample_prompt",
+            why=refused.why,
+            next='train.sample_prompt="": samples answer a held-out conversation',
+        ) from None

@@ -1,0 +1,93 @@
+"""The reference model of DPO: its log-probabilities are computed when a new job starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtt.artifacts.manifests import CheckpointManifest, fingerprint
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.files import sha256_file
+from dtt.base.log import log
+from dtt.config.init import HF
+from dtt.config.run import RunConfig
+from dtt.train.initial import find_model
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.data.samples.loader import BatchReader
+    from dtt.train.assemble import Assembled
+    from dtt.train.build import Inputs
+
+
+def check_initial_weights(cfg: RunConfig) -> None:
+    """Raise ConfigError if a new job with DPO would start from random weights."""
+    if cfg.objective.type == "dpo" and cfg.init.source is None:
+        raise ConfigError(
+            "objective.type=dpo needs the weights of a fine-tuned model",
+            where="init.from",
+            why="it is null, so the model would start from random weights",
+            next="init.from=JOB, or init.from=hf:FOLDER",
+        )
+
+
+def check_reference(inputs: Inputs) -> None:
+    """Raise InputError on every rank if a job with a checkpoint lacks the log-probabilities.
+
+    They are not computed again: `init.from` or `objective.reference` may refer to other weights by
+    now, which would change the loss.
+    """
+    from dtt.train.reference_model import is_complete
+
+    world, folder = inputs.world, inputs.attempt.job.reference
+    if not world.from_first(is_complete(folder, None) if world.first else False):
+        raise InputError(
+            "the log-probabilities of the reference model are missing or damaged",
+            where=folder,
+            why="they were computed before the first step",
+            next="restore the folder from a copy, or start a new job",
+        )
+
+
+def write_reference(
+    inputs: Inputs,
+    assembled: Assembled,
+    reader: BatchReader,
+    source: str,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Write the log-probabilities of the current weights, unless they are complete; collective.
+
+    The weights came from `source`, in the form of `init.from`: from `checkpoint`, or, if it is
+    None, from a Hugging Face folder.
+    """
+    from dtt.train.reference_model import ReferencePass, is_complete
+
+    cfg, world, folder = inputs.cfg, inputs.world, inputs.attempt.job.reference
+    key = world.from_first(_key(inputs, source, checkpoint) if world.first else "")
+    if world.from_first(is_complete(folder, key) if world.first else False):
+        log.info("the log-probabilities of the reference model are in %s", folder)
+        return
+    log.info("computing the log-probabilities of the reference model, %s", source)
+    reference = ReferencePass(
+        assembled.module, reader, assembled.layout, world, inputs.plan.precision
+    )
+    reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
+
+
+def _key(inputs: Inputs, source: str, checkpoint: Checkpoint | None) -> str:
+    """Return the hash of everything that determines the log-probabilities."""
+    cfg = inputs.cfg
+    if checkpoint is None:
+        files = sorted(find_model(source.removeprefix(HF)).glob("*.safetensors"))
+    else:
+        files = [checkpoint.path / CheckpointManifest.filename]
+    return fingerprint(
+        {
+            "weights": [sha256_file(path) for path in files],
+            "average": cfg.init.average,
+            "data": inputs.dataset.manifest.key,
+            "seq_len": cfg.train.seq_len,
+            "too_long": cfg.chat.too_long,
+            "precision": inputs.plan.precision,
+        }
+    )

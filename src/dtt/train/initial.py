@@ -1,0 +1,390 @@
+"""`init.from`: initialise a new model from another job's checkpoint or from released weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest
+from dtt.base.errors import ConfigError, DttError, InputError
+from dtt.base.log import log
+from dtt.config.averaging import parse_averaging
+from dtt.config.init import HF, MAY_DIFFER
+from dtt.config.load import Resolved, load_job
+from dtt.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.hf.read import Trained
+    from dtt.mesh.dist import World
+    from dtt.mesh.sharding import FullTensor
+    from dtt.model.architecture import Architecture
+    from dtt.model.decoder import Decoder
+
+HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+OTHER_SCALING = "the scaling multipliers differ"
+
+
+def initialise_from(
+    source: str, model: Decoder, tokenizer: Path, world: World, *, average: bool = False
+) -> Checkpoint | None:
+    """Initialise `model` from `source`, the value of `init.from`; return the checkpoint, if any.
+
+    Rank 0 finds and verifies the weights for all ranks. Logs which weights were loaded. With
+    `average`, takes the moving average of a checkpoint's weights. Raises ConfigError if the
+    checkpoint has none, or if a Hugging Face model has a different architecture.
+
+    Warns if another job's architecture differs, or if ids of `tokenizer` (that of the data) stood
+    for different text in the source. These are not errors, because more layers, renamed special
+    tokens, or the body of a model for another vocabulary may be intended. The validation loss
+    before the first step shows the effect.
+
+    For conversations, tokens that only they contain start from the mean of the others, if the
+    source was not trained on conversations; see `untrained_tokens`.
+    """
+    from dtt.checkpoint import store
+    from dtt.train.warm_start import take_weights
+
+    state: Mapping[str, FullTensor]
+    checkpoint: Checkpoint | None = None
+    if source.startswith(HF):
+        from dtt.hf.read import read_hf_folder
+
+        folder = world.from_first(find_model(source.removeprefix(HF)) if world.first else None)
+        assert folder is not None
+        trained = read_hf_folder(folder)
+        check_architecture(model.arch, trained.arch, folder)
+        if world.first:
+            compare(folder, trained)
+        state, theirs, where, differences = trained.state, trained.tokenizer, folder, ""
+    else:
+        from dtt.model.scaling import scaled
+
+        checkpoint = world.from_first(store.find(source) if world.first else None)
+        assert checkpoint is not None
+        state, where = checkpoint.stored(store.MODEL), checkpoint.path
+        if average:
+            state = {**state, **_averages(checkpoint, state)}
+        job = JobDir(where.parents[1])
+        theirs = job.tokenizer
+        arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
+        differences = difference(model.arch, arch)
+    untrained = world.from_first(untrained_tokens(source, tokenizer) if world.first else {})
+    report = take_weights(model, state, str(where), untrained)
+    log.info("%s", report)
+    if differences:
+        log.warning("the architecture of %s differs: %s", where, differences)
+    if world.first:
+        warn_of_other_vocabulary(tokenizer, theirs)
+    return checkpoint
+
+
+def _averages(
+    checkpoint: Checkpoint, weights: Mapping[str, FullTensor]
+) -> Mapping[str, FullTensor]:
+    """Return the moving average of the weights, blended with them as the job's export would be.
+
+    Raise ConfigError if the checkpoint has none.
+    """
+    from dtt.checkpoint import store
+    from dtt.optim.ema import BlendedTensor, averages
+
+    found = averages(checkpoint.stored(store.STATE))
+    if not found:
+        raise ConfigError(
+            f"{checkpoint.path} has no average of the weights",
+            where="init.average",
+            why="its job was trained without train.ema_decay",
+            next="init.average=false starts from the weights",
+        )
+    given = load_job(checkpoint.path.parents[1]).train.ema_decay
+    blend = 1.0 if given is None else parse_averaging(given).blend
+    if blend == 1.0:
+        return found
+    return {name: BlendedTensor(weights[name], average, blend) for name, average in found.items()}
+
+
+def carry_optimizers(
+    optimizers: Mapping[str, Optimizer], parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """Load the state of the optimizers from the checkpoint of another job (`init.optimizer`).
+
+    Raises ConfigError unless that job has the same parameters and optimizers.
+    """
+    from dtt.checkpoint import store
+    from dtt.train.state import load_optimizers
+
+    theirs = {name: tuple(stored.shape) for name, stored in checkpoint.stored(store.MODEL).items()}
+    ours = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    others = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    if others:
+        name = others[0]
+        raise ConfigError(
+            f"the optimizer state of {checkpoint.path} is for other parameters",
+            where="init.optimizer",
+            why=f"{name} is {ours.get(name)} here, {theirs.get(name)} there",
+            next="init.optimizer=fresh",
+        )
+    load_optimizers(optimizers, checkpoint.stored(store.STATE))
+    log.info("optimizer state from %s", checkpoint.path)
+
+
+def untrained_tokens(source: str, tokenizer: Path) -> dict[int, str]:
+    """Return the special tokens, by id, of the data's chat template that `source` never trained.
+
+    dtt encodes the strings of special tokens in documents as text, so plain text trains none but
+    the end-of-document token. The result is empty if `tokenizer` has no template next to it, and if
+    the source was trained on conversations or this is not known.
+    """
+    template = tokenizer.with_name(CHAT_TEMPLATE)
+    if not template.is_file() or trained_on_conversations(source):
+        return {}
+    from dtt.data.text.encoder import Encoder
+    from dtt.data.text.tokenizer import open_tokenizer
+
+    text = template.read_bytes().decode()
+    end = Encoder(tokenizer.read_bytes(), None, tokenizer).end_of_document
+    added = open_tokenizer(tokenizer).get_added_tokens_decoder()
+    return {
+        i: token.content
+        for i, token in added.items()
+        if token.special and i != end and token.content in text
+    }
+
+
+def trained_on_conversations(source: str) -> bool:
+    """Return True if the weights of `source` were trained on conversations, or if it is not known.
+
+    Released weights count as such if they come with a chat template. Another job counts if its data
+    had conversations, or the weights from which it started itself.
+    """
+    from dtt.checkpoint import store
+
+    if source.startswith(HF):
+        folder = find_model(source.removeprefix(HF))
+        config = folder / "tokenizer_config.json"
+        named = config.is_file() and "chat_template" in config.read_text(encoding="utf-8")
+        return named or (folder / CHAT_TEMPLATE).is_file()
+    root = store.parse(source)[0].parent
+    try:
+        start, data = load_job(root).init.source, DataManifest.read(root)
+        # Token files of other tools, which name no corpus, may contain special tokens.
+        if data.chat is not None or any(part.corpus is None for part in data.sources):
+            return True
+        return start is not None and trained_on_conversations(start)
+    except DttError:  # for example, the weights that it started from were deleted
+        return True
+
+
+def model_of(source: str) -> Mapping[str, Any]:
+    """Return the `model` section that describes released weights; `source` is as in `init.from`.
+
+    Reads only their config.json. Raises ConfigError if no `model` section can describe them.
+    """
+    from dtt.hf.read import read_hf_architecture
+    from dtt.model import families
+    from dtt.model.config_section import model_section
+
+    folder = find_model(source.removeprefix(HF), ["config.json"])
+    arch = read_hf_architecture(folder)
+    section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
+    family = families.get(arch.family)
+    ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
+    if ours.windows != arch.windows:
+        raise ConfigError(
+            f"the model in {folder} cannot be trained",
+            where="init.from",
+            why="no model.window_pattern describes the attention windows of its layers",
+            next="use another model; dtt generate can run this one",
+        )
+    return section
+
+
+def describe_adopted(resolved: Resolved) -> str | None:
+    """Return a log line with the `model` keys that `init.from` set, or None if it set none."""
+    origin = f"init.from={resolved.config.init.source}"
+    keys = [
+        f"{'.'.join(key[1:])} {leaf.value}"
+        for key, leaf in resolved.layer.items()
+        if key[0] == "model" and leaf.origin == origin
+    ]
+    if not keys:
+        return None
+    return f"{origin}: the model section is taken from these weights: {', '.join(keys)}"
+
+
+def check_source(source: str) -> None:
+    """Raise InputError unless `source` names a job with checkpoints or a model that exists."""
+    from dtt.checkpoint import store
+
+    if source.startswith(HF):
+        find_model(source.removeprefix(HF))
+    else:
+        store.locate(source)
+
+
+def find_model(name: str, files: Sequence[str] | None = None, *, where: str | None = None) -> Path:
+    """Return the folder of a model, given as a local path or as a model on the Hub.
+
+    A model on the Hub is `ORG/NAME` or `ORG/NAME@REVISION`; only `files` are fetched from it (None:
+    all that training needs). Raises InputError if `name` is neither; it names `where` as the place
+    that asks for the model, by default `init.from`.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    hub_id = HUB_ID.fullmatch(name)
+    if folder.exists() or hub_id is None:
+        raise InputError(
+            f"no model in {folder}",
+            where=where or f"init.from={HF}{name}",
+            why="it has no config.json" if folder.exists() else "the folder does not exist",
+            next="use a folder written by `dtt export` or save_pretrained, or a model on the Hub",
+        )
+    from dtt.data.corpus.hub import MODEL_FILES, fetch_model
+
+    if files is None:
+        log.info("init.from: %s on the Hub", name)
+    return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
+
+
+def compare(folder: Path, trained: Trained) -> None:
+    """Compare the logits of the model read from `folder` with those of `transformers`.
+
+    Skips the comparison, with a warning, if an fp32 model does not fit into free memory.
+    """
+    from dtt.hf.verify import check_import
+    from dtt.model import count
+
+    needed, free = 4 * count.parameters(trained.arch), _free_memory()
+    if needed > free:
+        log.warning(
+            "skipped comparing the logits of %s with transformers: "
+            "it needs %.0f GB of memory, and %.0f GB are free",
+            folder,
+            needed / 1e9,
+            free / 1e9,
+        )
+        return
+    difference = check_import(folder, trained)
+    log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
+
+
+def _free_memory() -> int:
+    """Return the bytes of host memory that are available, below the limits of all cgroups (v2).
+
+    A Slurm job or a container may use much less than the machine has.
+    """
+    import psutil
+
+    free, root = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    try:
+        cgroup = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    except OSError:  # no Linux
+        return free
+    for folder in (root / cgroup, *(root / cgroup).parents):
+        with suppress(OSError, ValueError):  # no limit, or outside of the cgroups
+            limit = int((folder / "memory.max").read_text())
+            free = min(free, limit - int((folder / "memory.current").read_text()))
+    return free
+
+
+def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
+    """Raise ConfigError, with the `model` section to use, if the architectures differ."""
+    from dtt.model.config_section import model_section
+
+    why = difference(ours, theirs)
+    if not why:
+        return
+    section = yaml.safe_dump({"model": model_section(theirs)}, sort_keys=False)
+    raise ConfigError(
+        f"the model of this run differs from the one in {where}",
+        where="init.from",
+        why=why,
+        next="scaling.type=standard"
+        if why == OTHER_SCALING
+        else f"use its model section:\n\n{section}",
+    )
+
+
+def difference(ours: Architecture, theirs: Architecture) -> str:
+    """Return a description of the keys that make two models with equal weights compute differently.
+
+    Returns an empty string if there are none. Comparing shapes is not enough: the number of heads,
+    attention windows and RoPE settings do not change any shape.
+    """
+    from dtt.model.config_section import model_section
+
+    if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
+        return ""
+    here, there = model_section(ours), model_section(theirs)
+    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
+    listed = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
+    return listed or OTHER_SCALING
+
+
+def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:
+    """Raise ConfigError if a token id decodes to different text than in the previous stage.
+
+    `ours` and `theirs` are tokenizers. More tokens, and other names of special tokens, are allowed.
+    """
+    from dtt.data.text.tokenizer import open_tokenizer
+
+    if not theirs.is_file():
+        return
+    tokenizers = open_tokenizer(ours), open_tokenizer(theirs)
+    special = [
+        {i for i, token in t.get_added_tokens_decoder().items() if token.special}
+        for t in tokenizers
+    ]
+    now, before = ({i: token for token, i in t.get_vocab().items()} for t in tokenizers)
+    others = [
+        i
+        for i, token in sorted(before.items())
+        if now.get(i) != token and not (i in special[0] and i in special[1])
+    ]
+    if others:
+        i = others[0]
+        raise ConfigError(
+            f"{len(others)} of {len(before)} token ids decode to different text than in the "
+            "previous stage",
+            where=ours,
+            why=f"{i} is {now.get(i)!r} here, {before[i]!r} in {theirs}",
+            next=f"tokenize this text with tokenizer.type=file tokenizer.path={theirs}",
+        )
+
+
+def warn_of_other_vocabulary(ours: Path, theirs: Path) -> None:
+    """Warn if ids of the tokenizer `ours` decode to different text with `theirs`.
+
+    Does nothing if the file `theirs` does not exist.
+    """
+    from dtt.data.text.tokenizer import open_tokenizer
+
+    if not theirs.is_file():
+        return
+    before = {i: token for token, i in open_tokenizer(theirs).get_vocab().items()}
+    now = {i: token for token, i in open_tokenizer(ours).get_vocab().items()}
+    others = sorted(i for i in now if now[i] != before.get(i))
+    if others:
+        i = others[0]
+        log.warning(
+            "%d of the %d token ids of the data decode to other text than with the model of the "
+            "weights: "
+            "%d is %r here, %s there",
+            len(others),
+            len(now),
+            i,
+            now[i],
+            repr(before[i]) if i in before else "unknown",
+        )

@@ -1,0 +1,430 @@
+"""`dtt train`: build all parts of a training run and run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, ExitCode, Preempted
+from dtt.base.files import append, write_atomically
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.base.reading import waiting_for_space
+from dtt.base.secrets import redacted
+from dtt.config import explain
+from dtt.config.load import Resolved, changes_on_resume, load_job, resolve, stage_names
+from dtt.config.optim import horizon_keys
+from dtt.config.run import RunConfig
+from dtt.config.run_length import with_both_lengths
+from dtt.config.source import Layer
+from dtt.data.samples import compatibility
+from dtt.jobs import branch
+from dtt.jobs.attempt import Attempt, after_rank_0, attempt, holding
+from dtt.jobs.job_paths import enter
+from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.stages import Stage, remedy, rename_jobs, report_shadowed
+from dtt.jobs.stop import Requests
+from dtt.report import run as report
+from dtt.track import summary
+from dtt.train import garbage
+from dtt.train.build import build
+from dtt.train.initial import describe_adopted, model_of
+from dtt.train.start import Start, prepare, recorded_refusal
+from dtt.train.supervise.lost_rank import lost_rank_named
+from dtt.train.supervise.watchdog import Watchdog
+
+RATE_JUMP = 1.1
+"""Factor by which the learning rate must rise on resume to cause a warning. A warm-up
+raises it by less than this between two steps."""
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.data.samples.dataset import Dataset
+    from dtt.mesh.dist import World
+    from dtt.train.run_plan import RunPlan
+
+
+@garbage.scheduled()
+def run(
+    config: str | None,
+    arguments: Sequence[str],
+    allow_change: Sequence[str],
+    from_step: int | None,
+    branch_of: str | None = None,
+    *,
+    stage: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Train a job to its end.
+
+    The job is the one that `config` describes, or a `stage` of it, the job directory among
+    `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
+    instead of the newest checkpoint. With `as_json`, prints a summary at the end.
+    """
+    requests = Requests()  # handle signals before the slow imports
+    ranks, laps = Ranks.detect(), PhaseTimer()
+    requests.act_at_once(ranks)
+    try:
+        with (
+            recorded_refusal(config, branch_of, arguments, ranks, requests),
+            after_rank_0(ranks, requests),
+        ):
+            branched = None
+            if branch_of is not None and stage is not None:
+                raise ConfigError(
+                    f"--branch and --stage {stage} are mutually exclusive",
+                    why="a branch continues the job of one stage",
+                    next="leave out --stage",
+                )
+            if branch_of is None:
+                resolved, job = find_job(config, arguments, allow_change, stage)
+            else:
+                resolved, job, branched = branch.find(
+                    branch_of, config, arguments, allow_change, from_step
+                )
+            of_stage = _stage_of(config, arguments, stage, resolved, job)
+            if of_stage is not None and ranks.first:
+                report_shadowed([of_stage], arguments)
+            start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
+        requests.watch(job)
+        start_attempt(start, ranks, requests)
+    finally:
+        requests.defer()
+    if as_json and ranks.first:
+        print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
+
+
+def under_time_pressure(job: JobDir) -> bool:
+    """Return True if Slurm may be about to end this process, so that a report must wait.
+
+    The job script then writes it, or the next attempt.
+    """
+    ending = job.exit_record(job.attempt())
+    return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
+
+
+def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
+    """Lock the job, join the other ranks and train."""
+    from dtt.mesh import dist
+
+    job, cfg = start.job, start.resolved.config
+    waits = cfg.checkpoint.on_full == "wait"
+    this = None
+    try:
+        with (
+            waiting_for_space(requests.stop_asked_here if waits else None),
+            holding(job, ranks),
+            attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,
+            lost_rank_named(this),
+        ):
+            with after_rank_0(ranks, requests):
+                # Rank 0 may wait for space for days; the watchdog ends runs that hang.
+                patience = timedelta(days=7) if waits else timedelta(minutes=30)
+                world = dist.start(ranks, cfg.train.device, patience)
+            this.number = world.from_first(this.number)
+            this.start.end_phase("process group")
+            train(start, this, world)
+    finally:
+        dist.stop()  # after exit.json is written, because it makes the other ranks end
+        if this is not None and ranks.first and not under_time_pressure(job):
+            page = report.write_at_end([job], job.root)
+            if page is not None:
+                log.info("report: %s", page)
+
+
+def find_job(
+    config: str | Layer | None,
+    arguments: Sequence[str],
+    allow_change: Sequence[str],
+    stage: str | None = None,
+) -> tuple[Resolved, JobDir]:
+    """Return the validated configuration, or that of a `stage` of it, and the job it belongs to.
+
+    If the job has a checkpoint, `config` and `arguments` override the job's own configuration.
+    Raises ConfigError if they change a key that determines the training and `allow_change` does not
+    name that key.
+    """
+    folders = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    named = len(folders) + (config is not None)
+    if named > 1 or not (named or overrides):
+        raise ConfigError(
+            "train requires either a config (-c FILE) or one job directory to resume",
+            why=f"got {' and '.join([*folders, *(f'-c {c}' for c in [config] if c)]) or 'neither'}",
+            next="run dtt train -c quickstart, or dtt train jobs/quickstart",
+        )
+    if folders:
+        if stage is not None:
+            raise ConfigError(
+                f"--stage {stage} and {folders[0]} are mutually exclusive",
+                next=f"dtt train {Path(folders[0]).parent / stage} resumes the job of a stage",
+            )
+        root, overrides = enter(Path(folders[0]), overrides)
+        job = JobDir(root)
+        load_job(job.root)  # InputError if it is not a job
+    else:
+        job = JobDir(resolve(config, overrides, stage=stage).config.job_dir)
+    for key in allow_change:
+        close = explain.nearest(key)
+        if close != key:
+            raise ConfigError(
+                f"--allow-change {key}: no such key", next=f"use --allow-change {close}"
+            )
+    started = job.newest_checkpoint_name() is not None
+    if not folders and not (started and job.exists):
+        return resolve(config, overrides, model_of=model_of, stage=stage), job
+    # A job with a checkpoint has recorded its `model` section: the weights that `init.from` names
+    # may have been deleted since.
+    of_source = partial(own_model, job) if started else model_of
+    resolved = resolve(config, overrides, job_config=job.config, model_of=of_source, stage=stage)
+    changed = changes_on_resume(load_job(job.root), resolved.config) if started else []
+    refused = [key for key in changed if key not in with_both_lengths(allow_change)]
+    if refused:
+        raise ConfigError(
+            f"{job.root} was started with different values of: {', '.join(refused)}",
+            where=", ".join(resolved.origin(key) for key in refused),
+            why="changing them on resume would change what is trained",
+            next=(remedy(stage) if stage else "start a new job with name=ANOTHER")
+            + ", or use "
+            + " ".join(f"--allow-change {key}" for key in refused),
+        )
+    return resolved, job
+
+
+def find_stages(
+    config: str | Layer | None, arguments: Sequence[str], redo_from: str | None = None
+) -> list[Stage]:
+    """Return the stages that a configuration describes, in order; none for any other.
+
+    The jobs of the stage `redo_from` and of the later ones are renamed before. Raises ConfigError
+    if the job of a stage has started with other values.
+    """
+    if config is None and any("=" not in argument for argument in arguments):
+        return []
+    names = stage_names(config, arguments)
+    if redo_from is not None:
+        described = resolve(config, arguments, model_of=model_of, stage=redo_from).config.job_dir
+        jobs = [JobDir(described.with_name(name)) for name in names]
+        rename_jobs(jobs[names.index(redo_from) :])
+    found = (find_job(config, arguments, (), name) for name in names)
+    return [Stage(job, names, resolved) for resolved, job in found]
+
+
+def _stage_of(
+    config: str | None,
+    arguments: Sequence[str],
+    stage: str | None,
+    resolved: Resolved,
+    job: JobDir,
+) -> Stage | None:
+    """Return the stage of a job; None if it is not a stage."""
+    if stage is None:
+        return Stage.of_job(job, resolved)
+    return Stage(job, stage_names(config, arguments), resolved)
+
+
+def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
+    """Return the `model` section of a job, as `model_of` would for the `source` of its weights."""
+    section = load_job(job.root).model.model_dump(mode="json")
+    return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
+
+
+def train(start: Start, this: Attempt, world: World) -> None:
+    """Build the trainer, resume from a checkpoint if there is one, and run to the end.
+
+    Raises Preempted if a stop was requested before the last step.
+    """
+    from dtt.train.process_memory import exhaustion_explained
+
+    this.start.end_phase("imports")
+    cfg, job, dataset, plan = start.resolved.config, this.job, start.dataset, start.plan
+    if start.branch is not None and world.first:
+        start.branch.create_job(job)
+    hang_seconds = cfg.train.hang_seconds
+    with Watchdog(
+        job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
+    ) as watchdog:
+        resume = find_checkpoint(this, dataset, world, start.from_step)
+        this.start.end_phase("data")
+        if resume is not None and cfg.train.timed:
+            plan = plan.with_decay(branch.timed_decay(job, resume))
+            watchdog.expect(plan.steps)
+        if resume is not None and world.first:
+            warn_of_rate_jump(job, resume, plan)
+            warn_of_decay_change(job, cfg)
+        if world.first:
+            write_description(start, resume)
+        if resume is not None and is_done(cfg, job, resume, plan.steps):
+            log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
+            this.requests.forget(world)
+            return
+        if world.first:
+            if resume is None and (adopted := describe_adopted(start.resolved)):
+                log.info("%s", adopted)
+            log.info("%s", plan.describe(world))
+            if dataset.steps < cfg.train.steps:
+                log.warning(
+                    "the run ends at step %d instead of %d, when the data is exhausted",
+                    dataset.steps,
+                    cfg.train.steps,
+                )
+            write_provenance(job)
+        with ExitStack() as stack:
+            stack.enter_context(exhaustion_explained(cfg, job, world))
+            trainer = build(
+                cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights
+            )
+            for tracker in trainer.observers.trackers:
+                stack.callback(tracker.close)
+            stack.callback(trainer.control.saver.close)
+            watchdog.before_end = trainer.control.saver.close
+            if world.first and start.from_step is not None:
+                set_aside(this, start.from_step)
+            stack.push(this.requests.note_failure)  # called first, before the trackers are closed
+            finished = trainer.run(resume)
+    if not finished:
+        raise Preempted(
+            f"stopped at step {trainer.position.step} of {plan.steps}, with a checkpoint",
+            why=this.requests.reason or "another rank received a stop request",
+            next=f"dtt train {job.root}",
+        )
+
+
+def find_checkpoint(
+    this: Attempt, dataset: Dataset, world: World, from_step: int | None
+) -> Checkpoint | None:
+    """Return the checkpoint to resume from, the same on every rank, or None for a new job.
+
+    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if its data hash differs.
+    """
+    resume = world.from_first(choose_checkpoint(this, from_step) if world.first else None)
+    if resume is not None:
+        compatibility.check_data_key(resume.manifest, dataset.manifest.key, this.job)
+    return resume
+
+
+def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None:
+    """Return the newest verified checkpoint, or that of `from_step`; None if there are none."""
+    from dtt.checkpoint import retention, store
+    from dtt.train.state import check_position
+
+    folder = this.job.checkpoints
+    if folder.exists():
+        retention.sweep_staging(folder)
+    if from_step is None:
+        return store.newest(folder, check_position)
+    checkpoint = store.at_step(folder, from_step)
+    check_position(checkpoint)
+    return checkpoint
+
+
+def set_aside(this: Attempt, from_step: int) -> None:
+    """Rename the checkpoints after `from_step`: this attempt writes new ones for these steps."""
+    from dtt.checkpoint import store
+
+    for path in store.supersede(this.job.checkpoints, from_step, this.number):
+        log.info("renamed newer checkpoint: %s", path)
+
+
+def is_done(cfg: RunConfig, job: JobDir, resume: Checkpoint, steps: int) -> bool:
+    """Return True if the last step is saved and its evaluation is recorded."""
+    from dtt.evaluate.tasks.definition import load_tasks
+
+    if resume.step < steps:
+        return False
+    found = summary.summarize(job.metrics)
+    validated = found.last_eval is None or found.last_eval["step"] >= steps
+    if not validated or resume.position().get("tasks_evaluated") == resume.step:
+        return validated
+    # Tasks may have been added, and evaluated after the last checkpoint.
+    recorded = {record["task"] for record in found.last_tasks if record["step"] >= steps}
+    return recorded >= {task.name for task in load_tasks(cfg.eval.tasks)}
+
+
+def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
+    """Warn if the learning rate rises again after the decay during which `resume` was taken.
+
+    A finished run that is given more steps gets a new, later decay, so its rate jumps from the
+    annealed value up to the new schedule. A branch from before the decay avoids this.
+    """
+    from dtt.checkpoint import store
+    from dtt.optim.schedule import Decay
+
+    decayed = resume.position().get("decay")
+    if decayed is None:
+        return
+    decay = Decay(**decayed)
+    earlier = replace(plan.schedule, decay=decay)
+    before, after = earlier.multiplier(resume.step - 1), plan.schedule.multiplier(resume.step)
+    if resume.step <= decay.begin or resume.step >= plan.steps or after <= RATE_JUMP * before:
+        return
+    steps = [step for step in store.steps(job.checkpoints) if step <= decay.begin]
+    advice = "no checkpoint from before the decay exists: expect the loss to rise first"
+    if steps:
+        advice = (
+            f"dtt train --branch {job.root}@{steps[-1]} train.steps={plan.steps} name=ANOTHER, or "
+            f"dtt train {job.root} --from-step {steps[-1]} train.steps={plan.steps} "
+            "--allow-change train.steps"
+        )
+    log.warning(
+        "the learning rate jumps from %.3g%% to %.3g%% of its peak after step %d\n"
+        "  why:   the decay from step %d to %d has run, and the run now has %d steps\n"
+        "  next:  %s",
+        *(100 * before, 100 * after, resume.step),
+        *(decay.begin + 1, decay.end, plan.steps, advice),
+    )
+
+
+def warn_of_decay_change(job: JobDir, cfg: RunConfig) -> None:
+    """Warn if another number of steps changes a weight decay by horizon on resume.
+
+    Call it before `write_description`: it compares `cfg` with the configuration in the job.
+    """
+    key = next(horizon_keys(cfg.optim), None)
+    if key is None or not job.config.exists():  # a new branch, whose length was checked
+        return
+    before = load_job(job.root).train.steps
+    if before != cfg.train.steps:
+        log.warning(
+            "the weight decay is divided by %.4g from here on\n"
+            "  why:   %s gives it by horizon, and the run has %d steps instead of %d\n"
+            "  next:  set a number to keep a decay whatever the length of the run",
+            *(cfg.train.steps / before, key, cfg.train.steps, before),
+        )
+
+
+def write_description(start: Start, resume: Checkpoint | None) -> None:
+    """Write the files of the job directory that describe the run; rank 0 calls it."""
+    job, resolved = start.job, start.resolved
+    if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
+        start.stage.record(start.dataset.manifest.key, start.predecessor)
+    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+    copy_data_files(job, start.dataset)
+
+
+def copy_data_files(job: JobDir, dataset: Dataset) -> None:
+    """Copy the tokenizer, the chat template and the data manifest into the job directory.
+
+    With them, the model can be used without the token files.
+    """
+    compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
+    if dataset.chat_template is not None:
+        write_atomically(job.chat_template, dataset.chat_template)
+    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
+
+
+def write_provenance(job: JobDir) -> None:
+    """Record the environment and the command line of this attempt in the job directory."""
+    job.write_environment()
+    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")

@@ -1,0 +1,107 @@
+"""The job directory keeps what explains a job, and no secrets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode
+
+SECRETS = [
+    "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SLURM_JWT", "DTT_HUB_TOKEN",
+    "DTT_API_KEY", "TORCH_CREDENTIALS", "NCCL_PASSPHRASE", "MASTER_PASSWORD", "DTT_access_token",
+    "SSH_AUTH_SOCK", "SLURM_AUTH_HEADER",
+]  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    return JobDir(tmp_path / "jobs" / "small")
+
+
+def test_the_environment_is_kept_without_any_secret(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(SECRETS):
+        monkeypatch.setenv(name, f"s3cr3t-{number}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("DTT_TRAIN__STEPS", "12")
+    job.write_environment()
+    text = (job.root / "env.json").read_text()
+    assert "s3cr3t" not in text
+    record = json.loads(text)
+    assert record["environment"]["SLURM_JOB_ID"] == "4711"
+    assert record["environment"]["DTT_TRAIN__STEPS"] == "12"
+    assert not record["environment"].keys() & set(SECRETS)
+    assert record["packages"]["torch"]
+    assert record["command"] == sys.argv
+
+
+def test_attempts_are_numbered_from_one(job: JobDir) -> None:
+    assert job.attempt() == 0
+    for number in range(1, 12):
+        assert job.begin_attempt() == job.attempt() == number
+    assert job.stop.parent.is_dir()
+
+
+def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:
+    job.begin_attempt()
+    job.end_attempt(ExitCode.DIVERGED, "the loss is nan", rank=1, attempt=1)
+    job.end_attempt(ExitCode.BUG, "a peer has gone", rank=0, attempt=1)
+    job.begin_attempt()
+    job.end_attempt(ExitCode.DONE, "done", rank=0, attempt=2)
+    endings = [
+        json.loads((job.root / "attempts" / n / "exit.json").read_text()) for n in ("1", "2")
+    ]
+    assert [(e["code"], e["reason"], e["rank"]) for e in endings] == [
+        (76, "the loss is nan", 1), (0, "done", 0),
+    ]  # fmt: skip
+
+
+def test_ranks_that_end_together_leave_one_complete_record(job: JobDir) -> None:
+    job.begin_attempt()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom dtt.base.errors import ExitCode\n"
+        "from dtt.artifacts.jobdir import JobDir\nsys.stdin.readline()\n"
+        "job, rank = JobDir(Path(sys.argv[1])), int(sys.argv[2])\n"
+        "job.end_attempt(ExitCode.IO, 'disk full', rank, attempt=1)"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, job.root, str(rank)], stdin=subprocess.PIPE)
+        for rank in range(4)
+    ]
+    for rank in ranks:
+        rank.communicate(b"go\n")
+        assert rank.returncode == 0
+    folder = job.root / "attempts" / "1"
+    assert [path.name for path in folder.iterdir()] == ["exit.json"]
+    assert json.loads((folder / "exit.json").read_text())["reason"] == "disk full"
+
+
+def test_the_ending_names_the_step_and_the_checkpoint(job: JobDir) -> None:
+    job.begin_attempt()
+    for name in ("step-000900", "step-001000", "step-001000-by-hand", "step-notes"):
+        (job.checkpoints / name).mkdir(parents=True)
+    lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in range(1, 1003)]
+    job.metrics.write_text("".join(lines) + '{"kind": "train", "st')
+    job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0, attempt=1)
+    record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
+    assert (record["step"], record["checkpoint"]) == (1002, "step-001000")
+
+
+def test_before_anything_was_measured_an_ending_names_neither(job: JobDir) -> None:
+    job.begin_attempt()
+    job.end_attempt(ExitCode.USAGE, "a typo", rank=0, attempt=1)
+    record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
+    assert (record["step"], record["checkpoint"]) == (None, None)
+
+
+def test_the_run_id_is_made_once_and_differs_between_jobs(job: JobDir, tmp_path: Path) -> None:
+    first = job.run_id()
+    assert JobDir(job.root).run_id() == first
+    assert JobDir(tmp_path / "jobs" / "other").run_id() != first

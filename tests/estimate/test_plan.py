@@ -1,0 +1,163 @@
+"""`dtt plan`: one screen, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from running import Dtt
+
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError
+from dtt.config.load import resolve
+from dtt.estimate import plan
+
+RUN = (
+    "model.dim=64", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
+    "train.global_batch_tokens=4096", "train.micro_batch=8", "train.steps=100",
+)  # fmt: skip
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    gpu: str = "H100",
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    price: float | None = None,
+) -> tuple[dict[str, object], str]:
+    """The JSON, and the screen."""
+    cfg = resolve(None, [*RUN, *arguments]).config
+    said = []
+    for as_json in (True, False):
+        plan.run(cfg, gpu, nodes, gpus_per_node, price, probe=False, as_json=as_json)
+        said.append(capsys.readouterr().out)
+    return json.loads(said[0]), said[1]
+
+
+def test_without_data_the_plan_uses_the_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts, screen = planned(capsys, "tokenizer.vocab_size=1000", price=2.5)
+    assert facts["parameters_embedding_and_head"] == 2 * 1024 * 64
+    assert facts["tokens"] == 100 * 4096
+    assert facts["mesh"] == {"replicate": 8, "shard": 1, "context": 1, "tensor": 1}
+    assert facts["fits"] is True
+    assert facts["change"] is None
+    assert facts["memory_peak"] == sum(facts["memory"].values())  # type: ignore[attr-defined]
+    assert facts["cost"] == pytest.approx(2.5 * 8 * facts["seconds"] / 3600)  # type: ignore[operator]
+    assert "  fits\n" in screen
+    assert max(map(len, screen.splitlines())) <= 100
+    assert len(screen.splitlines()) <= 40
+
+
+def test_a_plan_needs_only_a_dataset_name(dtt: Dtt) -> None:
+    plan = dtt("plan", "-d", "tinystories", "--gpu", "H100", "--gpus-per-node", "8", "--json")
+    assert json.loads(plan.stdout)["parameters"] > 0
+    assert "plan requires a config" in dtt("plan", "--gpu", "H100", expect=2).stderr
+
+
+def test_the_plan_uses_the_sizes_of_token_files(
+    capsys: pytest.CaptureFixture[str], tokens: Path
+) -> None:
+    facts, _ = planned(
+        capsys, f"data.tokens={tokens}", "data.on_exhausted=stop", "train.steps=1000000"
+    )
+    windows = (TokensManifest.read(tokens).counts("train").tokens - 1) // 64
+    assert facts["steps"] == windows // 64
+
+
+def test_a_plan_that_does_not_fit_suggests_a_change(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    many = ("train.seq_len=8192", "train.global_batch_tokens=8388608", "train.micro_batch=128")
+    facts, screen = planned(capsys, "model.dim=1024", "model.n_layers=12", *many)
+    assert facts["fits"] is False
+    assert isinstance(facts["change"], dict)
+    assert list(facts["change"]) == ["train.micro_batch"]
+    named = f"train.micro_batch={facts['change']['train.micro_batch']}"
+    assert f"fits with {named}" in screen
+    better, screen = planned(capsys, "model.dim=1024", "model.n_layers=12", *many, named)
+    assert better["fits"] is True
+    rows = 2 * facts["change"]["train.micro_batch"]
+    assert not planned(
+        capsys, "model.dim=1024", "model.n_layers=12", *many, f"train.micro_batch={rows}"
+    )[0]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "fits"),
+    [("H200", "bf16", True), ("H100", "bf16", False), ("H100", "bf16-pure", True)],
+)
+def test_llama_3_8b_with_fp32_masters_takes_128_gb_of_state(
+    gpu: str, precision: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = [
+        "optim.type=adamw", "train.seq_len=4096", "train.micro_batch=1", "train.remat=full",
+        "train.global_batch_tokens=4096", f"train.precision={precision}",
+    ]  # fmt: skip
+    cfg = resolve("models/llama3-8b", alone).config
+    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=False)
+    screen = capsys.readouterr().out
+    assert facts["fits"] == fits
+    assert ("does not fit" in screen) != fits
+    if precision == "bf16":
+        parts = [facts["memory"][part] for part in ("parameters", "optimizer state", "gradients")]
+        assert sum(parts) == 16 * facts["parameters"]
+        assert sum(parts) / 1e9 == pytest.approx(128.5, abs=0.1)
+        for part in ("parameters", "optimizer state", "gradients"):
+            assert f"{part:<28}{facts['memory'][part] / 2**30:>10.2f}" in screen
+
+
+def test_the_report_names_the_published_speed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    facts, screen = planned(capsys)
+    assert facts["achieved"] == 0.454
+    assert (
+        "assumed: 45.4% of 989 TFLOP/s, from published measurements:\n  torchtitan for Llama 3.1 8B"
+        in screen
+    )
+    assert facts["achieved_source"] in screen
+    assert "45.4%" not in planned(capsys, "train.compile=false")[1]
+    facts, screen = planned(capsys, gpu="cpu", gpus_per_node=1)
+    assert facts["achieved_source"] is None
+    assert "TFLOP/s, a guess" in screen
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt) -> None:
+    said = dtt(
+        "plan", *RUN, "model.vocab_size=512", "train.global_batch_tokens=512", "--gpu", "cpu",
+        "--gpus-per-node", "1", "--probe", "--json",
+    )  # fmt: skip
+    facts = json.loads(said.stdout)
+    assert facts["gpu"] == "CPU"
+    assert facts["probe"]["memory"] > 0
+    assert facts["probe"]["seconds"] > 0
+
+
+def test_a_probe_of_several_devices_is_refused() -> None:
+    cfg = resolve(None, [*RUN, "model.vocab_size=512"]).config
+    with pytest.raises(ConfigError, match="--probe requires a plan for one device"):
+        plan.run(cfg, "H100", 1, 8, None, probe=True, as_json=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_plan_of_a_gpu_is_near_what_it_measures(dtt: Dtt) -> None:
+    said = dtt(
+        "plan", "-c", "models/gpt2-124m", "train.seq_len=1024", "train.micro_batch=8",
+        "train.global_batch_tokens=8192", "--gpus-per-node", "1", "--probe", "--json",
+    )  # fmt: skip
+    facts = json.loads(said.stdout)
+    parts = facts["memory"]
+    planned_bytes = facts["memory_peak"] - parts["framework"] - parts["batches"]
+    assert planned_bytes == pytest.approx(facts["probe"]["memory"], rel=0.15)

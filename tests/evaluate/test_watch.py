@@ -1,0 +1,395 @@
+"""`dtt eval JOB --watch`: every checkpoint is evaluated once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from loopback_wandb import KEY, LoopbackWandb
+from running import Dtt
+from tiny_job import write_checkpoint, write_job
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DamagedError, EnvironmentUnfit, ExitCode, Preempted
+from dtt.base.files import exclusive
+from dtt.checkpoint import retention, store
+from dtt.config.train import CheckpointConfig
+from dtt.evaluate import watch as eval_watch
+from dtt.evaluate.states import RETRIES, EvalState, EvaluatedStep, weights_of
+from dtt.evaluate.watch import Watch
+from dtt.jobs import job_state
+from dtt.jobs.job_files import JobFiles
+from dtt.jobs.job_state import State, Status
+from dtt.jobs.slurm.squeue import SlurmJob
+
+QUESTIONS = 6
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    """A job that has ended, with checkpoints of steps 5 and 10, and a task."""
+    job = JobDir(write_job(tmp_path))
+    rows = [{"text": f"{i} plus one is", "a": f"{i + 1}", "b": "blue"} for i in range(QUESTIONS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(
+        "type: multiple_choice\ndata: {file: rows.jsonl}\nprompt: '{text}'\n"
+        "choices: ['{a}', '{b}']\ngold: 0\n"
+    )
+    end(job)
+    return job
+
+
+def end(job: JobDir) -> None:
+    job.end_attempt(ExitCode.DONE, "done", 0, attempt=job.begin_attempt())
+
+
+def watch(dtt: Dtt, *options: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    return dtt("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml", *options, expect=expect)
+
+
+def sealed(job: JobDir) -> dict[str, int]:
+    """Return the number of complete result files of each folder in `evals`."""
+    files = job.evals.glob("*/sums-*.jsonl")
+    return Counter(f.parent.name for f in files if '"result"' in f.read_text())
+
+
+def links(job: JobDir) -> list[Path]:
+    return list(job.evals.glob("*/checkpoint-*"))
+
+
+def protected_or_evaluated(job: JobDir, step: int) -> bool:
+    name = f"step-{step:06d}"
+    return any(job.evals.glob(f"{name}/checkpoint-*/{name}")) or sealed(job)[name] > 0
+
+
+def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert process.poll() is None, Dtt.wait(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_each_checkpoint_of_an_ended_job_is_evaluated_once(dtt: Dtt, job: JobDir) -> None:
+    first = watch(dtt, "--json")
+    assert [json.loads(line)["step"] for line in first.stdout.splitlines()] == [5, 10]
+    assert "2 done" in first.stderr
+    assert sealed(job) == {"step-000005": 1, "step-000010": 1}
+    assert links(job) == []
+    files = {path: path.stat().st_mtime_ns for path in job.evals.glob("*/*.jsonl")}
+    assert watch(dtt, "--json").stdout == ""
+    assert files == {path: path.stat().st_mtime_ns for path in job.evals.glob("*/*.jsonl")}
+
+
+def test_what_appears_and_is_deleted_while_another_is_evaluated_is_not_lost(
+    dtt: Dtt, job: JobDir
+) -> None:
+    """The lock of step 5 is held, so that the watch waits; retention deletes the others."""
+    shutil.rmtree(job.root / "attempts")  # the job has not started
+    rules = CheckpointConfig(keep_last=1)
+    with exclusive(store.folder_of(job.evals, 5), "a test"):
+        process = dtt.start("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml")
+        for step in range(15, 40, 5):
+            write_checkpoint(job.root, step)
+            wait_until(partial(protected_or_evaluated, job, step), process)
+            retention.prune(job.checkpoints, rules)
+    end(job)
+    done = Dtt.wait(process)
+    assert done.returncode == 0, done.stderr
+    assert store.steps(job.checkpoints) == [35]
+    assert sealed(job) == {f"step-{step:06d}": 1 for step in range(5, 40, 5)}
+    assert links(job) == []
+
+
+def test_two_watches_share_the_checkpoints(dtt: Dtt, job: JobDir) -> None:
+    for step in range(15, 60, 5):
+        write_checkpoint(job.root, step)
+    both = [
+        dtt.start("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml", "--json")
+        for _ in range(2)
+    ]
+    printed: list[int] = []
+    for process in both:
+        done = Dtt.wait(process)
+        assert done.returncode == 0, done.stderr
+        printed += [json.loads(line)["step"] for line in done.stdout.splitlines()]
+    assert sorted(printed) == list(range(5, 60, 5))
+    assert sealed(job) == {f"step-{step:06d}": 1 for step in range(5, 60, 5)}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(dtt: Dtt, job: JobDir) -> None:
+    weights = store.folder_of(job.checkpoints, 5) / store.rank_file(store.MODEL, 0)
+    weights.write_bytes(weights.read_bytes()[:-3])
+    done = watch(dtt, expect=65)
+    assert sealed(job) == {"step-000010": 1}
+    assert "1 checkpoints of jobs/tiny could not be evaluated: step 5" in done.stderr
+    assert f"{weights.name} has {weights.stat().st_size} bytes" in done.stderr
+    failures = one_file(job, 5).read_text().splitlines()
+    assert len(failures) == RETRIES + 1
+    assert links(job) == []
+    assert "could not be evaluated" in watch(dtt, expect=65).stderr
+    assert one_file(job, 5).read_text().splitlines() == failures
+    assert "rm jobs/tiny/evals/step-*/failures.jsonl" in done.stderr
+
+
+def test_a_checkpoint_that_was_deleted_too_early_is_named(dtt: Dtt, job: JobDir) -> None:
+    """But not one that was deleted after its evaluation."""
+    saves = [{"kind": "save", "step": step} for step in (3, 5, 10)]
+    job.metrics.write_text("".join(json.dumps(record) + "\n" for record in saves))
+    for _ in range(2):
+        done = watch(dtt)
+        assert "step 3 was deleted before it could be evaluated" in done.stderr
+        assert "2 done, 1 gone" in done.stderr
+        shutil.rmtree(store.folder_of(job.checkpoints, 5), ignore_errors=True)
+
+
+def test_a_stop_request_ends_the_watch_and_the_same_command_continues(
+    dtt: Dtt, job: JobDir
+) -> None:
+    shutil.rmtree(job.root / "attempts")
+    process = dtt.start("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml")
+    wait_until(lambda: sealed(job)["step-000010"], process)
+    process.terminate()
+    stopped = Dtt.wait(process)
+    assert stopped.returncode == 75, stopped.stderr
+    write_checkpoint(job.root, 15)
+    end(job)
+    watch(dtt)
+    assert sealed(job)["step-000015"] == 1
+
+
+def test_the_checkpoint_of_a_step_that_was_trained_again_is_evaluated_again(
+    dtt: Dtt, job: JobDir
+) -> None:
+    watch(dtt)
+    shutil.rmtree(store.folder_of(job.checkpoints, 10))
+    write_checkpoint(job.root, 10, says={1: 2})
+    watch(dtt)
+    assert sealed(job) == {"step-000005": 1, "step-000010": 2}
+
+
+@pytest.mark.slow
+def test_results_are_a_wandb_run_of_their_own_over_the_number_of_tokens(
+    dtt: Dtt, job: JobDir
+) -> None:
+    """A second watch, which finds all results, sends them again: none can be missing."""
+    pytest.importorskip("wandb")
+    config = yaml.safe_load(job.config.read_text()) | {"track": [{"type": "wandb"}]}
+    job.config.write_text(yaml.safe_dump(config))
+    records: list[dict[str, Any]] = [{"kind": "train", "step": 3}]  # incomplete
+    records += ({"kind": "train", "step": step, "tokens": 64 * step} for step in (5, 10))
+    job.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = f"me/dtt/{job.run_id()}-eval"
+    with LoopbackWandb() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
+        for times in (1, 2):
+            dtt("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml", **env)
+            assert list(server.runs) == [path]
+            run = server.runs[path]
+            assert (run.name, run.group, run.finished) == ("tiny-eval", "tiny", times)
+            sent = [(h["step"], h["tokens"]) for h in run.history if "task/sums/acc" in h]
+            assert sent == [(5, 320), (10, 640)] * times
+
+
+def one_file(job: JobDir, step: int) -> Path:
+    return store.folder_of(job.evals, step) / "failures.jsonl"
+
+
+def step_5(job: JobDir, *files: Any, key: str = "00000000", batch: int = 8192) -> EvaluatedStep:
+    return EvaluatedStep(job, 5, lambda _: files or [NeverSealed()], key, batch)  # type: ignore[arg-type]
+
+
+def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
+    one = step_5(job)
+    one.protect(one.saved)
+    linked = one.linked / store.POSITION
+    assert linked.samefile(one.saved / store.POSITION)
+    shutil.rmtree(one.saved)
+    store.verify(one.linked)
+    for _ in range(RETRIES + 1):
+        assert one.ended() is None
+        one.record_failure(next(iter(one._weights())), ValueError("no"))
+    assert one.ended() is EvalState.FAILED
+    one.release()
+    assert one.ended() is EvalState.FAILED
+    one.failures_file.unlink()
+    assert one.ended() is EvalState.GONE
+
+
+def test_a_failure_does_not_count_with_other_options(job: JobDir) -> None:
+    one = step_5(job)
+    one.protect(one.saved)
+    for _ in range(RETRIES + 1):
+        one.record_failure(weights_of(one.saved), ValueError("no memory"))
+    assert one.ended() is EvalState.FAILED
+    assert step_5(job, batch=1024).ended() is None
+    assert step_5(job, key="other").ended() is None
+
+
+def test_a_watch_keeps_the_links_of_another_and_uses_them(job: JobDir) -> None:
+    one, other = step_5(job), step_5(job, key="other")
+    one.protect(one.saved)
+    shutil.rmtree(one.saved)
+    assert other.checkpoint == one.linked
+    other.protect(one.linked)
+    one.release()
+    assert other.checkpoint == other.linked
+    store.verify(other.linked)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = step_5(job)
+    monkeypatch.setattr(Path, "is_file", lambda _: False)  # as after the deletion
+    one.protect(one.saved)
+    assert not one.linked.exists()
+
+
+def watching(job: JobDir, evaluate: Callable[[int, Path], None], **more: Any) -> Watch:
+    """A watch in this process."""
+    functions: dict[str, Any] = {
+        "open": lambda step: EvaluatedStep(job, step, lambda _: [NeverSealed()], "0", 1),  # type: ignore[list-item]
+        "report": lambda *_: None,
+        "stop_wanted": lambda: False,
+    }
+    return Watch(job, evaluate=evaluate, **functions | more)
+
+
+def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) -> None:
+    tried = []
+
+    def evaluate(step: int, checkpoint: Path) -> None:
+        tried.append(step)
+        with exclusive(job.evals, "a test", name="x"), exclusive(job.evals, "a test", name="x"):
+            pytest.fail("locked twice")
+
+    watch = watching(job, evaluate)
+    watch.scan()
+    assert not watch.evaluate_next()
+    assert tried == [5, 10]
+    assert sorted(watch.waiting) == [5, 10]
+    assert not one_file(job, 5).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (DamagedError("truncated"), False),
+    ],
+)
+def test_an_error_of_the_gpu_is_recorded_once_and_ends_the_watch(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, error: Exception, ends: bool
+) -> None:
+    def evaluate(step: int, checkpoint: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    watch = watching(job, evaluate)
+    watch.scan()
+    if ends:
+        with pytest.raises(EnvironmentUnfit, match="illegal memory access"):
+            watch.evaluate_next()
+    else:
+        assert watch.evaluate_next()
+    assert len(one_file(job, 5).read_text().splitlines()) == 1
+    assert not one_file(job, 10).exists()
+
+
+def test_a_stop_request_ends_the_watch_before_the_next_evaluation(job: JobDir) -> None:
+    watch = watching(job, lambda *_: pytest.fail("evaluated"), stop_wanted=lambda: True)
+    with pytest.raises(Preempted, match=r"2 checkpoints of .* wait"):
+        watch.run()
+
+
+@pytest.mark.parametrize(
+    ("state", "slurm_state", "over"),
+    [
+        (State.LOST, None, True),
+        (State.LOST, "RUNNING", False),
+        (State.DONE, "RUNNING", True),
+        (State.NEW, None, False),
+    ],
+)
+def test_a_job_is_over_unless_it_may_continue(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, state: State, slurm_state: str | None, over: bool
+) -> None:
+    slurm = None if slurm_state is None else SlurmJob("7", slurm_state, "n1", "", 0.0)
+    status = Status(state, "", JobFiles.read(job), slurm, None)
+    monkeypatch.setattr(job_state, "examine", lambda _: [status])
+    assert watching(job, lambda *_: None).job_over() is over
+
+
+def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    status = Status(State.UNKNOWN, "squeue failed", JobFiles.read(job), None, "squeue failed")
+    monkeypatch.setattr(job_state, "examine", lambda _: [status])
+    watch = watching(job, lambda *_: None)
+    assert not watch.job_over()
+    assert not watch.job_over()
+    assert caplog.text.count("squeue failed") == 1
+    watch._sign_of_life -= 3601
+    assert watch.job_over()
+    watch.scan()  # finds checkpoints
+    assert not watch.job_over()
+
+
+def test_watches_of_raw_and_averaged_weights_send_their_results_to_wandb(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    config = yaml.safe_load(job.config.read_text()) | {"track": [{"type": "wandb"}]}
+    job.config.write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with exclusive(job.evals, "a watch", name=".eval.lock"):
+        with eval_watch._tracked(job, ema=False) as raw:
+            assert raw is None
+        with eval_watch._tracked(job, ema=True) as averaged:
+            assert averaged is not None
+
+
+class NeverSealed:
+    def result(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["jobs/tiny", "jobs/tiny"], "--watch takes one job"),
+        (["jobs/tiny", "--step", "5"], "--step and --watch are mutually exclusive"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    dtt: Dtt, job: JobDir, arguments: list[str], why: str
+) -> None:
+    done = dtt("eval", *arguments, "--watch", "--tasks", "sums.yaml", expect=2)
+    assert why in done.stderr
+    assert not job.evals.exists()
+
+
+def test_copies_replace_hard_links_where_these_are_impossible(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    one = step_5(job)
+    one.protect(one.saved)
+    assert "is copied: hard links are not possible here" in caplog.text
+    store.verify(one.linked)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from running import Dtt
+from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_data, write_job
+from tokenizers import processors
+
+from dtt.base.errors import ConfigError, InputError
+from dtt.generate import run as generate
+from dtt.hf import export
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_job(tmp_path)
+
+
+def run_generate(
+    source: Path | str,
+    *prompts: str,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    **options: Any,
+) -> None:
+    sampling = generate.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    generate.run(str(source), prompts, sampling, **options)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = make_tokenizer().encode(text).ids
+    return found
+
+
+def test_job_export_and_transformers_generate_the_same_text(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.run(
+        job, ["export.dtype=fp32"], step=None, out=tmp_path / "out", upload=None, private=False
+    )
+    said(capsys)
+    run_generate(job, "def f", max_new_tokens=20)
+    from_job = said(capsys)
+    run_generate(tmp_path / "out", "def f", max_new_tokens=20)
+    assert said(capsys) == from_job
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("def f", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    assert from_job.startswith("def f")
+    assert from_job.rstrip("\n�") == expected.rstrip("\n�")
+
+
+def test_a_seed_fixes_the_text(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        run_generate(job, "x", max_new_tokens=30, temperature=1.5, top_k=100, top_p=0.9, seed=seed)
+        texts.append(said(capsys))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe é"))
+    run_generate(job, "-", max_new_tokens=1)
+    assert said(capsys).startswith("from a pipe é")
+
+
+def test_it_stops_at_the_end_of_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    d, o, n = ids("don")
+    write_checkpoint(job, 20, says={d: o, o: n, n: END_OF_DOCUMENT})
+    run_generate(job, "d")
+    assert said(capsys) == "don\n"
+
+
+def test_it_stops_at_the_end_of_the_context(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (a,) = ids("a")
+    write_checkpoint(job, 20, says={a: a})
+    run_generate(job, "a", max_new_tokens=1000)
+    assert said(capsys) == 64 * "a" + "\n"
+
+
+def test_an_empty_prompt_starts_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (a,) = ids("a")
+    write_checkpoint(job, 20, says={END_OF_DOCUMENT: a, a: a})
+    run_generate(job, "", max_new_tokens=3)
+    assert said(capsys) == "aaa\n"
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("a", "ab\n"), ("", "zz\n")])
+def test_no_token_unknown_to_training_precedes_the_prompt(
+    job: Path, capsys: pytest.CaptureFixture[str], prompt: str, expected: str
+) -> None:
+    a, b, z = ids("abz")
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="z $A b", special_tokens=[("z", z), ("b", b)]
+    )
+    write_data(job, tokenizer)
+    write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT, END_OF_DOCUMENT: z, z: z})
+    run_generate(job, prompt, max_new_tokens=2)
+    assert said(capsys) == expected
+
+
+def test_a_character_of_several_tokens_is_printed_complete(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, *face = ids("a🙂")
+    write_checkpoint(job, 20, says=dict(zip([a, *face], [*face, END_OF_DOCUMENT], strict=True)))
+    run_generate(job, "a")
+    assert said(capsys) == "a🙂\n"
+
+
+def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
+    with pytest.raises(ConfigError, match="the prompt is too long: 64 tokens"):
+        run_generate(job, "y" * 64)
+
+
+def test_continuations_do_not_depend_on_the_batch(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["def f", "x", "a longer prompt", ""]
+    settings = {"max_new_tokens": 20, "temperature": 1.5, "top_k": 100, "seed": 3}
+    alone = []
+    for prompt in prompts:
+        run_generate(job, prompt, **settings)
+        alone.append(said(capsys))
+    run_generate(job, *prompts[:2], stream=False, **settings)
+    assert said(capsys) == f"==> 1 of 2 <==\n{alone[0]}==> 2 of 2 <==\n{alone[1]}"
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts[1:]) + "\n")
+    run_generate(job, prompts[0], prompts_file=file, batch_size=3, as_json=True, **settings)
+    records = [json.loads(line) for line in said(capsys).splitlines()]
+    assert [record["prompt"] for record in records] == prompts
+    assert [record["prompt"] + record["text"] + "\n" for record in records] == alone
+
+
+def test_the_command_line_takes_several_prompts(job: Path, dtt: Dtt) -> None:
+    a, b = ids("ab")
+    write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT})
+    (dtt.folder / "prompts.txt").write_text("b\na\n")
+    done = dtt("generate", job, "-p", "a", "--prompts-file", "prompts.txt", "--temperature", 0)
+    assert done.stdout == "==> 1 of 3 <==\nab\n==> 2 of 3 <==\nb\n==> 3 of 3 <==\nab\n"
+
+
+def test_json_has_the_finish_reason(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = ids("ab")
+    write_checkpoint(job, 20, says={a: a, b: END_OF_DOCUMENT})
+    run_generate(job, "a", "ab", "a" * 62, max_new_tokens=5, as_json=True)
+    records = [json.loads(line) for line in said(capsys).splitlines()]
+    assert [
+        (r["text"], r["finish_reason"], r["prompt_tokens"], r["completion_tokens"]) for r in records
+    ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
+
+
+def test_streaming_can_be_disabled(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (a,) = ids("a")
+    write_checkpoint(job, 20, says={a: a})
+    run_generate(job, "a", max_new_tokens=3, stream=False)
+    assert said(capsys) == "aaaa\n"
+
+
+@pytest.mark.parametrize("options", [{"as_json": True}, {}])
+def test_only_one_text_can_be_streamed(job: Path, options: dict[str, bool]) -> None:
+    prompts = ["x"] if options else ["x", "y"]
+    with pytest.raises(ConfigError, match="single prompt can be streamed"):
+        run_generate(job, *prompts, stream=True, **options)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+def test_a_file_without_prompts_is_refused(
+    job: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=r"prompts\.txt"):
+        run_generate(job, prompts_file=file)
+
+
+@pytest.mark.parametrize("prompt", ["\udcff", "-"])
+def test_a_prompt_that_is_not_utf8_is_refused(
+    job: Path, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        run_generate(job, prompt)
+
+
+def test_the_error_names_the_prompt_that_is_too_long(job: Path) -> None:
+    with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
+        run_generate(job, "y", "y" * 64)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no model in"):
+        run_generate(tmp_path, "x")
+
+
+def test_a_job_without_a_checkpoint_is_refused(job: Path) -> None:
+    for step in (5, 10):
+        (job / "checkpoints" / f"step-{step:06d}").rename(job / str(step))
+    with pytest.raises(InputError, match="no checkpoint in"):
+        run_generate(job, "x")
+
+
+def test_a_step_of_a_job_and_a_folder_with_the_prefix_of_init_from_are_sources(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = ids("abc")
+    write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT})
+    write_checkpoint(job, 30, says={a: c, c: END_OF_DOCUMENT})
+    export.run(job, [], step=20, out=tmp_path / "out", upload=None, private=False)
+    said(capsys)
+    for source, text in (
+        (job, "ac"), (f"{job}@20", "ab"), (tmp_path / "out", "ab"), (f"hf:{tmp_path}/out", "ab")
+    ):  # fmt: skip
+        run_generate(source, "a")
+        assert said(capsys) == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("jobs/none", "there is no such folder"),
+        ("jobs/tiny@7", r"there are: 5, 10"),
+        ("jobs/tiny@newest", "does not name a step"),
+        ("hf:jobs/tiny", "has no config.json"),
+        ("jobs/none@5", "there is no such folder"),
+    ],
+)
+def test_a_source_without_a_model_is_refused(job: Path, source: str, message: str) -> None:
+    assert job.is_dir()
+    with pytest.raises(InputError, match=message):
+        run_generate(source, "x")

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import transformers
+from loopback_hub import LoopbackHub
+from running import Dtt
+from tiny_job import write_job
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CorpusSource, DataManifest, ExportManifest
+from dtt.base.errors import ConfigError, InputError
+from dtt.hf import export
+
+
+def run_export(
+    job: Path, overrides: Sequence[str] = (), *, step: int | None = None, out: Path | None = None
+) -> ExportManifest:
+    return export.run(job, overrides, step=step, out=out, upload=None, private=False)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_job(tmp_path)
+
+
+def test_the_newest_checkpoint_is_exported_to_the_default_folder(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = run_export(job)
+    assert (manifest.job, manifest.step, manifest.dtype) == ("tiny", 10, "bf16")
+    assert capsys.readouterr().out.startswith("exports/tiny: step 10, ")
+    folder = Path("exports/tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() == manifest.parameters
+    assert transformers.AutoTokenizer.from_pretrained(folder)("ab").input_ids == [64, 65]
+    card = (folder / "README.md").read_text()
+    assert "python-stdlib" in card
+    assert f"{manifest.parameters:,}" in card
+
+
+def test_the_model_card_has_the_validation_loss_and_no_local_paths(job: Path) -> None:
+    data = DataManifest.read(job)
+    (source,) = data.sources
+    mine = CorpusSource(kind="local", id="/home/me/secret project/diary.jsonl")
+    local = data.model_copy(update={"sources": (source.model_copy(update={"corpus": mine}),)})
+    (job / local.filename).write_text(local.dump())
+    evaluations = [(0, 5.5, 2.25), (5, 4.25, 1.5), (10, 3.125, 1.25)]
+    with JobDir(job).metrics.open("w") as file:
+        for step, loss, bits in evaluations:
+            record = {"kind": "eval", "step": step, "loss": loss, "bits_per_byte": bits}
+            file.write(json.dumps(record) + "\n")
+    run_export(job, step=5)
+    card = Path("exports/tiny/README.md").read_text()
+    assert "| Trained on | diary.jsonl (1,000 tokens) |" in card
+    assert "| Validation loss | 4.2500 nats per token, 1.5000 bits per byte, after step 5 |" in card
+    for path in Path("exports/tiny").iterdir():
+        assert b"secret project" not in path.read_bytes()
+
+
+def test_the_result_as_json_is_all_of_stdout(job: Path, dtt: Dtt) -> None:
+    done = dtt("export", "jobs/tiny", "--json", "-q")
+    reported = json.loads(done.stdout)
+    manifest = ExportManifest.read(Path("exports/tiny"))
+    assert reported == {"folder": "exports/tiny", "url": None} | manifest.model_dump(mode="json")
+    assert done.stderr == ""
+
+
+HUB = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+
+@pytest.mark.slow
+def test_an_invalid_upload_is_refused_before_the_export(job: Path, dtt: Dtt) -> None:
+    with LoopbackHub() as hub:
+        env = HUB | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(job / "none")}
+        cases = (
+            ({}, "org/model", 78, "no Hugging Face token"),
+            ({"HF_TOKEN": "hf_wrong"}, "org/model", 78, "the token is not valid"),
+            ({"HF_TOKEN": hub.token}, "a/b/c", 2, "is not the name of a Hub repository"),
+            ({"HF_TOKEN": hub.token, "HF_ENDPOINT": "http://127.0.0.1:9"}, "org/model", 78,
+             "nothing was exported yet"),
+        )  # fmt: skip
+        for more, repo, code, says in cases:
+            done = dtt("export", "jobs/tiny", "--upload", repo, expect=code, **(env | more))
+            assert says in done.stderr
+            assert not Path("exports").exists()
+        env["HF_TOKEN"] = hub.token
+        done = dtt("export", "jobs/tiny", "--upload", "org/model", "--json", **env)
+        assert json.loads(done.stdout)["url"] == f"{hub.endpoint}/org/model"
+        sent = hub.repos["model", "org/model"].files["model.safetensors"]
+        assert sent == Path("exports/tiny/model.safetensors").read_bytes()
+
+
+def test_a_repeated_export_writes_nothing(job: Path) -> None:
+    first = run_export(job)
+    before = Path("exports/tiny").stat().st_mtime_ns
+    assert run_export(job) == first
+    assert Path("exports/tiny").stat().st_mtime_ns == before
+
+
+def test_step_folder_and_dtype_can_be_set(job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "released" / "five"
+    manifest = run_export(job, ["export.dtype=fp32"], step=5, out=out)
+    assert (manifest.step, manifest.dtype) == (5, "fp32")
+
+
+def test_a_link_and_the_current_folder_are_valid_destinations(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    run_export(job, step=5, out=tmp_path / "link")
+    manifest = run_export(job, out=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert ExportManifest.read(tmp_path / "disk") == manifest
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run_export(job, out=Path())
+    assert ExportManifest.read(tmp_path / "here") == manifest
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_later_export_replaces_the_earlier_one(
+    job: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_export(job, step=5)
+    caplog.set_level("INFO", logger="dtt")
+    assert run_export(job).step == ExportManifest.read(Path("exports/tiny")).step == 10
+    assert "step 10: exports/tiny, replacing an earlier export" in caplog.text
+
+
+def test_an_export_of_another_job_is_refused(job: Path) -> None:
+    out = Path("exports/tiny")
+    theirs = run_export(job, step=5).model_copy(update={"job": "theirs"})
+    (out / theirs.filename).write_text(theirs.dump())
+    with pytest.raises(ConfigError, match="the export of another job: theirs, step 5"):
+        run_export(job)
+    assert ExportManifest.read(out) == theirs
+
+
+def test_a_missing_step_is_refused_with_a_list_of_steps(job: Path) -> None:
+    with pytest.raises(InputError, match=r"no checkpoint of step 7.*\n.*5, 10"):
+        run_export(job, step=7)
+
+
+def test_a_folder_without_a_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a job directory"):
+        run_export(tmp_path)

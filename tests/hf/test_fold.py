@@ -1,0 +1,68 @@
+"""Exports of models with multipliers: stock classes of transformers compute the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dtt.base.errors import DamagedError
+from dtt.hf import hf, verify
+from dtt.hf.fold import fold
+from dtt.hf.read import Trained
+from dtt.model.decoder import Decoder
+
+MULTIPLIERS = {"embed_scale": 3.7, "attn_scale": 0.31, "residual_scale": 0.6, "logit_scale": 0.45}
+
+
+@pytest.fixture
+def multiplied(trained: Trained) -> Trained:
+    """A model of each kind whose four multipliers are none that its class knows."""
+    arch = dataclasses.replace(trained.arch, **MULTIPLIERS)
+    state = {
+        # Zeros and ones would hide a bias or an offset that is scaled wrongly.
+        name: tensor + 0.3 if tensor.ndim == 1 else tensor
+        for name, tensor in trained.state.items()
+    }
+    return dataclasses.replace(trained, arch=arch, state=state)
+
+
+def logits(trained: Trained, ids_1T: torch.Tensor) -> torch.Tensor:
+    model = Decoder(trained.arch)
+    model.load_state_dict(trained.state)
+    with torch.inference_mode():
+        return model.eval()(ids_1T)
+
+
+def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
+    multiplied: Trained, tmp_path: Path
+) -> None:
+    origin = hf.Origin("job", 1, "c0ffee")
+    hf.export(multiplied, origin, tmp_path / "run", dtype="fp32", max_shard_size="5GB", card="")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    ids_1T = torch.randint(multiplied.arch.vocab_size, (1, 40))
+    expected = logits(multiplied, ids_1T)
+    with torch.inference_mode():
+        got = theirs(ids_1T).logits
+    assert (expected - got).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("multiplier", MULTIPLIERS)
+def test_each_multiplier_matters_and_is_checked_before_anything_is_written(
+    multiplied: Trained, multiplier: str
+) -> None:
+    plain = fold(multiplied)
+    verify.check_folded(plain, multiplied)
+    standard = getattr(plain.arch, multiplier)
+    forgotten = dataclasses.replace(multiplied.arch, **{multiplier: standard})
+    with pytest.raises(DamagedError, match="folded weights differ"):
+        verify.check_folded(plain, dataclasses.replace(multiplied, arch=forgotten))
+
+
+def test_a_model_without_multipliers_keeps_its_tensors(trained: Trained) -> None:
+    folded = fold(trained)
+    assert folded.arch == trained.arch
+    assert all(folded.state[name] is tensor for name, tensor in trained.state.items())

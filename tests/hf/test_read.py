@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from running import Dtt
+from safetensors.torch import load_file, save_file
+
+from dtt.base.errors import DamagedError, DttError, InputError
+from dtt.config.model import LinearRopeScaling
+from dtt.hf import hf
+from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf.verify import check_import
+from dtt.model import families
+from dtt.model.decoder import Decoder
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": [0, 5],
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPT2Config(
+            vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=0
+        ),
+        transformers.LlamaConfig(**SIZES),
+        transformers.MistralConfig(**SIZES, sliding_window=8),
+        transformers.Qwen3Config(**SIZES),
+        transformers.Gemma3TextConfig(**SIZES, sliding_window=8),
+    ],
+    ids=lambda config: config.model_type,
+)
+@torch.no_grad()
+def test_a_folder_that_transformers_wrote_is_read(
+    config: Any, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    found = read_hf_folder(tmp_path)
+    assert found.end_of_document == 0
+    model = Decoder(found.arch).eval()
+    model.load_state_dict(dict(found.state))
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("end", [None, [], "absent"])
+def test_a_model_may_not_say_how_documents_end(end: object, llama: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
+    config = json.loads((out / "config.json").read_text()) | {"eos_token_id": end}
+    if end == "absent":
+        del config["eos_token_id"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert read_hf_folder(out).end_of_document == 0, "as generation_config.json has it"
+    (out / "generation_config.json").unlink()
+    found = read_hf_folder(out)
+    assert found.end_of_document is None
+    assert found.arch == llama.arch
+
+
+def test_a_qwen3_that_transformers_made_is_read_and_continues_a_prompt(
+    dtt: Dtt, tokenizer_json: Path
+) -> None:
+    folder = dtt.folder / "qwen3"
+    sizes = {key: value for key, value in SIZES.items() if key != "eos_token_id"}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    assert read_hf_folder(folder).end_of_document is None
+    run = dtt("generate", folder, "-p", "def main", "--max-new-tokens", "5", "--json")
+    assert json.loads(run.stdout)["completion_tokens"] == 5
+    empty = dtt("generate", folder, expect=2)
+    assert "the prompt is empty" in empty.stderr
+    assert "has no end-of-document token" in empty.stderr
+
+
+def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None:
+    """Write a model of transformers, and the changes into its config.json."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        # Ministral, as it is published
+        (
+            transformers.MistralConfig(**SIZES, sliding_window=8),
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types: \['full_attention', 'sliding_attention'\], unknown to dtt",
+        ),
+        (transformers.MistralConfig(**SIZES), {"sliding_window": 0}, "sliding_window: 0"),
+        (transformers.LlamaConfig(**SIZES), {"is_causal": False}, "is_causal: False"),
+        (transformers.LlamaConfig(**SIZES), {"is_causal": None}, "is_causal: None"),
+        (
+            transformers.LlamaConfig(**SIZES),
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            r"a rope_scaling \(.*linear.*\) that contradicts its rope_parameters",
+        ),
+        (
+            transformers.LlamaConfig(**SIZES),
+            {"rope_theta": 5e5},
+            r"rope_theta: 500000.0 and rope_parameters.rope_theta: 10000.0",
+        ),
+        (
+            transformers.Gemma3TextConfig(**SIZES),
+            {"sliding_window": None},
+            "sliding_window: None, and layers of the kind sliding_attention",
+        ),
+        (
+            transformers.Gemma3TextConfig(**SIZES),
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "rope_parameters: .* an object for sliding_attention",
+        ),
+        (transformers.Qwen3Config(**SIZES), {"layer_types": ["full_attention"]}, "2 layers"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
+)
+def test_unsupported_settings_are_refused_by_name(
+    config: Any, changes: dict[str, object], named: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(config, tmp_path, tokenizer_json)
+    read_hf_folder(tmp_path)
+    write(config, tmp_path, tokenizer_json, **changes)
+    with pytest.raises(InputError, match=named):
+        read_hf_folder(tmp_path)
+
+
+def test_equal_rope_settings_in_two_places_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=scaling | {"rope_theta": 5e5})
+    write(config, tmp_path, tokenizer_json, rope_scaling=scaling, rope_theta=5e5)
+    found = read_hf_folder(tmp_path)
+    assert (found.arch.rope_theta, found.arch.rope_scaling) == (5e5, LinearRopeScaling(factor=4.0))
+    check_import(tmp_path, found)
+
+
+def test_an_unknown_key_at_the_default_of_transformers_is_harmless() -> None:
+    family = families.get("llama")
+    known = transformers.LlamaConfig().to_dict()
+    arch = family.from_hf_config(known | {"new": 3}, lambda: {"new": 3})
+    assert arch == family.from_hf_config(known)
+    with pytest.raises(InputError, match="new: 4, unknown to dtt"):
+        family.from_hf_config(known | {"new": 4}, lambda: {"new": 3})
+
+
+def test_other_logits_than_those_of_transformers_are_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json)
+    found = read_hf_folder(tmp_path)
+    assert check_import(tmp_path, found) < 1e-5
+    other = dict(found.state) | {"norm.weight": found.state["norm.weight"] * 1.01}
+    with pytest.raises(InputError, match="logits of random ids differ by up to"):
+        check_import(tmp_path, replace(found, state=other))
+    other["norm.weight"] = other["norm.weight"] * torch.nan
+    with pytest.raises(DamagedError, match="logits that are not finite"):
+        check_import(tmp_path, replace(found, state=other))
+
+
+def test_files_beside_the_weights_are_not_read(tokenizer_json: Path, tmp_path: Path) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model_other.safetensors")
+    check_import(tmp_path, read_hf_folder(tmp_path))
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write(transformers.LlamaConfig(**SIZES), tmp_path, tokenizer_json, tie_word_embeddings=True)
+    with pytest.raises(DamagedError, match="the head is tied, but lm_head"):
+        read_hf_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    check_import(tmp_path, read_hf_folder(tmp_path))
+
+
+def test_an_unsupported_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(
+        InputError, match="'bert'; supported: gpt2, llama, mistral, qwen3, gemma3_text"
+    ):
+        read_hf_folder(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InputError, match="safetensors is missing"):
+        read_hf_folder(tmp_path)
+
+
+@pytest.fixture
+def folder(llama: Trained, tmp_path: Path) -> Path:
+    """An export in several files."""
+    out = tmp_path / "run"
+    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card="")
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    return out
+
+
+def some_weights(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+def edit_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = some_weights(folder)
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+    return apply
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(e for n, e in header.items() if n != "__metadata__")
+    return entry
+
+
+def fifo(folder: Path) -> None:
+    path = some_weights(folder)
+    path.unlink()
+    os.mkfifo(path)
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+def lead_out(content: dict[str, Any]) -> None:
+    name = next(iter(content["weight_map"]))
+    content["weight_map"][name] = "../victim.safetensors"
+
+
+MALFORMED: dict[str, Callable[[Path], object]] = {
+    "a header of 2^60 bytes": lambda f: some_weights(f).write_bytes((2**60).to_bytes(8, "little")),
+    "no bytes": lambda f: some_weights(f).write_bytes(b""),
+    "a pickle": lambda f: torch.save({"w": torch.ones(3)}, some_weights(f)),
+    "an unknown dtype": edit_header(lambda h: first(h).update(dtype="F1024")),
+    "integers": edit_header(lambda h: first(h).update(dtype="I32")),
+    "overlapping offsets": edit_header(lambda h: first(h).update(data_offsets=[4, 8])),
+    "a FIFO": fifo,
+    "a name that leads out": index(lead_out),
+    "a name that is a number": index(lambda c: c["weight_map"].update(x=1)),
+    "an index without names": index(lambda c: c.pop("weight_map")),
+    "a missing file": lambda f: some_weights(f).unlink(),
+    "an index nested deeply": lambda f: (f / "model.safetensors.index.json").write_bytes(
+        b"[" * 100_000
+    ),
+    "a config nested deeply": lambda f: (f / "config.json").write_bytes(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_folder_is_one_message(folder: Path, change: Callable[[Path], object]) -> None:
+    (folder.parent / "victim.safetensors").write_bytes(some_weights(folder).read_bytes())
+    read_hf_folder(folder)
+    change(folder)
+    with pytest.raises((DamagedError, InputError), match=r"(why|next):"):
+        read_hf_folder(folder)
+
+
+def test_no_mutation_of_a_weight_file_ends_in_anything_but_one_message(folder: Path) -> None:
+    path = some_weights(folder)
+    whole, refused = path.read_bytes(), 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 6)):
+            content[rng.randrange(400)] = rng.randrange(256)
+        path.write_bytes(content[: rng.randrange(len(content))] if seed % 5 == 0 else content)
+        try:
+            read_hf_folder(folder)
+        except DttError:
+            refused += 1
+    assert refused > 100

@@ -1,0 +1,951 @@
+"""The job script: what values cannot do to it, and what it does when a job ends, in real bash."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from running import ROOT
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.config.launch import LaunchConfig
+from dtt.config.load import resolve, shipped_configs
+from dtt.jobs import job_files
+from dtt.jobs.slurm import job_script
+from dtt.jobs.slurm.job_script import Array, Script, render
+
+# ---- the text ----------------------------------------------------------------------------------
+
+
+def script(**changes: Any) -> Script:
+    """A two-node training job; keywords of LaunchConfig go there."""
+    launch = {name: changes.pop(name) for name in set(changes) & LaunchConfig.model_fields.keys()}
+    settings: dict[str, Any] = {
+        "job_name": "run", "job": Path("jobs/run"), "directory": Path("/scratch/me"),
+        "argv": ("train",), "kind": "train",
+        "launch": LaunchConfig.model_validate({"nodes": 2, **launch}),
+    }  # fmt: skip
+    return Script(**settings | changes)
+
+
+def directives(text: str) -> dict[str, str]:
+    """The `#SBATCH` lines, by option."""
+    lines = re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.M)
+    assert len(lines) == len(re.findall(r"^\s*#SBATCH", text, re.M))
+    assert len(lines) == len(dict(lines))
+    return dict(lines)
+
+
+def check_syntax(folder: Path, texts: list[str]) -> None:
+    """`bash -n` takes all of them."""
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(folder / f"syntax-{number}.sh")
+        paths[-1].write_text(text)
+    loop = 'for f; do bash -n "$f" || { cat "$f"; exit 1; }; done'
+    done = subprocess.run(["bash", "-c", loop, "x", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+EXAMPLES = {
+    "download": (("download", "-c", "jobs/run-download/config.yaml"), "other"),
+    "tokenize": (("tokenize", "-c", "jobs/run-tokenize/config.yaml"), "tokenize"),
+    "train": (("train",), "train"),
+}
+
+
+def example(command: str) -> Script:
+    """What stands in sbatch/: run.yaml and the profile `generic`, on four nodes."""
+    profile = shipped_configs() / "clusters/generic.yaml"
+    settings = ["name=run", "launch.nodes=4", "launch.partition=gpu"]
+    if command == "tokenize":
+        settings += ["launch.gpus_per_node=0", "launch.processes_per_node=32",
+                     "launch.cpus_per_task=1", "launch.mpi=pmix"]  # fmt: skip
+    argv, kind = EXAMPLES[command]
+    return Script(
+        job_name="run" if kind == "train" else f"run-{command}",
+        job=Path("jobs/run" if kind == "train" else f"jobs/run-{command}"),
+        directory=Path("/scratch/me/dtt"),
+        argv=argv,
+        kind=kind,  # type: ignore[arg-type]
+        launch=resolve(profile, settings, env={}).config.launch,
+    )
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_in_sbatch_are_up_to_date(command: str) -> None:
+    path = ROOT / f"sbatch/{command}.sh"
+    text = render(example(command))
+    if os.environ.get("DTT_WRITE_DOCS"):
+        path.write_text(text)
+        path.chmod(0o755)
+    assert path.read_text() == text, f"DTT_WRITE_DOCS=1 pytest {__file__} rewrites it"
+
+
+PROFILES = sorted(path.stem for path in (shipped_configs() / "clusters").glob("*.yaml"))
+
+
+def variants(profile: str) -> Iterator[Script]:
+    """Scripts of a profile that together hold every branch of the template."""
+    path = shipped_configs() / f"clusters/{profile}.yaml"
+    switches = {"continuation": "singleton", "start": "srun", "preflight": True, "nsys": True}
+    for changes in ({}, switches, {"continuation": "none", "cpus_per_task": 8}):
+        arguments = [f"launch.{key}={value}" for key, value in changes.items()]
+        launch = resolve(path, arguments, env={}).config.launch
+        yield script(launch=launch, code=bool(changes))
+    for argv, kind in EXAMPLES.values():
+        yield script(launch=launch, argv=argv, kind=kind)
+    stages = (Path("jobs/run/pretrain"), Path("jobs/run/sft"))
+    yield script(stages=stages, continuation="singleton")
+    yield script(stages=stages, argv=("pipeline", "-c", "run.yaml"), kind="other")
+    trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
+    yield script(job=Path("jobs/sweep"), array=Array(trials, cap=1), modules=("cuda/12", "gcc"))
+
+
+@pytest.mark.slow(except_for=["generic"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_shellcheck_accepts_every_profile(profile: str, tmp_path: Path) -> None:
+    paths = []
+    for number, variant in enumerate(variants(profile)):
+        paths.append(tmp_path / f"{number}.sh")
+        paths[-1].write_text(render(variant))
+    assert len({path.read_text() for path in paths}) == 9
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_rendering_is_pure() -> None:
+    variant = script(setup=("source env.sh",), environment={"A": "b"})
+    assert render(variant) == render(replace(variant))
+
+
+def test_launch_keys_become_directives_and_nothing_else() -> None:
+    made = directives(
+        render(
+            script(
+                gpus_per_node=4, cpus_per_task=8, mem="480G", time="1-00:00:00", partition="a,b",
+                account="me", qos="high",
+                exclude="n[1-3],m2", lead=300,
+                directives=("--exclusive", "--constraint=a100&nvlink", "--reservation=r"),
+            )
+        )
+    )  # fmt: skip
+    assert made == {
+        "job-name": "run", "output": "jobs/run/logs/%x-%j.log", "open-mode": "append",
+        "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "4", "cpus-per-task": "8",
+        "mem": "480G", "time": "1-00:00:00", "partition": "a,b", "account": "me", "qos": "high",
+        "constraint": "a100&nvlink", "reservation": "r", "exclude": "n[1-3],m2",
+        "signal": "B:USR2@300", "requeue": "", "exclusive": "",
+    }  # fmt: skip
+
+
+def test_a_users_template_gets_the_same_values_and_an_unknown_name_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.j2"
+    path.write_text("{{ job_name }} {{ directory | q }} {{ launch.nodes }} {{ launch.setup }}")
+    mine = script(template=path, directory=Path("/a b"))
+    assert render(mine) == "run '/a b' 2 ()"
+    path.write_text("{{ jobname }}")
+    with pytest.raises(ConfigError, match="'jobname' is undefined"):
+        render(script(template=path))
+    path.write_text("{{ launch.nodes + 'x' }}")
+    with pytest.raises(ConfigError, match="unsupported operand"):
+        render(script(template=path))
+    with pytest.raises(InputError, match=r"nix\.j2"):
+        render(script(template=tmp_path / "nix.j2"))
+
+
+def test_an_array_cannot_be_a_chain() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.continuation=requeue"):
+        script(continuation="singleton", array=Array((Path("jobs/a"),)))
+
+
+# ---- hostile values ----------------------------------------------------------------------------
+
+CANARY = "/canary"
+PIECES = [
+    "$(touch {c})", "`touch {c}`", "; touch {c}; ", "\n", "\r\n", "\n#SBATCH --wrap='touch {c}'\n",
+    "#SBATCH --exclusive", " ", "'", '"', "''", "\\", "\\\n", "$HOME", "${IFS}", "&& touch {c} &&",
+    "| touch {c}", "> {c}", "--wrap", "-x", "--uid=0", "\x00", "\x1b[31m", "\x7f", "\u2028",
+    "\u202e",
+    "é", "日本", "🏖", "{{ 7*7 }}", "{% raw %}", "%j", "%N", "../..", "~", "!", "*", "?", "[a]", "#",
+    "\t", "}\n", "EOF", "done", "fi", ")", "<(touch {c})", "x", "1", "a.b", "=", ",", ":", "@", "^",
+]  # fmt: skip
+SINGLE = (
+    "mem", "time", "partition", "account", "qos", "exclude", "mpi",
+)  # fmt: skip
+
+
+def hostile(count: int, canary: Path) -> list[str]:
+    """Values that would like to be more than a value."""
+    rng = random.Random(3)
+    made = ["".join(rng.choices(PIECES, k=rng.randint(1, 4))) for _ in range(count)]
+    return [value.replace("{c}", str(canary)) for value in made]
+
+
+def accepted(key: str, value: Any) -> dict[str, Any]:
+    """`{key: value}`, or nothing if it is refused."""
+    try:
+        LaunchConfig.model_validate({key: value})
+    except ValidationError:
+        return {}
+    return {key: value}
+
+
+def with_value(values: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Every field that takes them set to hostile values, and the names of the options they add."""
+    first = values[0]
+    launch: dict[str, Any] = {}
+    for key in SINGLE:
+        launch |= accepted(key, first)
+    lists = ("directives", "modules", "setup")
+    for key in lists:
+        launch[key] = tuple(value for value in values if accepted(key, (value,)))
+    names = {f"V{number}": value for number, value in enumerate(values)}
+    launch["environment"] = {k: v for k, v in names.items() if accepted("environment", {k: v})}
+    launch["environment"] |= {v: "x" for v in values if accepted("environment", {v: "x"})}
+    container: dict[str, Any] = {"type": "apptainer", "image": "x.sif"}
+    for key in ("binds", "options"):
+        container[key] = tuple(v for v in values if accepted("container", container | {key: (v,)}))
+    container |= accepted("container", container | {"image": first}).get("container", {})
+    launch["container"] = container
+    added = [directive.split("=")[0][2:] for directive in launch["directives"]]
+    return launch, added
+
+
+def own_parameters(value: str, launch: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a Script that take a hostile value."""
+    taken: dict[str, Any] = {"kind": "tokenize"}
+    wishes = {"job_name": value, "job": Path("jobs") / value, "directory": Path("/tmp") / value}
+    for key, setting in {**wishes, "argv": ("tokenize", value)}.items():
+        try:
+            script(**launch, **{key: setting})
+        except ConfigError:
+            continue
+        taken[key] = setting
+    return taken
+
+
+def test_no_hostile_value_adds_a_directive_or_breaks_the_script(tmp_path: Path) -> None:
+    texts = []
+    for value in hostile(1000, tmp_path / "canary"):
+        launch, added = with_value([value])
+        text = render(script(**launch, **own_parameters(value, launch)))
+        plain = set(directives(render(script(nodes=2)))) | {"ntasks-per-node"}
+        assert set(directives(text)) - plain <= {*SINGLE, *added}
+        assert not set(added) & plain
+        texts.append(text)
+    assert len(set(texts)) > 400
+    check_syntax(tmp_path, texts)
+
+
+FAKES = {
+    # Runs on "every node" what the script would: without a container, in this very place.
+    "srun": """
+        printf '%q ' srun "$@" >>"$CALLS"; echo >>"$CALLS"
+        while [[ $1 != bash ]]; do shift; done
+        SLURM_NODEID=0 SLURMD_NODENAME=n1 SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 exec "$@" """,
+    "scontrol": """
+        case "$1 $2" in
+        "show hostnames") printf 'n1\\nn2\\n' ;;
+        "show job") [[ ${STATE:-} != silent ]] || exit 1
+            echo "JobId=$3 JobState=${STATE:-RUNNING} Reason=${REASON:-None}"
+            echo "   StartTime=2026-01-01T10:00:00 EndTime=${ENDS:-2999-01-01T12:00:00} X=y"
+            echo "   PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=${PREEMPT:-None}" ;;
+        *) echo "scontrol $*" >>"$CALLS"; exit "${REQUEUE_CODE:-0}" ;;
+        esac""",
+    "sbatch": 'echo "sbatch $*" >>"$CALLS"; echo 77',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
+    "singularity": ":",
+    "sleep": "exec /bin/sleep 0.01",
+    "getent": "[[ $2 != n1 || -z ${UNRESOLVED:-} ]]",
+    "python": 'printf "%q " python "$@" >>"$CALLS"; echo >>"$CALLS"; exit "${PYTHON_CODE:-0}"',
+    # A training: it takes a signal, saves or not, and says how it ended.
+    "torchrun": """
+        printf '%q ' torchrun "$@" >>"$CALLS"; echo >>"$CALLS"
+        job=${!#} number=1
+        while [[ -e $job/attempts/$number ]]; do ((number++)); done
+        if [[ -n ${BEGINS-yes} ]]; then mkdir -p "$job/attempts/$number"; fi
+        if [[ -n ${SIGNAL:-} ]]; then
+            [[ $SIGNAL == awaited ]] || kill -s "$SIGNAL" "$BATCH"
+            until [[ -s $job/control/stop ]]; do sleep 0.01; done
+            head -n 1 "$job/control/stop" >>"$CALLS"
+            [[ -z ${PERSON:-} ]] || echo "alice: dtt job stop" >"$job/control/stop"
+            ASKED=$(head -n 1 "$job/control/stop")
+            rm "$job/control/stop"
+        fi
+        [[ -z ${SAVES:-} ]] || mkdir -p "$job/checkpoints/$SAVES"
+        [[ $CODE != none ]] || kill -9 $$
+        if [[ -n ${BEGINS-yes} && $CODE != silent ]]; then
+            record='{\\n "code": %s,\\n "reason": "a \\\\"code\\\\": 3",\\n "asked_by": "%s"\\n}\\n'
+            printf "$record" "$CODE" "${ASKED:-}" >"$job/attempts/$number/exit.json"
+        fi
+        exit "${LAUNCHER_CODE:-1}" """,
+}
+
+
+ENDS_WELL = """
+mkdir -p jobs/run/attempts/1
+echo '{
+ "code": 0,
+ "asked_by": ""
+}' >jobs/run/attempts/1/exit.json
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Path:
+    """Programs of Slurm and torch that only say how they were called."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    for name, body in FAKES.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def execute(text: str, folder: Path, fakes: Path, *arguments: str, **env: str) -> tuple[int, str]:
+    """Run a job script as Slurm would, as job 42 on n1 and n2; return exit code and output."""
+    path = folder / "slurm.sh"
+    path.write_text(text)
+    slurm_env = {
+        "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2", "PATH": f"{fakes}:/usr/bin:/bin", "HOME": "/nowhere",
+        "CALLS": str(folder / "calls"), "CODE": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", 'export BATCH=$$; exec bash "$@"', "x", path, *arguments],
+        env=slurm_env | env, cwd=folder, text=True, timeout=30,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def calls(folder: Path) -> list[str]:
+    """What the fakes were asked."""
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_no_hostile_value_is_executed_and_each_arrives_as_it_is(
+    tmp_path: Path, fakes: Path
+) -> None:
+    canary = tmp_path / "canary"
+    values = [v for v in hostile(1000, canary) if "\0" not in v]
+    for start in range(0, len(values), 40):
+        some = values[start : start + 40]
+        launch, _ = with_value(some)
+        del launch["setup"]  # lines of shell by intention
+        asked = ("tokenize", *(v for v in some if "argv" in own_parameters(v, {})))
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        text = render(script(**launch, argv=asked, kind="tokenize", directory=folder))
+        text = text.replace("module load", ": ")
+        code, output = execute(text, folder, fakes)
+        assert code == 0, output
+        sent, got = calls(folder)
+        assert shlex_words(got) == ["python", "-m", "dtt.main", *asked]
+        for option in launch["container"]["options"]:
+            assert option in shlex_words(sent)
+    assert not canary.exists()
+    assert not list(tmp_path.rglob("canary*"))
+
+
+def known_names(text: str) -> set[str]:
+    """Variables that the script or bash itself knows."""
+    listed = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, env={})
+    used = re.findall(r"\b([A-Za-z_]\w*)\+?=|\$\{?#?([A-Za-z_]\w*)|\b(_dtt_\w+)", text)
+    more = {"BASH_ENV", "HISTCMD", "PS4", "RANDOM", "SECONDS", "SRANDOM"}
+    return {name for names in used for name in names if name} | set(listed.stdout.split()) | more
+
+
+@pytest.mark.parametrize("kind", ["train", "tokenize"])
+def test_no_variable_of_the_environment_changes_the_script_or_is_run_by_bash(
+    kind: str, tmp_path: Path, fakes: Path
+) -> None:
+    argv = EXAMPLES[kind][0]
+    names = known_names(render(script(kind=kind, argv=argv, continuation="singleton")))
+    assert {"_dtt_job", "_dtt_set_up", "attempt", "stalled", "status", "SLURM_JOB_ID"} <= names
+    value = f"x[$(touch {tmp_path}/canary)]"
+    taken = {n: value for n in sorted(names - {"PATH"}) if accepted("environment", {n: value})}
+    assert {"attempt", "stalled", "status", "id"} <= set(taken)
+    refused = {"_dtt_job", "BASHPID", "BASH_ENV", "OPTIND", "RANDOM", "SLURM_JOB_ID", "UID"}
+    assert not refused & set(taken)
+    assert accepted("environment", {"SLURM_CPU_BIND": "map_cpu:0"})
+    code, output = execute(
+        render(script(directory=tmp_path, kind=kind, argv=argv, environment=taken)),
+        tmp_path, fakes,
+    )  # fmt: skip
+    assert (code, output.splitlines()[-1].endswith("slurm: done")) == (0, True), output
+    assert calls(tmp_path)[-1].rstrip().endswith(shlex.join(argv) + " jobs/run" * (kind == "train"))
+    assert not (tmp_path / "canary").exists()
+
+
+STAGES = (Path("jobs/run/pretrain"), Path("jobs/run/sft"))
+
+
+def test_one_job_trains_its_stages_in_turn(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, stages=STAGES))
+    trained, requeued = [], []
+    for _ in range(3):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        code, output = execute(text, tmp_path, fakes, SAVES="step-000001")
+        assert code == 0, output
+        asked = [shlex_words(line) for line in calls(tmp_path)]
+        trained += [words[-1] for words in asked if words[0] == "torchrun"]
+        requeued.append("scontrol requeue 42" in calls(tmp_path))
+    assert trained == ["jobs/run/pretrain", "jobs/run/sft", "jobs/run/sft"]
+    assert requeued == [True, False, False]
+    decisions = [(tmp_path / stage / "decision").read_text() for stage in STAGES]
+    assert decisions == ["again: stage pretrain is done; requeued\n", "over: done\n"]
+
+
+@pytest.mark.parametrize("ending", ["75", "none"])
+def test_a_stage_that_did_not_finish_is_trained_again(
+    ending: str, tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, stages=STAGES))
+    execute(text, tmp_path, fakes, SAVES="step-000001", CODE=ending, SIGNAL="USR2")
+    execute(text, tmp_path, fakes, SAVES="step-000002")
+    asked = [shlex_words(line) for line in calls(tmp_path)]
+    assert [words[-1] for words in asked if words[0] == "torchrun"] == ["jobs/run/pretrain"] * 2
+
+
+def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_script, "MAX_STALLED_ATTEMPTS", 2)
+    argv = ("pipeline", "-c", "run.yaml")
+    text = render(
+        script(
+            directory=tmp_path, job=Path("jobs/run-pipeline"), argv=argv, kind="other",
+            stages=STAGES,
+        )
+    )  # fmt: skip
+    for number, stage in enumerate(("pretrain", "pretrain", "sft", "sft"), start=1):
+        (tmp_path / f"jobs/run/{stage}/checkpoints/step-{number:06d}").mkdir(parents=True)
+        _, output = execute(text, tmp_path, fakes, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
+        assert "requeued" in output, output
+    for _ in range(2):
+        _, output = execute(text, tmp_path, fakes, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
+    assert "consecutive attempts without a new checkpoint" in output
+
+
+def shlex_words(line: str) -> list[str]:
+    """What bash's `printf %q` wrote, read by bash."""
+    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    return read.stdout.decode().split("\0")[:-1]
+
+
+def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_them(
+    tmp_path: Path, fakes: Path
+) -> None:
+    (tmp_path / "env.sh").write_text('export FROM_FILE="a b"\n')
+    lines = ("source env.sh", 'export HERE="$FROM_FILE, $OTHER"', "echo }; echo $HERE >here")
+    text = render(
+        script(directory=tmp_path, setup=lines, environment={"OTHER": "$HOME `x`"})
+    )  # fmt: skip
+    code, output = execute(text, tmp_path, fakes)
+    assert code == 0, output
+    assert (tmp_path / "here").read_text() == "a b, $HOME `x`\n"
+    check_syntax(tmp_path, [render(script(setup=(word,))) for word in job_script.RESERVED])
+
+
+@pytest.mark.parametrize("line", ["false", "exit 3", "exit 0", "source env.sh", "PATH=; exit"])
+@pytest.mark.parametrize("continuation", ["requeue", "singleton", "none"])
+def test_a_failed_set_up_is_reported_and_counted_and_starts_nothing(
+    continuation: str, line: str, tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "env.sh").write_text("exit 0\n")
+    monkeypatch.setattr(job_script, "MAX_STALLED_ATTEMPTS", 1)
+    text = render(script(directory=tmp_path, setup=(line,), continuation=continuation))
+    code, output = execute(text, tmp_path, fakes)
+    assert code == 78
+    assert "cannot set up" in output
+    assert "exit code 78; " in output.splitlines()[-1]
+    assert (tmp_path / "jobs/run/stalled").read_text() == "-1 1\n"
+    assert [call for call in calls(tmp_path) if not call.startswith("sbatch")] == (
+        ["scancel 77"] if continuation == "singleton" else []
+    )
+
+
+def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(tmp_path: Path, fakes: Path) -> None:
+    line = "[[ -z ${SLURMD_NODENAME:-} ]] || exit 0"
+    text = render(script(directory=tmp_path, setup=(line,), continuation="none"))
+    assert execute(text, tmp_path, fakes)[0] == 78
+    assert "cannot set up" in (tmp_path / "jobs/run/logs/latest.log").read_text()
+
+
+def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, setup=("cd /", "host=else", "set -eu")))
+    code, output = execute(text, tmp_path, fakes)
+    assert code == 0, output
+    assert (tmp_path / "jobs/run/attempts/1/exit.json").exists()
+    assert "--rdzv_endpoint=n1:" in calls(tmp_path)[1]
+
+
+# ---- how processes are started -----------------------------------------------------------------
+
+
+def test_torchrun_uses_the_first_node_and_a_port_of_the_job(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, gpus_per_node=4, cpus_per_task=32))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    srun, torchrun = calls(tmp_path)
+    assert "--ntasks-per-node=1 --cpus-per-task=32" in srun
+    for option in ("--nnodes=2", "--nproc_per_node=4", "--node_rank=0", "--max_restarts=0",
+                   "--rdzv_endpoint=n1:10042", "-m dtt.main train jobs/run"):  # fmt: skip
+        assert option in torchrun
+
+
+def test_a_first_node_without_a_name_is_reached_by_its_address(tmp_path: Path, fakes: Path) -> None:
+    execute(render(script(directory=tmp_path)), tmp_path, fakes, UNRESOLVED="yes")
+    assert "--rdzv_endpoint=10.0.0.1:" in calls(tmp_path)[1]
+
+
+def test_srun_starts_every_process_with_a_master_address(tmp_path: Path, fakes: Path) -> None:
+    (fakes / "python").write_text(
+        '#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT $*" >>"$CALLS"\n' + ENDS_WELL
+    )
+    text = render(script(directory=tmp_path, start="srun", processes_per_node=3))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    srun, python = calls(tmp_path)
+    assert "--ntasks-per-node=3" in srun
+    assert python == "n1 10042 -m dtt.main train jobs/run"
+
+
+@pytest.mark.parametrize(
+    ("settings", "starter"),
+    [
+        ({}, "srun --nodes=2 --ntasks-per-node=8 bash"),
+        ({"mpi": "pmix"}, "srun --nodes=2 --ntasks-per-node=8 --mpi=pmix bash"),
+        ({"mpi": "mpirun"}, "mpirun -n 16 bash"),
+    ],
+)
+def test_tokenize_runs_as_ranks_of_mpi(
+    settings: dict[str, Any], starter: str, tmp_path: Path, fakes: Path
+) -> None:
+    (fakes / "mpirun").write_text(FAKES["srun"].replace("srun", "mpirun"))
+    (fakes / "mpirun").chmod(0o755)
+    argv, kind = EXAMPLES["tokenize"]
+    settings = {"processes_per_node": 8, **settings}
+    text = render(script(directory=tmp_path, argv=argv, kind=kind, **settings))
+    assert execute(text, tmp_path, fakes)[0] == 0
+    assert calls(tmp_path)[0].startswith(starter)
+    assert calls(tmp_path)[1].startswith(f"python -m dtt.main {shlex.join(argv)}")
+
+
+def test_a_preflight_that_fails_keeps_the_training_from_starting(
+    tmp_path: Path, fakes: Path
+) -> None:
+    settings: dict[str, Any] = {"preflight": True, "start": "srun", "continuation": "none"}
+    text = render(script(directory=tmp_path, **settings))
+    code, _ = execute(text, tmp_path, fakes, PYTHON_CODE="78")
+    assert code == 78
+    assert [c for c in calls(tmp_path) if c.startswith("python")] == [
+        "python -m dtt.main doctor --device cpu --path jobs/run "
+    ]
+    (fakes / "python").write_text(
+        f"#!/bin/bash\n{FAKES['python'].partition('exit')[0]}\n"
+        f"[[ $* == *doctor* ]] && exit\n{ENDS_WELL}"
+    )
+    assert execute(text, tmp_path, fakes)[0] == 0
+    assert calls(tmp_path)[-1].startswith("python -m dtt.main train jobs/run")
+
+
+def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Path) -> None:
+    trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
+    text = render(script(directory=tmp_path, job=Path("jobs/sweep"), array=Array(trials, cap=1)))
+    assert directives(text)["array"] == "0-1%1"
+    assert directives(text)["output"] == "jobs/sweep/logs/%x-%A_%a.log"
+    task = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "1"}
+    assert execute(text, tmp_path, fakes, **task)[0] == 0
+    assert calls(tmp_path)[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
+    trial = tmp_path / "jobs/sweep/b"
+    assert (trial / "stalled").exists()
+    link = trial / "logs/latest-slurm.log"
+    assert link.parent / link.readlink() == trial / "logs/../../logs/run-42_1.log"
+    execute(text, tmp_path, fakes, CODE="1", **task)
+    assert calls(tmp_path)[-1] == "scontrol requeue 42_1"  # 42 would be all tasks
+    _, output = execute(text, tmp_path, fakes, CODE="75", ASKED=ALICE, **task)
+    assert output.splitlines()[-1].endswith("checkpoint; resume with dtt sweep retry sweep b")
+
+
+def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, setup=("echo said",)))
+    for restart in ("0", "1"):
+        execute(text, tmp_path, fakes, SLURM_RESTART_COUNT=restart)
+    logs = tmp_path / "jobs/run/logs"
+    assert {p.name for p in logs.iterdir() if not p.is_symlink()} == {
+        "train-42-r0-n1.log", "train-42-r1-n1.log",
+    }  # fmt: skip
+    assert (logs / "latest.log").readlink() == Path("train-42-r1-n1.log")
+    assert (logs / "latest-n2.log").readlink() == Path("train-42-r1-n2.log")
+    assert (logs / "latest-slurm.log").readlink() == Path("run-42.log")
+    assert (logs / "train-42-r0-n1.log").read_text() == "said\n"
+
+
+# ---- how it goes on ----------------------------------------------------------------------------
+
+REPORT = "python -m dtt.main report jobs/run "
+REQUEUE = "scontrol requeue 42"
+ALICE = "alice: dtt job stop"
+LIMIT, TERM = {"SIGNAL": "USR2"}, {"SIGNAL": "TERM"}
+SAVES = {"SAVES": "step-000009"}
+PREEMPTED = {"PREEMPT": "2026-01-01T11:00:00"}
+BY_SIGNAL = {"CODE": "75", "ASKED": "SIGTERM", **SAVES}
+"""The ranks got SIGTERM, and the job script has not (yet)."""
+LOST_NODE = {"STATE": "COMPLETING", "REASON": "NodeDown"}
+
+
+@pytest.mark.parametrize(
+    ("env", "requeued", "expected", "said"),
+    [
+        ({"CODE": "0"}, False, 0, "done"),
+        ({"CODE": "2"}, False, 2, "fix the reported error, then run sbatch jobs/run/slurm.sh"),
+        ({"CODE": "65"}, False, 65, "fix the reported error"),
+        ({"CODE": "66"}, False, 66, "fix the reported error"),
+        ({"CODE": "76"}, False, 76, "fix the reported error"),
+        ({"CODE": "130"}, False, 130, "fix the reported error"),
+        ({"CODE": "1"}, True, 1, "requeued"),
+        ({"CODE": "74"}, True, 74, "requeued"),
+        ({"CODE": "78"}, True, 78, "requeued"),
+        ({"CODE": "none"}, True, 137, "exit code none; requeued"),
+        ({"CODE": "0", "BEGINS": ""}, True, 1, "exit code 1; requeued"),
+        # srun may return before exit.json is there: then nobody knows how the training ended.
+        ({"CODE": "silent", "LAUNCHER_CODE": "0"}, True, 0, "exit code none; requeued"),
+        ({"CODE": "0", "BEGINS": "", "LAUNCHER_CODE": "0"}, True, 0, "none; requeued"),
+        ({"CODE": "75", "ASKED": ALICE, **SAVES}, False, 75, "stopped on request"),
+        ({"CODE": "75", "ASKED": ALICE, **LOST_NODE, **SAVES}, False, 75, "stopped on request"),
+        ({"CODE": "75", **SAVES, **LIMIT}, True, 75, "requeued"),
+        ({"CODE": "0", **LIMIT}, False, 0, "done"),
+        ({"CODE": "76", **LIMIT}, False, 76, "fix the reported error"),
+        ({"CODE": "none", **LIMIT}, True, 137, "requeued"),
+        ({"CODE": "75", **SAVES, **TERM}, False, 75, "stopped on request"),
+        ({"CODE": "1", **TERM}, True, 1, "requeued"),
+        ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, True, 75, "requeued"),
+        ({**BY_SIGNAL, **PREEMPTED}, True, 75, "preempted, exit code 75; requeued"),
+        ({**BY_SIGNAL, "PREEMPT": "2026-01-01T09:00:00"}, False, 75, "on request"),
+        ({**BY_SIGNAL, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({**BY_SIGNAL, **LOST_NODE}, True, 75, "requeued"),
+        ({**BY_SIGNAL, **LOST_NODE, "REQUEUE_CODE": "1"}, True, 75, "requeued"),
+        ({**BY_SIGNAL, "STATE": "silent"}, True, 75, "requeued"),
+        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({"CODE": "75", **SAVES, **LIMIT, "STATE": "COMPLETING"}, False, 75, "was cancelled"),
+        ({"CODE": "1", "REQUEUE_CODE": "1"}, True, 1, "cannot be requeued"),
+        ({"CODE": "1", "STATE": "CANCELLED"}, False, 1, "was cancelled"),
+    ],
+)
+def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
+    env: dict[str, str], requeued: bool, expected: int, said: str, tmp_path: Path, fakes: Path
+) -> None:
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert (code, REQUEUE in calls(tmp_path)) == (expected, requeued), output
+    assert said in output.splitlines()[-1]
+    asked = {"USR2": "slurm: time limit", "TERM": "slurm: SIGTERM"}.get(env.get("SIGNAL", ""))
+    assert asked is None or asked in calls(tmp_path)
+    decision = (tmp_path / "jobs/run/decision").read_text()
+    again = requeued and "cannot" not in said
+    assert (
+        decision
+        == f"{'again' if again else 'over'}: {output.splitlines()[-1].split('slurm: ')[1]}\n"
+    )
+
+
+def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    assert execute(text, tmp_path, fakes, CODE="1")[0] == 1
+    before = {p: p.lstat().st_mtime_ns for p in (tmp_path / "jobs").rglob("*") if p.is_file()}
+    asked = len(calls(tmp_path))
+    code, output = execute(text, tmp_path, fakes, SLURM_JOB_ID="43")
+    assert (code, output.split("slurm: ")[1]) == (78, "jobs/run is used by job 42: this job ends\n")
+    assert len(calls(tmp_path)) == asked
+    assert before == {p: p.lstat().st_mtime_ns for p in before}
+    # The job itself, requeued, goes on; and another once it has ended.
+    assert execute(text, tmp_path, fakes, SLURM_RESTART_COUNT="1")[0] == 0
+    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="43", STATE="COMPLETED")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "cancelled"),
+    [
+        ({"CODE": "0"}, True),
+        ({"CODE": "76"}, True),
+        ({"CODE": "75", "ASKED": ALICE, **SAVES}, True),
+        ({"CODE": "75", **SAVES, **LIMIT}, False),
+        ({"CODE": "1"}, False),
+        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, True),
+        ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, False),
+        ({"CODE": "none", **TERM, "STATE": "COMPLETING", "REASON": "TimeLimit"}, False),
+        ({"CODE": "none", **TERM, **LOST_NODE}, False),
+        ({"CODE": "75", **SAVES, **TERM, **LOST_NODE}, False),
+        ({**BY_SIGNAL, **LOST_NODE}, False),
+        ({**BY_SIGNAL, "STATE": "silent"}, False),
+    ],
+)
+def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
+    env: dict[str, str], cancelled: bool, tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    assert "no-requeue" in directives(text)
+    _, output = execute(text, tmp_path, fakes, **env)
+    successor = "sbatch --parsable --dependency=afterany:42 jobs/run/slurm.sh continued 42"
+    assert calls(tmp_path)[0] == successor
+    assert ("scancel 77" in calls(tmp_path)) == cancelled, output
+    assert REQUEUE not in calls(tmp_path)
+    assert job_files.slurm_ids(JobDir(tmp_path / "jobs/run")) == ["77"]
+
+
+def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    execute(text, tmp_path, fakes, CODE="76")
+    started = len(calls(tmp_path))
+    successor = ("continued", "42")
+    assert execute(text, tmp_path, fakes, *successor, SLURM_JOB_ID="77", STATE="FAILED")[0] == 0
+    assert len(calls(tmp_path)) == started
+    # Who submits it again knows better.
+    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="78", STATE="FAILED", CODE="none")[0] == 137
+    started = len(calls(tmp_path))
+    code, output = execute(
+        text, tmp_path, fakes, "continued", "78", SLURM_JOB_ID="79", STATE="CANCELLED"
+    )
+    assert (code, output.split("slurm: ")[1]) == (0, "job 78 was cancelled\n")
+    assert len(calls(tmp_path)) == started
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "expected", "requeued"),
+    [("0", 0, 0, False), ("2", 2, 2, False), ("130", 130, 130, False), ("74", 74, 74, True),
+     ("143", 1, 143, True), ("127", 1, 127, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["download", "tokenize", "pipeline"])
+def test_the_other_commands_have_attempts_and_endings_too(
+    command: str, ended: str, code: int, expected: int, requeued: bool, tmp_path: Path, fakes: Path
+) -> None:
+    kind = "tokenize" if command == "tokenize" else "other"
+    job = Path(f"jobs/run-{command}")
+    text = render(script(directory=tmp_path, job=job, argv=(command,), kind=kind))
+    assert execute(text, tmp_path, fakes, PYTHON_CODE="1")[0] == 1
+    assert execute(text, tmp_path, fakes, PYTHON_CODE=ended)[0] == expected
+    assert calls(tmp_path).count(REQUEUE) == 1 + requeued
+    made = JobDir(tmp_path / job)
+    assert made.attempt() == 2
+    assert made.exit_record(2) == {
+        "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None, "asked_by": "",
+        "reason": "done" if code == 0 else f"exit code {ended}: see logs/latest.log",
+    }  # fmt: skip
+
+
+def test_a_pipeline_continues_as_long_as_its_training_saves(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Path("jobs/run-pipeline")
+    monkeypatch.setattr(job_script, "MAX_STALLED_ATTEMPTS", 1)
+    text = render(script(directory=tmp_path, job=job, argv=("pipeline",), kind="other"))
+    (tmp_path / "jobs/run/checkpoints").mkdir(parents=True)
+    (fakes / "python").write_text('#!/bin/bash\nmkdir "jobs/run/checkpoints/$NEW"; exit 74\n')
+    output = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="1")[1]
+    assert output.splitlines()[-1].endswith("requeued")
+    output = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="2")[1]
+    assert "1 consecutive attempts without a new checkpoint" in output.splitlines()[-1]
+
+
+def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its progress is the number of answers. One that ends in order at its limit did not fail."""
+    monkeypatch.setattr(job_script, "MAX_STALLED_ATTEMPTS", 2)
+    argv, job = ("eval", "jobs/run", "--watch"), Path("jobs/run-eval")
+    text = render(script(directory=tmp_path, job=job, argv=argv, kind="other"))
+    results = tmp_path / "jobs/run/evals/step-000010/piqa-0.jsonl"
+    results.parent.mkdir(parents=True)
+    limit = 'kill -s USR2 "$BATCH"; until [[ -s jobs/run-eval/control/stop ]]; do sleep 1; done'
+    program = f"#!/bin/bash\nif [[ CODE == 75 ]]; then {limit}; fi; exit CODE\n"
+
+    def attempt(restart: int, code: int) -> str:
+        (fakes / "python").write_text(program.replace("CODE", str(code)))
+        restarted = {"SLURM_RESTART_COUNT": str(restart)}
+        return execute(text, tmp_path, fakes, **restarted)[1].splitlines()[-1]
+
+    for restart in range(4):
+        assert attempt(restart, 75).endswith("requeued")
+    assert attempt(4, 1).endswith("requeued")
+    results.write_text("an answer\n")
+    assert attempt(5, 1).endswith("requeued")
+    assert "2 consecutive attempts" in attempt(6, 1)
+    assert not (tmp_path / "jobs/run/control").exists()
+
+
+def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Path) -> None:
+    text = render(script(directory=tmp_path, continuation="none"))
+    code, output = execute(text, tmp_path, fakes, CODE="75", **LIMIT)
+    assert code == 75
+    assert "resume with sbatch jobs/run/slurm.sh" in output.splitlines()[-1]
+    assert not [call for call in calls(tmp_path) if call.startswith(("sbatch", "scontrol"))]
+
+
+@pytest.mark.parametrize("report", ["0", "1"], ids=["written", "failed"])
+def test_a_job_that_ends_early_gets_a_report_whose_failure_changes_nothing(
+    report: str, tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    code, output = execute(text, tmp_path, fakes, CODE="76", PYTHON_CODE=report)
+    assert code == 76
+    assert "exit code 76: fix the reported error" in output.splitlines()[-1]
+    assert calls(tmp_path)[-1] == REPORT
+    assert (tmp_path / "jobs/run/decision").read_text().startswith("over: exit code 76")
+
+
+def test_a_job_that_continues_or_is_done_leaves_the_report_to_dtt(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    for code in ("0", "1"):
+        execute(text, tmp_path, fakes, CODE=code)
+    assert REPORT not in calls(tmp_path)
+
+
+def test_attempts_without_a_new_checkpoint_are_counted_and_limited(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_script, "MAX_STALLED_ATTEMPTS", 2)
+    text = render(script(directory=tmp_path))
+    requeues = []
+
+    def attempt(restart: int, **env: str) -> str:
+        before = calls(tmp_path).count(REQUEUE)
+        env = {"CODE": "1", "SLURM_RESTART_COUNT": str(restart), **env}
+        output = execute(text, tmp_path, fakes, **env)[1]
+        requeues.append(calls(tmp_path).count(REQUEUE) - before)
+        return output.splitlines()[-1]
+
+    attempt(0)
+    attempt(1, SAVES="step-000010")  # a new checkpoint: the count restarts
+    attempt(2)
+    last = attempt(3)
+    assert requeues == [1, 1, 1, 0]
+    assert "2 consecutive attempts without a new checkpoint" in last
+    assert last.endswith("then run sbatch jobs/run/slurm.sh")
+    # A node that died left no time to count: the next start does it.
+    started = len(calls(tmp_path))
+    assert "2 consecutive attempts" in attempt(4)
+    assert calls(tmp_path)[started:] == [REPORT]
+    # A new submission restarts the count.
+    attempt(0)
+    assert requeues[-1] == 1
+
+
+def test_a_stale_request_of_the_script_is_removed_and_a_users_is_kept(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path))
+    stop = tmp_path / "jobs/run/control/stop"
+    for line, kept in (("slurm: time limit", False), ("alice: dtt job stop", True)):
+        stop.parent.mkdir(parents=True, exist_ok=True)
+        stop.write_text(f"{line}\n")
+        execute(text, tmp_path, fakes)
+        assert stop.exists() == kept
+
+
+def test_a_user_stop_is_distinguished_from_the_time_limit(tmp_path: Path, fakes: Path) -> None:
+    stop = tmp_path / "jobs/run/control/stop"
+    stop.parent.mkdir(parents=True)
+    stop.write_text("alice: dtt job stop\n")
+    text = render(script(directory=tmp_path))
+    code, output = execute(text, tmp_path, fakes, CODE="75", **SAVES, **LIMIT)
+    assert code == 75
+    assert "stopped on request" in output
+    assert REQUEUE not in calls(tmp_path)
+
+
+@pytest.mark.parametrize("signal", ["USR2", "TERM"])
+def test_a_user_can_override_the_request_while_the_job_saves(
+    signal: str, tmp_path: Path, fakes: Path
+) -> None:
+    env = {"CODE": "75", "SIGNAL": signal, "PERSON": "yes", **SAVES}
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert code == 75
+    assert "stopped on request" in output.splitlines()[-1]
+    assert REQUEUE not in calls(tmp_path)
+    assert not (tmp_path / "jobs/run/control/stop").exists()  # it was heard
+
+
+def test_the_stop_request_uses_the_measured_lead(tmp_path: Path, fakes: Path) -> None:
+    (tmp_path / "jobs/run").mkdir(parents=True)
+    (tmp_path / "jobs/run/lead").write_text("1000\n")  # half of the time is the most
+    ends = (datetime.now() + timedelta(seconds=4)).isoformat(timespec="seconds")  # noqa: DTZ005
+    env = {"CODE": "75", "SIGNAL": "awaited", "ENDS": ends, **SAVES}
+    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    assert code == 75
+    assert "slurm: time limit" in calls(tmp_path)
+    assert REQUEUE in calls(tmp_path), output
+    assert "watch_limit" not in render(script(lead_seconds=7))  # asked for
+
+
+# ---- lead, sbatch, squeue ----------------------------------------------------------------------
+
+
+def record(**values: Any) -> str:
+    return json.dumps({"step": 1, **values}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [(90, 5400), ("90", 5400), ("30:00", 1800), ("12:00:00", 43_200), ("1-12", 129_600),
+     ("1-12:30", 131_400), ("1-00:00:01", 86_401), (None, None)],
+)  # fmt: skip
+def test_a_time_limit_is_written_as_for_slurm(time: Any, seconds: int | None) -> None:
+    assert LaunchConfig(time=time).time_limit == seconds
+
+
+@pytest.mark.parametrize("time", ["", "1:2", "90:60", "1-", "-1", "1:00:00:00", "1d", "1-2-3", "x"])
+def test_an_invalid_time_limit_is_refused(time: str) -> None:
+    with pytest.raises(ValidationError, match="must be minutes, MM:SS"):
+        LaunchConfig(time=time)
+
+
+def test_the_lead_is_measured_configured_or_a_default(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    assert job_script.lead(job, LaunchConfig()) == job_script.DEFAULT_LEAD
+    assert job_script.lead(job, LaunchConfig(time=2)) == 60  # half of it
+    assert job_script.lead(job, LaunchConfig(lead_seconds=7)) == 7
+    job.write_lead(step=20.0, save=110.0)
+    assert job_script.lead(job, LaunchConfig()) == 30 + 2 * (20 + 110)
+    job.write_lead(step=0.01, save=0.2)
+    assert job_script.lead(job, LaunchConfig()) == 60
+
+
+def test_submit_returns_the_job_id_or_the_message_of_sbatch(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    (fakes / "sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CALLS"; echo "17;cluster"\n')
+    assert job_script.submit(Path("jobs/a b/slurm.sh"), "--hold") == "17"
+    assert calls(tmp_path) == ["sbatch --parsable --hold jobs/a b/slurm.sh"]
+    (fakes / "sbatch").write_text(
+        '#!/bin/bash\necho "sbatch: error: no such partition" >&2; exit 1'
+    )
+    with pytest.raises(EnvironmentUnfit, match="no such partition"):
+        job_script.submit(Path("slurm.sh"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DttError, match="sbatch is not installed"):
+        job_script.submit(Path("slurm.sh"))

@@ -1,0 +1,516 @@
+"""dtt submit: what is checked, written and handed to Slurm; a recording fake stands for Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_slurm import SQUEUE
+from running import Dtt
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import CheckpointManifest
+from dtt.base.errors import ExitCode
+
+SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
+
+Settings = Callable[..., list[str]]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Environment with an sbatch that gives out id 17, and a squeue that knows $QUEUE."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fakes = {"sbatch": 'echo "$PWD $*" >>"$CALLS"; echo 17', "squeue": 'printf "%s" "$QUEUE"'}
+    for name, body in fakes.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": ""}
+
+
+def test_a_job_directory_is_created_and_submitted(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    settings = tiny(launch__time=90, launch__environment="{NCCL_DEBUG: WARN}")
+    done = dtt("submit", "train", *settings, PLANTED="s3cret-value", **slurm)
+    assert "12 steps of 256 tokens" in done.stdout
+    assert "1 nodes x 1, started by torchrun" in done.stdout
+    assert done.stdout.splitlines()[-1].split() == ["submitted", "17"]
+    job = JobDir(dtt.folder / "jobs/t")
+    assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/t/slurm.sh\n"
+    [submission] = map(json.loads, job.submissions.read_text().splitlines())
+    assert submission["job_id"] == "17"
+    assert submission["command"].startswith("dtt submit train")
+    assert abs(submission["time"] - time.time()) < 600
+    script = job.script.read_text()
+    assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
+    assert "#SBATCH --time=90\n" in script
+    assert "train.steps" not in script
+    assert {"command", "git", "packages"} <= json.loads((job.root / "env.json").read_text()).keys()
+    assert job.logs.is_dir()
+    for path in job.root.rglob("*"):
+        assert path.is_dir() or "s3cret-value" not in path.read_text()
+    # The configuration is all that training needs, with Slurm or without.
+    dtt("train", "jobs/t")
+    assert job.exit_record(1) is not None
+    assert job.newest_checkpoint_name() == "step-000012"
+
+
+def test_a_dry_run_and_the_script_alone_write_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    shown = dtt("submit", "train", *tiny(), "--dry-run", **slurm)
+    assert "jobs/t/slurm.sh" in shown.stdout
+    assert dtt("submit", "train", *tiny(), "--print-script", **slurm).stdout.startswith("#!/bin")
+    asked = dtt("submit", "train", *tiny(), "--dry-run", "--json", **slurm)
+    facts = {"job_id": None, "job_dir": "jobs/t", "script": "jobs/t/slurm.sh"}
+    assert json.loads(asked.stdout) == facts
+    assert not (dtt.folder / "jobs").exists()
+    assert not (dtt.folder / "calls").exists()
+
+
+def test_json_is_one_document(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    done = dtt("submit", "train", *tiny(), "--json", **slurm)
+    facts = {"job_id": "17", "job_dir": "jobs/t", "script": "jobs/t/slurm.sh"}
+    assert json.loads(done.stdout) == facts
+
+
+def test_all_problems_are_reported_together(
+    dtt: Dtt, tiny: Settings, tokens: Path, slurm: dict[str, str]
+) -> None:
+    broken = dtt.folder / "broken"
+    shutil.copytree(tokens, broken)
+    shard, other = sorted(broken.glob("**/*.bin"))[:2]
+    shard.unlink()
+    other.write_bytes(b"x")
+    (broken / "tokenizer.json").write_text("{}")
+    settings = tiny(
+        data__tokens=broken, launch__nodes=3, model__vocab_size=100,
+        launch__setup='["source nix.sh", "if"]', init__from="jobs/nix", train__device="cuda",
+    )  # fmt: skip
+    done = dtt("submit", "train", *settings, expect=2, **slurm)
+    for problem in (
+        "9 problems, nothing was submitted", "there is no such job", "requests no GPU from Slurm",
+        str(shard), str(other), "nix.sh",
+        "cannot be divided evenly among 3 processes", "the tokenizer is not the one",
+        "model.vocab_size (100) is smaller", "is not valid bash: if",
+    ):  # fmt: skip
+        assert problem in done.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_too_small_for_the_checkpoints_is_reported(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    for kept in ("keep_last", "keep_every", "keep_best"):
+        settings = tiny(
+            **{f"checkpoint__{kept}": 1 if kept == "keep_every" else 10**12},
+            checkpoint__every=1, train__steps=10**12, train__eval_every=1,
+        )  # fmt: skip
+        done = dtt("submit", "train", *settings, "--dry-run", expect=74, **slurm)
+        assert "not enough disk space for 1000000000" in done.stderr
+    settings = tiny(checkpoint__keep_every=1, train__steps=10**12, train__budget="6h")
+    done = dtt("submit", "train", *settings, "--dry-run", **slurm)
+    assert "training   at most 1000000000000 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "changes", "problem"),
+    [
+        (
+            "train",
+            {"launch__gpus_per_node": 2, "launch__processes_per_node": 8},
+            "8 processes per node, but 2",
+        ),
+        (
+            "pipeline",
+            {"launch__gpus_per_node": 1, "pipeline__train_processes": 2},
+            "2 processes per node, but 1",
+        ),
+        ("pipeline", {"launch__gpus_per_node": 3}, "cannot be divided evenly among 3 processes"),
+        (
+            "pipeline",
+            {"pipeline__train_processes": 3},
+            "cannot be divided evenly among 3 processes",
+        ),
+        ("train", {"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
+        ("train", {"launch__nodes": 3, "parallel__tensor": 3}, "is not a multiple of tensor 3"),
+    ],
+)
+def test_invalid_process_counts_are_reported(
+    command: str, changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
+) -> None:
+    settings = tiny(download__dataset="python-stdlib", **changes)
+    assert problem in dtt("submit", command, *settings, "--dry-run", expect=2).stderr
+
+
+@pytest.mark.slow
+def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(
+        launch__nodes=3, parallel__context=3, train__seq_len=48, train__global_batch_tokens=4 * 48
+    )
+    done = dtt("submit", "train", *settings, "--dry-run", "--json")
+    assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
+
+
+@pytest.mark.slow
+def test_a_missing_init_checkpoint_is_reported(dtt: Dtt, tiny: Settings) -> None:
+    (dtt.folder / "jobs/base/checkpoints/step-000004").mkdir(parents=True)
+    for said, code in (("jobs/base@9", 66), ("jobs/base@4", 0), ("jobs/base", 0)):
+        done = dtt("submit", "train", *tiny(init__from=said), "--dry-run", expect=code)
+        assert ("no checkpoint of step 9" in done.stderr) == (code == 66)
+
+
+@pytest.mark.slow
+def test_gpus_requested_by_directives_count(dtt: Dtt, tiny: Settings) -> None:
+    settings = tiny(train__device="cuda", launch__directives='["--exclusive"]')
+    done = dtt("submit", "train", *settings, "--dry-run", "--json")
+    assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
+
+
+@pytest.mark.slow
+def test_a_job_does_not_resume_with_other_token_files(dtt: Dtt, tiny: Settings) -> None:
+    job = JobDir(dtt.folder / "jobs/t")
+    (job.checkpoints / "step-000004").mkdir(parents=True)
+    job.config.write_text("name: t\n")
+    manifest = CheckpointManifest(
+        step=4, attempt=1, world_size=1, config_sha256="", data_key="another", versions={}, files=()
+    )
+    (job.checkpoints / "step-000004" / manifest.filename).write_text(manifest.dump())
+    (job.checkpoints / "step-000008").mkdir()  # damaged: training would pass it over, too
+    allowed = (f"--allow-change={setting.split('=')[0]}" for setting in tiny())
+    done = dtt("submit", "train", *tiny(), *allowed, "--dry-run", expect=2)
+    assert "was trained on token files or text that have changed since" in done.stderr
+
+
+def test_missing_token_files_have_their_own_exit_code(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    done = dtt("submit", "train", *tiny(data__tokens="nix"), expect=66, **slurm)
+    assert "dtt tokenize" in done.stderr
+
+
+def test_without_sbatch_nothing_is_written(dtt: Dtt, tiny: Settings) -> None:
+    empty = dtt.folder / "empty"
+    empty.mkdir()
+    (empty / "bash").symlink_to("/bin/bash")
+    done = dtt("submit", "train", *tiny(), expect=78, PATH=str(empty))
+    assert "sbatch is not installed" in done.stderr
+    assert not (dtt.folder / "jobs").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    dtt("submit", "train", *tiny(), **slurm)
+    queued = slurm | {"QUEUE": SQUEUE["PENDING"].format(id="17", since=round(time.time()))}
+    done = dtt("submit", "train", "jobs/t", expect=2, **queued)
+    assert "jobs/t is queued as Slurm job 17" in done.stderr
+    job = JobDir(dtt.folder / "jobs/t")
+    job.begin_attempt()
+    assert "jobs/t is running" in dtt("submit", "train", "jobs/t", expect=2, **slurm).stderr
+    job.end_attempt(ExitCode.BUG, "a bug", 0, attempt=1)
+    dtt("submit", "train", "jobs/t", "launch.nodes=2", **slurm)
+    assert len(job.submissions.read_text().splitlines()) == 2
+    assert yaml.safe_load(job.config.read_text())["launch"]["nodes"] == 2
+    (job.checkpoints / "step-000004").mkdir(parents=True)
+    changed = dtt("submit", "train", "jobs/t", "train.steps=50", expect=2, **slurm)
+    assert "--allow-change train.steps" in changed.stderr
+
+
+def test_a_rejection_by_sbatch_is_reported_with_its_message(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
+    fake.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
+    done = dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert "sbatch: error: invalid partition" in done.stderr
+    assert not (dtt.folder / "jobs/t").exists()
+    (dtt.folder / "jobs/t").mkdir()
+    config = dtt.folder / "jobs/t/config.yaml"
+    dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert not config.exists()
+    config.write_text("name: t")
+    dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert config.read_text() == "name: t"
+
+
+@pytest.mark.slow
+def test_a_timeout_of_sbatch_removes_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
+    fake.write_text(
+        "#!/bin/bash\necho 'sbatch: error: Socket timed out on send/recv' >&2\nexit 1\n"
+    )
+    done = dtt("submit", "train", *tiny(), expect=78, **slurm)
+    assert "it is unknown whether Slurm accepted the job" in done.stderr
+    assert (dtt.folder / "jobs/t/slurm.sh").exists()
+    reported = json.loads(dtt("job", "status", "jobs/t", "--json", **slurm).stdout)
+    assert reported["state"] == "unknown"
+    # Slurm shows it: the job is what it is.
+    script = dtt.folder / "jobs/t/slurm.sh"
+    known = slurm | {"QUEUE": f"31|{time.time():.0f}|{script}\n"}
+    asked = dtt("submit", "train", *tiny(), **known).stdout
+    assert asked.splitlines()[-1].split() == ["submitted", "31"]
+
+
+@pytest.mark.slow
+def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    short = dtt("submit", "train", *tiny(launch__time=1), "--dry-run", **slurm)
+    assert "warning    Slurm may send its signal 60 s early" in short.stdout
+    assert "warning" not in dtt("submit", "train", *tiny(), "--dry-run", **slurm).stdout
+    job = JobDir(dtt.folder / "jobs/t")
+    job.write_lead(step=20.0, save=300.0)  # 670 s
+    done = dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", expect=2, **slurm)
+    assert "launch.time (20:00) is too short for this job" in done.stderr
+    assert "launch.time=23 or more" in done.stderr
+    for enough in ({"launch__time": 23}, {"launch__time": 20, "launch__lead_seconds": 400}):
+        dtt("submit", "train", *tiny(**enough), "--dry-run", **slurm)
+    job.lead.write_text("no number\n")
+    dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", **slurm)
+
+
+@pytest.mark.slow
+def test_gpus_of_a_type_are_requested_and_counted(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    keys = tiny(launch__gpus_per_node="a100:4", launch__time="1-12", train__micro_batch=1)
+    script = dtt("submit", "train", *keys, "--print-script", **slurm).stdout
+    assert "#SBATCH --gpus-per-node=a100:4\n" in script
+    assert "#SBATCH --time=1-12\n" in script
+    assert "--nproc_per_node=4 " in script
+    assert "1 nodes x 4" in dtt("submit", "train", *keys, "--dry-run", **slurm).stdout
+    for wrong in ("a100:0", "4:a100", "a100:4,v100:2", "-1"):
+        done = dtt("submit", "train", *tiny(launch__gpus_per_node=wrong), expect=2, **slurm)
+        assert "must be a number, or type:number such as a100:4" in done.stderr
+
+
+@pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
+def test_submit_asks_for_confirmation_at_a_terminal(
+    answer: str, submits: bool, dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dtt.main", "submit", "train", *tiny(), "--json"]
+    process = subprocess.Popen(
+        command, cwd=dtt.folder, env=os.environ | slurm, stdin=theirs, stderr=theirs,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    while b"submit? [Y/n]" not in said:
+        said += os.read(ours, 1024)
+    os.write(ours, answer.encode())
+    reported, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(reported)["job_id"] == ("17" if submits else None)
+    os.close(ours)
+    assert (dtt.folder / "calls").exists() == submits
+    assert (dtt.folder / "jobs").exists() == submits
+
+
+@pytest.mark.slow
+def test_the_config_overrides_a_profile(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    (dtt.folder / "mine.yaml").write_text(
+        "launch: {partition: slow, account: me, environment: {A: 1}}"
+    )
+    (dtt.folder / "run.yaml").write_text("launch: {partition: fast, environment: {B: 2}}")
+    arguments = ("-c", "run.yaml", *tiny(), "--cluster", "mine.yaml", "--print-script")
+    script = dtt("submit", "train", *arguments, **slurm).stdout
+    assert "#SBATCH --partition=fast\n#SBATCH --account=me\n" in script
+    assert "export A=1\n    export B=2\n" in script
+    dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
+    arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
+    assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout
+    (dtt.folder / "mine.yaml").write_text("launch: {account: me}\noptim: {lr: 5.0}")
+    done = dtt("submit", "train", "jobs/t", "--cluster", "mine.yaml", expect=2, **slurm)
+    assert "mine.yaml is not a cluster profile: it sets optim.lr" in done.stderr
+    unknown = dtt("submit", "train", *tiny(), "--cluster", "generc", expect=66, **slurm)
+    assert "clusters/generic" in unknown.stderr
+
+
+@pytest.mark.slow
+def test_a_job_with_code_copy_runs_the_copy(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    code = dtt.folder / "jobs/t/code"
+    for arguments in ([*tiny(), "--code-copy"], ["jobs/t"]):  # it stays the job's own
+        reported = dtt("submit", "train", *arguments, **slurm).stdout
+        assert "the copy in jobs/t/code" in reported
+        script = (dtt.folder / "jobs/t/slurm.sh").read_text()
+        assert f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}" in script
+    show = (
+        "-c",
+        "import dtt.main, dtt.config.load as l; print(dtt.__file__, l.find('quickstart'))",
+    )
+    out, _ = dtt.start_python(*show, PYTHONPATH=str(code)).communicate(timeout=60)
+    assert out.split() == [f"{code}/dtt/__init__.py", f"{code}/dtt/configs/quickstart.yaml"]
+
+
+@pytest.mark.slow
+def test_the_other_commands_have_directories_of_their_own(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "books.txt").write_text("words " * 100)
+    data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
+    for command in ("download", "pipeline"):
+        dtt("submit", command, *data, **slurm)
+        script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
+        assert f"command=({command} -c jobs/n-{command}/config.yaml)\n" in script
+        assert "#SBATCH --nodes=1\n" in script
+        assert f"#SBATCH --job-name=n-{command}\n" in script
+    missing = dtt("submit", "tokenize", *data, expect=66, **slurm)
+    assert "dtt download" in missing.stderr
+    dtt("download", "-c", "jobs/n-download/config.yaml")
+    dtt("submit", "tokenize", *data, "launch.processes_per_node=2", **slurm)
+    script = (dtt.folder / "jobs/n-tokenize/slurm.sh").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
+
+
+@pytest.mark.slow
+def test_stages_are_submitted_as_one_job(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    stages = "[{name: pretrain}, {name: midtrain, train: {steps: 8}}]"
+    settings = tiny(name="s", stages=stages)
+    shown = dtt("submit", "train", *settings, "--dry-run", **slurm).stdout
+    assert "stage      pretrain: 12 steps" in shown
+    assert "stage      midtrain: 8 steps" in shown
+    assert not (dtt.folder / "jobs").exists()
+    other = (*settings, "stages.midtrain.launch.nodes=2")
+    assert "different `launch` sections" in dtt("submit", "train", *other, expect=2, **slurm).stderr
+
+    assert "submitted  17" in dtt("submit", "train", *settings, **slurm).stdout
+    assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/s/slurm.sh\n"
+    script = (dtt.folder / "jobs/s/slurm.sh").read_text()
+    assert "    jobs/s/pretrain\n    jobs/s/midtrain\n" in script
+    # Its jobs hold all that the script needs, and each starts from the one before it.
+    assert "the previous stage is not done" in dtt("train", "jobs/s/midtrain", expect=66).stderr
+    for name in ("pretrain", "midtrain"):
+        dtt("train", f"jobs/s/{name}")
+    record = JobDir(dtt.folder / "jobs/s/midtrain").stage_record()
+    assert record is not None
+    assert record["predecessor"]["step"] == 12
+    assert "all stages of jobs/s are done" in dtt(
+        "submit", "train", *settings, expect=2, **slurm
+    ).stderr  # fmt: skip
+    dtt("submit", "train", *settings, "--redo-from", "midtrain", **slurm)
+    assert "submitted  17" in dtt("job", "resume", "jobs/s/midtrain", **slurm).stdout
+    assert (dtt.folder / "calls").read_text().splitlines()[-1].endswith(" jobs/s/slurm.sh")
+    assert (dtt.folder / "jobs/s/midtrain-superseded-1/checkpoints").is_dir()
+
+
+def test_a_rejected_submission_of_stages_leaves_nothing(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "bin/sbatch").write_text("#!/bin/bash\necho no such partition >&2; exit 1\n")
+    stages = tiny(name="s", stages="[{name: a}, {name: b}]")
+    assert "no such partition" in dtt("submit", "train", *stages, expect=78, **slurm).stderr
+    assert not (dtt.folder / "jobs/s").exists()
+
+
+def test_a_submitted_pipeline_reads_the_stages_from_its_own_configuration(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    stages = tiny(name="s", stages="[{name: a}, {name: b, seed: 5}]")
+    dtt("submit", "pipeline", *stages, **slurm)
+    script = (dtt.folder / "jobs/s-pipeline/slurm.sh").read_text()
+    assert "command=(pipeline -c jobs/s-pipeline/config.yaml)" in script
+    shown = dtt("config", "show", "-c", "jobs/s-pipeline/config.yaml", "--stage", "b").stdout
+    assert "seed: 5 " in shown
+    assert "from: jobs/s/a " in shown
+
+
+def test_the_directory_of_another_job_is_refused(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    dtt("submit", "train", *tiny(name="z-download"), **slurm)
+    own = (dtt.folder / "jobs/z-download/config.yaml").read_text()
+    arguments = ("submit", "download", "name=z", "download.dataset=python-stdlib")
+    done = dtt(*arguments, expect=2, **slurm)
+    assert "jobs/z-download is the directory of another job, z-download" in done.stderr
+    assert (dtt.folder / "jobs/z-download/config.yaml").read_text() == own
+
+
+@pytest.mark.slow
+def test_an_export_requires_a_checkpoint(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    none = dtt("submit", "export", "jobs/t", expect=66, **slurm)
+    assert "not a job directory" in none.stderr
+    dtt("submit", "train", *tiny(), **slurm)
+    assert "no checkpoint" in dtt("submit", "export", "jobs/t", expect=66, **slurm).stderr
+    (dtt.folder / "jobs/t/checkpoints/step-000004").mkdir(parents=True)
+    dtt("submit", "export", "jobs/t", "export.out=a b", "export.dtype=fp32", **slurm)
+    script = (dtt.folder / "jobs/t-export/slurm.sh").read_text()
+    assert "command=(export jobs/t 'export.out=a b' export.dtype=fp32)\n" in script
+
+
+def test_a_watch_is_submitted_next_to_its_job_with_the_options_of_eval(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    """The job has no checkpoint yet: the watch waits for it."""
+    dtt("submit", "train", *tiny(eval__tasks="[piqa]", eval__limit=5), **slurm)
+    dtt("submit", "eval", "jobs/t", **slurm)
+    script = dtt.folder / "jobs/t-eval/slurm.sh"
+    assert "command=(eval jobs/t --watch)\n" in script.read_text()
+    changed = ["eval.limit=7", "eval.tasks=[piqa, copa]", "launch.time=2:00:00"]
+    printed = dtt("submit", "eval", "jobs/t", *changed, "--print-script", **slurm).stdout
+    assert "command=(eval jobs/t --watch --tasks piqa,copa --limit 7)\n" in printed
+    assert "#SBATCH --time=2:00:00" in printed
+    unknown = dtt("submit", "eval", "jobs/t", "eval.tasks=[pika]", expect=2, **slurm)
+    assert "piqa" in unknown.stderr
+    none = dtt("submit", "eval", "jobs/t", "eval.tasks=[]", expect=2, **slurm)
+    assert "no tasks to evaluate" in none.stderr
+    refused = dtt("submit", "eval", "jobs/t", "eval.data=elsewhere", expect=2, **slurm)
+    assert "eval.data=elsewhere is not an option of dtt eval" in refused.stderr
+    printed = dtt("submit", "eval", "jobs/t", "eval.every=5", "--print-script", **slurm).stdout
+    assert "command=(eval jobs/t --watch)\n" in printed
+
+
+def test_a_watch_of_a_job_in_another_folder_finds_the_files_of_its_tasks(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    (dtt.folder / "words.yaml").write_text(
+        "type: cloze\ndata: {file: rows.jsonl}\nprompt: '{text}'\nanswer: '{a}'\n"
+    )
+    dtt("submit", "train", *tiny(eval__tasks="[words.yaml]"), **slurm)
+    other = dtt.folder / "other"
+    other.mkdir()
+    job = dtt.folder / "jobs/t"
+    printed = Dtt(other)("submit", "eval", job, "--print-script", **slurm).stdout
+    assert f"command=(eval {job} --watch)\n" in printed
+    checked = Dtt(other)("submit", "eval", job, "--dry-run", **slurm).stdout
+    assert f"script     {dtt.folder}/jobs/t-eval/slurm.sh\n" in checked
+
+
+def test_invalid_submissions_are_refused(dtt: Dtt, slurm: dict[str, str]) -> None:
+    both = dtt("submit", "train", "-c", "quickstart", "--print-script", "--json", expect=2, **slurm)
+    assert "are mutually exclusive" in both.stderr
+    assert "dtt submit train" in dtt("submit", "generate", expect=2, **slurm).stderr
+    done = dtt("submit", "tokenize", "jobs/x", expect=2, **slurm)
+    assert "cannot understand the argument 'jobs/x'" in done.stderr
+
+
+def test_a_login_node_needs_nothing_slow(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('slow:', *({SLOW!r} & sys.modules.keys())))\n"
+        f"sys.argv = {['dtt', 'submit', 'train', *map(str, tiny())]!r}\n"
+        "from dtt.main import main\nmain()"
+    )
+    out, err = dtt.start_python("-c", code, **slurm).communicate(timeout=60)
+    assert "submitted  17" in out, err
+    assert out.splitlines()[-1] == "slow:"

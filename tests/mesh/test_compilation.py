@@ -1,0 +1,116 @@
+"""What cannot be compiled runs uncompiled, on all ranks alike, and a failure is told once."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from running import Dtt
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from dtt.base.log import log
+from dtt.mesh.compilation import Compiler
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log, "propagate", True)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def works(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    return make_boxed_func(graph.forward)
+
+
+def fails(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    raise RuntimeError("no valid Triton configuration")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=backend, **how))
+
+
+def test_a_second_shape_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        shapes.append([i.shape for i in inputs if isinstance(i, Tensor)])
+        assert not any(isinstance(i, torch.SymInt) for i in inputs)
+        return graph.forward
+
+    use(monkeypatch, record)
+    double = Compiler().compiled(lambda x: 2 * x)
+    for length in (64, 128, 256, 1024):
+        double(torch.ones(length))
+    assert shapes == [[(64,)], [(128,)], [(256,)], [(1024,)]]
+
+
+def test_a_backward_graph_that_cannot_be_compiled_is_found_in_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(monkeypatch, aot_autograd(fw_compiler=works, bw_compiler=fails))
+    compiler = Compiler()
+    sine = compiler.compiled(torch.sin)
+    x = torch.ones(3, requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            sine(x).sum().backward()
+    assert compiler.failure == "RuntimeError: no valid Triton configuration"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"training continues uncompiled: {compiler.failure}"
+    ]
+    torch.testing.assert_close(x.grad, 2 * torch.ones(3).cos())
+
+
+def test_after_one_failure_nothing_is_compiled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, fails)
+    compiler = Compiler()
+    first = compiler.compiled(torch.sin, otherwise=lambda x: "instead")
+    second = compiler.compiled(torch.cos)
+    assert first(torch.zeros(1)) == "instead"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert second(torch.zeros(1)) == 1.0
+
+
+ON_RANK_1 = """
+import os, sys, torch
+real = torch.compile
+def broken(graph, inputs):
+    raise RuntimeError("no compiler on this rank")
+backend = broken if os.environ["RANK"] == "1" else "eager"
+torch.compile = lambda *args, **how: real(*args, backend=backend, **how)
+from dtt.main import main
+main()
+"""
+
+
+def on_two_ranks(dtt: Dtt, program: str, *arguments: object) -> subprocess.Popen[str]:
+    script = dtt.folder / "program.py"
+    script.write_text(program)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    return dtt.start_python(*launcher, script, *arguments)
+
+
+@pytest.mark.slow
+def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any, tmp_path: Path) -> None:
+    keys = tiny(train__compile="true", train__steps=3, train__eval_every=0)
+    run = dtt.wait(on_two_ranks(dtt, ON_RANK_1, "train", *keys))
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stderr.splitlines() if "uncompiled" in line]
+    assert ["[rank 1]" in line for line in lines].count(True) == 1
+    assert any("no compiler on this rank" in line for line in lines)
+    assert any(
+        "[rank 0] training continues uncompiled: another rank cannot compile" in line
+        for line in lines
+    )
+    assert "step 3/3" in run.stderr
