@@ -34,7 +34,7 @@ from data_loaders import END, SEQ_LEN
 from measurement import Table
 
 from dtt.artifacts.manifests import CorpusSource, SplitCounts, TokenShard, TokensManifest
-from dtt.data.samples.compatibility import index_bytes
+from dtt.artifacts.shard_files import index_bytes
 from dtt.data.token_file import HEADER, MAGIC, VERSION, TokenFileWriter, bin_path, idx_path
 
 VOCAB_SIZE = 50_257

@@ -24,7 +24,8 @@ from dtt.base.errors import ExitCode
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.explain import show
-from dtt.config.load import Resolved, resolve
+from dtt.config.load import resolve
+from dtt.config.resolved import Resolved
 from dtt.config.source import Leaf
 from dtt.jobs import sweep_trials as trials
 from dtt.track.base import Record

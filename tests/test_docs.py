@@ -1,4 +1,4 @@
-"""The pages tell the truth: commands, keys, paths, links and the tree are those of the code."""
+"""The pages tell the truth: commands, keys, paths and links are those of the code."""
 
 from __future__ import annotations
 
@@ -162,30 +162,6 @@ def test_every_link_and_path_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in slugs, target
     for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|yaml|sh))`", TEXT[page]):
         assert (ROOT / name).exists() or (ROOT / "src/dtt" / name).exists(), name
-
-
-def tree() -> dict[str, str]:
-    """Return each path of the tree in docs/architecture.md with its description."""
-    said: dict[str, str] = {}
-    parents: list[str] = []
-    page = TEXT[ROOT / "docs/architecture.md"]
-    for line in page.split("## The tree")[1].split("```")[1].strip().splitlines():
-        name, _, clause = line.strip().partition(" ")
-        parents[(len(line) - len(line.lstrip())) // 2 :] = [name]
-        said["".join(parents)] = clause.strip()
-    return said
-
-
-def test_the_tree_names_every_file_and_no_other() -> None:
-    said = tree()
-    assert [path for path in said if not (ROOT / path).exists()] == []
-    assert [path for path, clause in said.items() if not clause] == []
-    packages = {f"{path}__init__.py" for path in said if path.endswith("/")}
-    files = [path for path in (ROOT / "src/dtt").rglob("*") if path.suffix != ".pyc"]
-    files += [path for folder in ("docs", "configs") for path in (ROOT / folder).glob("*")]
-    names = {f"{p.relative_to(ROOT)}{'/' if p.is_dir() else ''}" for p in files}
-    names = {name for name in names if "__pycache__" not in name}
-    assert names - packages - said.keys() == set()
 
 
 def test_the_pages_build_into_a_site_without_broken_links(tmp_path: Path) -> None:

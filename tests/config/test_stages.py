@@ -9,7 +9,8 @@ import pytest
 
 from dtt.base.errors import ConfigError
 from dtt.config.explain import show_stages
-from dtt.config.load import Mistakes, Resolved, resolve, stage_names
+from dtt.config.load import Mistakes, resolve, stage_names
+from dtt.config.resolved import Resolved
 
 TINY = """\
 name: tiny

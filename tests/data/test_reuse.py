@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtt.artifacts.manifests import TokensManifest, shard_stem
+from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import InputError
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
 from dtt.data.corpus.units import Corpus

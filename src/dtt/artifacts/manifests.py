@@ -252,25 +252,6 @@ class TokenShard(Record):
         return content
 
 
-def shard_stem(folder: Path, shard: TokenShard) -> Path:
-    """Return the path of a shard's files without the suffix, in `folder` or on this node's disk.
-
-    Raises InputError, with the command that fetches them, if they are on another node's disk.
-    """
-    stem = folder / shard.stem
-    if shard.path is None or stem.with_name(f"{stem.name}.idx").exists():
-        return stem
-    local = Path(shard.path)
-    if local.with_name(f"{local.name}.idx").exists():
-        return local
-    raise InputError(
-        "a token file is not on this node",
-        where=f"{shard.host}:{shard.path}.bin",
-        why=f"`dtt tokenize` left it on the disk of {shard.host}",
-        next=f"rsync -a '{shard.host}:{shard.path}.*' {folder}/",
-    )
-
-
 class ChatFacts(Record):
     """The conversation format of token files, as needed by `dtt chat` and `dtt export`.
 

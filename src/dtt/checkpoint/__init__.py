@@ -1,2 +1,1 @@
-"""Training checkpoints, either complete on disk or absent; knows only state dicts and files.
-May import: config, runtime."""
+"""Training checkpoints, either complete on disk or absent; knows only state dicts and files."""

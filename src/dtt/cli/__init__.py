@@ -1,2 +1,1 @@
-"""The command line, one module per group of commands: options and help texts.
-May import: commands, config, runtime. Never torch, numpy or anything slow to import."""
+"""The command line, one module per group of commands: options and help texts."""

@@ -112,6 +112,6 @@ def data_at_step(
     Reads the token files, and exits with 65 if metrics.jsonl records other samples.
     """
     with command():
-        from dtt.data.inspect import run as body
+        from dtt.train import at_step as body
 
         body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)

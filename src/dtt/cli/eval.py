@@ -105,7 +105,7 @@ def eval_(
     the keys of the job's section `eval`. With --json, prints one object per task.
     """
     with command():
-        from dtt.evaluate import evaluation
+        from dtt.evaluate import run as evaluation
         from dtt.evaluate import watch as eval_watch
 
         if watch and harness:

@@ -45,7 +45,13 @@ def download(
         from dtt.data.corpus import run_download as download
 
         options = {"download.dataset": dataset, "download.name": name}
-        download.run(resolve(config, overrides, options, stage=stage))
+        cfg = resolve(config, overrides, options, stage=stage)
+        if cfg.eval.tasks:
+            from dtt.evaluate.evaluation import fetch_questions
+
+            fetch_questions(cfg.eval)
+        if cfg.download.dataset is not None or not cfg.eval.tasks:
+            download.run(cfg)
 
 
 @cli.command(

@@ -10,7 +10,6 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from dtt.config import explain, source, stages
 from dtt.config.base import Section
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.removed import without_removed
+from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
 from dtt.config.source import STAGES, Key, Layer, Leaf
@@ -46,24 +46,12 @@ class Mistakes(ConfigError):
         self.problems = tuple(problems)
         self.layer, self.next = layer, next
         count = f"{len(problems)} mistake{'s' if len(problems) > 1 else ''} in {of}"
-        lines = [f"  {_origin(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
+        lines = [f"  {origin_of(layer, key)}  {'.'.join(key)}: {why}" for key, why in problems]
         super().__init__("\n".join([count, *lines]), next=next)
 
     def in_stage(self, name: str) -> Mistakes:
         """Return the same errors as those of a stage."""
         return Mistakes(self.problems, self.layer, f"stage {name}", next=self.next)
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A checked configuration and the merged layer it was built from."""
-
-    config: RunConfig
-    layer: Layer
-
-    def origin(self, key: str) -> str:
-        """Return the origin of the value of a dotted `key`: `file:line`, `argument`, `default`."""
-        return _origin(self.layer, tuple(key.split(".")))
 
 
 def shipped_configs() -> Path:
@@ -429,14 +417,6 @@ def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem
 
 def _leading_zero(value: Any) -> bool:
     return isinstance(value, str) and source.LEADING_ZERO.match(value) is not None
-
-
-def _origin(layer: Layer, key: Key) -> str:
-    for length in range(len(key), 0, -1):
-        if key[:length] in layer:
-            return layer[key[:length]].origin
-    below = [leaf.origin for k, leaf in layer.items() if k[: len(key)] == key]
-    return next((origin for origin in below if origin != "default"), "default")
 
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:

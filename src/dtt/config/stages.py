@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.init import MAY_DIFFER
+from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
 from dtt.config.source import STAGES, Key, Layer, Leaf
 
 if TYPE_CHECKING:
-    from dtt.config.load import Resolved
     from dtt.config.run import RunConfig
 
 INIT_FROM: Key = ("init", "from")

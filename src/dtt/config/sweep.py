@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain, filters, load, source
 from dtt.config.base import Section
-from dtt.config.load import Resolved
+from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
 from dtt.config.source import Layer, Leaf
 

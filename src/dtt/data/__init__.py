@@ -1,2 +1,1 @@
-"""The data pipeline: documents to token files, and token files or text to training batches.
-May import: config, runtime. numpy and pyarrow only; torch in samples/loader.py alone."""
+"""The data pipeline: documents to token files, and token files or text to training batches."""

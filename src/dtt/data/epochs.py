@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dtt.base.errors import InputError
-from dtt.config.load import Resolved, with_steps
+from dtt.config.load import with_steps
+from dtt.config.resolved import Resolved
 
 
 def with_epochs_resolved(resolved: Resolved) -> Resolved:

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import DamagedError, InputError
 from dtt.data.memory_map import map_file
-from dtt.data.samples import compatibility
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -84,7 +84,7 @@ class TokenFile:
             if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
                 raise self._damaged(f"dtype code {code} is not an integer type")
             self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
-            expected = compatibility.index_bytes(self.sequences, self._entries)
+            expected = index_bytes(self.sequences, self._entries)
             if idx_bytes != expected:
                 raise self._damaged(f"it should have {expected} bytes, but has {idx_bytes}")
             end = self._end(file.fileno()) if self.sequences else 0

@@ -1,2 +1,1 @@
-"""Checks of devices, disks and communication before a run.
-May import: config, runtime."""
+"""Checks of devices, disks and communication before a run."""

@@ -1,2 +1,1 @@
-"""Estimates of a run's memory, communication and time by formulas, without building a model.
-May import: train, data, model, optim."""
+"""Estimates of a run's memory, communication and time by formulas, without building a model."""

@@ -1,2 +1,1 @@
-"""Evaluation of models: validation loss and samples.
-May import: data, model, optim, parallel, track."""
+"""Evaluation of models: validation loss and samples."""

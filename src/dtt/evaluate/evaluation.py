@@ -1,4 +1,4 @@
-"""`dtt eval`: evaluate models on benchmark tasks."""
+"""Evaluation of models on benchmark tasks."""
 
 from __future__ import annotations
 
@@ -34,30 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any) -> None:
-    """Evaluate a model, or compare the results of two: `compare A B`; see `evaluate`.
-
-    With `harness`, evaluates these tasks of lm-evaluation-harness instead.
-    """
-    match arguments:
-        case ["compare", one, other]:
-            from dtt.evaluate import compare as eval_compare
-
-            eval_compare.run(one, other, harness=harness, **options)
-        case [source] if source != "compare" and harness:
-            from dtt.evaluate import harness as eval_harness
-
-            eval_harness.run(source, harness, **options)
-        case [source] if source != "compare":
-            evaluate(source, **options)
-        case _:
-            raise ConfigError(
-                "dtt eval takes one model, or `compare` and two",
-                why=f"got {' '.join(arguments)}",
-                next="dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]",
-            )
-
-
 def evaluate(
     source: str,
     *,
@@ -90,7 +66,7 @@ def evaluate(
             cfg = configured(source, options)
             chat_format = None
             if chat:
-                from dtt.generate.chat import find_chat_format
+                from dtt.hf.model_source import find_chat_format
 
                 chat_format, _ = find_chat_format(source, None)
             evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
@@ -286,6 +262,13 @@ def open_evaluation(
 
     data = open_all() if world is None else on_rank_0_first(world(), open_all)
     return Evaluation(cfg, data, chat)
+
+
+def fetch_questions(cfg: EvalConfig) -> None:
+    """Fetch the questions of `eval.tasks`, so that they can be read without a network."""
+    tasks = open_evaluation(cfg).tasks
+    questions = sum(len(data.questions) for data in tasks)
+    print(f"tasks   {len(tasks)} with {questions:,} questions, in {cfg.data}")
 
 
 def from_rank_0(world: World | None, action: Callable[[], T]) -> T:

@@ -58,8 +58,8 @@ def run(
     """Evaluate tasks of lm-eval, print its table or JSON, and write a file of the results.
 
     `harness` has names of its tasks, or paths of its YAML files. The other arguments are those of
-    `dtt.evaluate.evaluation.evaluate`; `limit` and `shots` are lm-eval's: the first questions, and the
-    number of examples in front of each. Raises EnvironmentUnfit if lm-eval is not installed.
+    `evaluation.evaluate`; `limit` and `shots` are lm-eval's: the first questions, and the number of
+    examples in front of each. Raises EnvironmentUnfit if lm-eval is not installed.
     """
     from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
@@ -73,7 +73,7 @@ def run(
         cfg = configured(source, options)
         chat_format = None
         if chat:
-            from dtt.generate.chat import find_chat_format
+            from dtt.hf.model_source import find_chat_format
 
             chat_format, _ = find_chat_format(source, None)
         log.warning("tasks of lm-eval may run Python code of their own, and use the network")

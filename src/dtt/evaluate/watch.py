@@ -82,7 +82,7 @@ def run(
         cfg = configured(str(job.root), options)
         chat_format = None
         if chat:
-            from dtt.generate.chat import find_chat_format
+            from dtt.hf.model_source import find_chat_format
 
             chat_format, _ = find_chat_format(str(job.root), None)
         evaluation = open_evaluation(cfg, None, chat_format)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 
-from dtt.artifacts.manifests import DataManifest
-from dtt.base.errors import ConfigError, InputError
-from dtt.config.load import load_job
+from dtt.base.errors import InputError
 from dtt.generate.chat_console import (
     AnswerPrinter,
     answer_lines,
@@ -19,14 +16,7 @@ from dtt.generate.chat_console import (
 )
 from dtt.generate.chat_session import ChatSession
 from dtt.generate.run import Sampling
-from dtt.hf.chat_format import (
-    ChatFormat,
-    chosen_chat_format,
-    eos_token_ids,
-    folder_chat_format,
-    job_chat_format,
-)
-from dtt.hf.model_source import find_folder, job_of, load_model, on_device
+from dtt.hf.model_source import find_chat_format, load_model, on_device
 
 
 def run(
@@ -70,38 +60,6 @@ def run(
         converse(session, printer)
     else:
         answer_lines(session, printer, lines)
-
-
-def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tuple[int, ...]]:
-    """Return the model's conversation format and the tokens that end its documents.
-
-    Reads no weights. Raises ConfigError if the model has no chat template and `template` is None.
-    """
-    folder = find_folder(source)
-    ends: tuple[int, ...]
-    if folder is None:
-        job = job_of(source)
-        tokenizer, ends = job.tokenizer, (DataManifest.read(job.root).end_of_document,)
-        own = job_chat_format(job, load_job(job.root).chat) if template is None else None
-    else:
-        tokenizer, ends = folder / "tokenizer.json", eos_token_ids(folder)
-        own = folder_chat_format(folder) if template is None else None
-    if template is not None:
-        return chosen_chat_format(template, tokenizer, ends), ends
-    if own is None:
-        raise ConfigError(
-            f"{source} has no chat template, so its conversation format is unknown",
-            why=_why_none(folder),
-            next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "
-            "chatml (or a Jinja file) uses a format that the model was not trained on",
-        )
-    return own, ends
-
-
-def _why_none(folder: Path | None) -> str:
-    if folder is None:
-        return "the job was trained on plain text, not with data.type=chat"
-    return "the folder has neither chat_template.jinja nor chat_template in tokenizer_config.json"
 
 
 def _stdin() -> Iterable[bytes]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
 from dtt.config.init import HF
 from dtt.config.load import load_job
-from dtt.train.initial import find_model
 
 if TYPE_CHECKING:
     import torch
 
+    from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import Trained
     from dtt.model.decoder import Decoder
 
@@ -94,3 +98,71 @@ def on_device(trained: Trained, device: torch.device) -> Decoder:
     state = {name: tensor.to(device) for name, tensor in trained.state.items()}
     model.load_state_dict(state, assign=True)
     return model
+
+
+HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+
+
+def find_model(name: str, files: Sequence[str] | None = None, *, where: str | None = None) -> Path:
+    """Return the folder of a model, given as a local path or as a model on the Hub.
+
+    A model on the Hub is `ORG/NAME` or `ORG/NAME@REVISION`; only `files` are fetched from it (None:
+    all that training needs). Raises InputError if `name` is neither; it names `where` as the place
+    that asks for the model, by default `init.from`.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    hub_id = HUB_ID.fullmatch(name)
+    if folder.exists() or hub_id is None:
+        raise InputError(
+            f"no model in {folder}",
+            where=where or f"init.from={HF}{name}",
+            why="it has no config.json" if folder.exists() else "the folder does not exist",
+            next="use a folder written by `dtt export` or save_pretrained, or a model on the Hub",
+        )
+    from dtt.data.corpus.hub import MODEL_FILES, fetch_model
+
+    if files is None:
+        log.info("init.from: %s on the Hub", name)
+    return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
+
+
+def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tuple[int, ...]]:
+    """Return the model's conversation format and the tokens that end its documents.
+
+    Reads no weights. Raises ConfigError if the model has no chat template and `template` is None.
+    """
+    # Imports numpy, which commands that only name a model do without.
+    from dtt.hf.chat_format import (
+        chosen_chat_format,
+        eos_token_ids,
+        folder_chat_format,
+        job_chat_format,
+    )
+
+    folder = find_folder(source)
+    ends: tuple[int, ...]
+    if folder is None:
+        job = job_of(source)
+        tokenizer, ends = job.tokenizer, (DataManifest.read(job.root).end_of_document,)
+        own = job_chat_format(job, load_job(job.root).chat) if template is None else None
+    else:
+        tokenizer, ends = folder / "tokenizer.json", eos_token_ids(folder)
+        own = folder_chat_format(folder) if template is None else None
+    if template is not None:
+        return chosen_chat_format(template, tokenizer, ends), ends
+    if own is None:
+        raise ConfigError(
+            f"{source} has no chat template, so its conversation format is unknown",
+            why=_why_none(folder),
+            next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "
+            "chatml (or a Jinja file) uses a format that the model was not trained on",
+        )
+    return own, ends
+
+
+def _why_none(folder: Path | None) -> str:
+    if folder is None:
+        return "the job was trained on plain text, not with data.type=chat"
+    return "the folder has neither chat_template.jinja nor chat_template in tokenizer_config.json"

@@ -17,8 +17,9 @@ from dtt.base.files import sha256_file, write_atomically
 from dtt.base.reading import fits, read_json, tolerant
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
-from dtt.config.load import Resolved, changes_on_resume, load_job, resolve
+from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.optim import horizon_keys, own_decays
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.data.epochs import with_epochs_resolved

@@ -20,7 +20,7 @@ from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.checkpoint import store
 from dtt.config import source
-from dtt.config.load import Resolved
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.jobs import job_state

@@ -7,7 +7,7 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config import explain
-from dtt.config.load import Resolved
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 
 EVAL_OPTIONS = {

@@ -17,7 +17,8 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive, write_atomically
 from dtt.config import explain
 from dtt.config.init import InitConfig
-from dtt.config.load import Resolved, find, load_job, resolve, shipped_configs, stage_names
+from dtt.config.load import find, load_job, resolve, shipped_configs, stage_names
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf, is_config
 from dtt.data.epochs import with_epochs_resolved

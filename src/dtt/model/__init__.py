@@ -1,2 +1,1 @@
-"""Decoder-only transformer models and their families, for a single device.
-May import: config, runtime."""
+"""Decoder-only transformer models and their families, for a single device."""

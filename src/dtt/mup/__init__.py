@@ -1,2 +1,1 @@
-"""Checks of muP: coordinate check and learning-rate transfer.
-May import: train, data, model, optim."""
+"""Checks of muP: coordinate check and learning-rate transfer."""

@@ -1,2 +1,1 @@
-"""Optimizers, parameter groups, schedules. Knows parameters and their roles, never the model.
-May import: config, runtime."""
+"""Optimizers, parameter groups, schedules. Knows parameters and their roles, never the model."""

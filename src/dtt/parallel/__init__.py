@@ -1,2 +1,1 @@
-"""Parallelisation of a single-device model over many devices.
-May import: config, runtime."""
+"""Parallelisation of a single-device model over many devices."""

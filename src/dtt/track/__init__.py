@@ -1,2 +1,1 @@
-"""Metric trackers: metrics.jsonl first, then the console, W&B and TensorBoard.
-May import: config, runtime."""
+"""Metric trackers: metrics.jsonl first, then the console, W&B and TensorBoard."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -18,6 +18,7 @@ from dtt.config.schedule import WsdConfig
 from dtt.jobs.attempt import Attempt
 from dtt.train.dpo_reference import check_reference, write_reference
 from dtt.train.initial import carry_optimizers, initialise_from
+from dtt.train.inputs import Inputs
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -37,21 +38,6 @@ if TYPE_CHECKING:
     from dtt.train.step import Objective
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The objects from which the components of a trainer are built."""
-
-    cfg: RunConfig
-    plan: RunPlan
-    attempt: Attempt
-    world: World
-    dataset: Dataset
-    watchdog: Watchdog
-    resume: Checkpoint | None
-    source: str | None
-    """The source of the initial weights, as in `init.from`; None for random ones."""
 
 
 def build(

@@ -10,13 +10,13 @@ from dtt.base.files import sha256_file
 from dtt.base.log import log
 from dtt.config.init import HF
 from dtt.config.run import RunConfig
-from dtt.train.initial import find_model
+from dtt.hf.model_source import find_model
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.loader import BatchReader
     from dtt.train.assemble import Assembled
-    from dtt.train.build import Inputs
+    from dtt.train.inputs import Inputs
 
 
 def check_initial_weights(cfg: RunConfig) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,14 @@ import yaml
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest
-from dtt.base.errors import ConfigError, DttError, InputError
+from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log
 from dtt.config.averaging import parse_averaging
 from dtt.config.init import HF, MAY_DIFFER
-from dtt.config.load import Resolved, load_job
+from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
+from dtt.config.resolved import Resolved
+from dtt.hf.model_source import find_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
 
-HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 OTHER_SCALING = "the scaling multipliers differ"
 
 
@@ -231,31 +231,6 @@ def check_source(source: str) -> None:
         find_model(source.removeprefix(HF))
     else:
         store.locate(source)
-
-
-def find_model(name: str, files: Sequence[str] | None = None, *, where: str | None = None) -> Path:
-    """Return the folder of a model, given as a local path or as a model on the Hub.
-
-    A model on the Hub is `ORG/NAME` or `ORG/NAME@REVISION`; only `files` are fetched from it (None:
-    all that training needs). Raises InputError if `name` is neither; it names `where` as the place
-    that asks for the model, by default `init.from`.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    hub_id = HUB_ID.fullmatch(name)
-    if folder.exists() or hub_id is None:
-        raise InputError(
-            f"no model in {folder}",
-            where=where or f"init.from={HF}{name}",
-            why="it has no config.json" if folder.exists() else "the folder does not exist",
-            next="use a folder written by `dtt export` or save_pretrained, or a model on the Hub",
-        )
-    from dtt.data.corpus.hub import MODEL_FILES, fetch_model
-
-    if files is None:
-        log.info("init.from: %s on the Hub", name)
-    return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
 
 
 def compare(folder: Path, trained: Trained) -> None:

@@ -22,8 +22,9 @@ from dtt.base.ranks import Ranks
 from dtt.base.reading import waiting_for_space
 from dtt.base.secrets import redacted
 from dtt.config import explain
-from dtt.config.load import Resolved, changes_on_resume, load_job, resolve, stage_names
+from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
 from dtt.config.optim import horizon_keys
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
 from dtt.config.source import Layer

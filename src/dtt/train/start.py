@@ -18,8 +18,9 @@ from dtt.base.errors import DttError, ExitCode
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.config.load import Resolved, with_steps
+from dtt.config.load import with_steps
 from dtt.config.objective import DpoConfig
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.evaluate.evaluation import open_evaluation

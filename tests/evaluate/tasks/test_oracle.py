@@ -262,7 +262,7 @@ def test_a_task_that_draws_its_answers_is_refused(job: Path) -> None:
 def test_conversations_are_rendered_with_the_template_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dtt.generate.chat import find_chat_format
+    from dtt.hf.model_source import find_chat_format
 
     job = write_chat_job(tmp_path, "Fine.")
     world = dist.start(Ranks(), "cpu")

@@ -1,2 +1,1 @@
-"""Corpora: downloading documents, reading them, and dividing them into units of work.
-May import: config, runtime."""
+"""Corpora: downloading documents, reading them, and dividing them into units of work."""

@@ -1,4 +1,4 @@
-"""`dtt download`: fetch raw documents into a corpus folder, and the data of benchmark tasks."""
+"""`dtt download`: fetch raw documents into a corpus folder."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from dtt.config.run import RunConfig
 
 
 def run(cfg: RunConfig) -> None:
-    """Create the corpus that the `download` section describes, and print a summary.
-
-    Also fetch the questions of `eval.tasks`, so that they can be read without a network.
-    """
+    """Create the corpus that the `download` section describes, and print a summary."""
     from dtt.data.corpus.download import download
 
-    if cfg.eval.tasks:
-        from dtt.evaluate.evaluation import open_evaluation
-
-        tasks = open_evaluation(cfg.eval).tasks
-        questions = sum(len(data.questions) for data in tasks)
-        print(f"tasks   {len(tasks)} with {questions:,} questions, in {cfg.eval.data}")
-        if cfg.download.dataset is None:
-            return
     out = cfg.corpus_dir
     manifest = download(cfg.download, out, rows=cfg.data.type in ("chat", "preference"))
     source = manifest.source

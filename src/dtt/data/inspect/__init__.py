@@ -1,2 +1,1 @@
-"""Inspection of text and token files before training: contents, mixture, training samples.
-May import: data, config, runtime, artifacts, errors."""
+"""Inspection of text and token files before training: contents, mixture, training samples."""

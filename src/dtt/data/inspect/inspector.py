@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, CorpusManifest, Manifest, TokensManifest
+from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress
@@ -162,9 +163,9 @@ def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Da
     for shard, record in zip(files.shards, manifest.shards, strict=True):
         item, documents = compatibility.BYTES[manifest.dtype], record.counts.documents
         index = idx_path(shard.path.with_suffix(""))
-        index_bytes = compatibility.index_bytes(documents, documents + 1)
+        size = index_bytes(documents, documents + 1)
         expected.append(Expected(shard.path, record.bin_sha256, record.counts.tokens * item))
-        expected.append(Expected(index, record.idx_sha256, index_bytes))
+        expected.append(Expected(index, record.idx_sha256, size))
         if shard.mask is not None and record.mask_sha256 is not None:
             expected.append(Expected(shard.mask, record.mask_sha256, record.counts.tokens))
     found = damages(expected, hashes=hashes)

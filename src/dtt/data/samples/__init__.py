@@ -1,2 +1,1 @@
-"""Samples for training: token files or text, their mixture, shuffle and packing, and batches.
-May import: config, runtime, data.corpus, data.tokenize. torch in loader.py alone."""
+"""Samples for training: token files or text, their mixture, shuffle and packing, and batches."""

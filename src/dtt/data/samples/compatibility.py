@@ -19,12 +19,12 @@ from dtt.artifacts.manifests import (
     TokenShard,
     TokensManifest,
     fingerprint,
-    shard_stem,
 )
+from dtt.artifacts.shard_files import index_bytes, shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file
-from dtt.config.load import Resolved
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.schedules import resolve
@@ -309,8 +309,3 @@ def _expected_sizes(stem: Path, shard: TokenShard, dtype: str) -> Iterator[tuple
     yield stem.with_name(f"{stem.name}.idx"), index_bytes(documents, documents + 1)
     if shard.mask_sha256 is not None:
         yield stem.with_name(f"{stem.name}.mask"), shard.counts.tokens
-
-
-def index_bytes(sequences: int, entries: int) -> int:
-    """Return the size of an index file in bytes; dtt.data.token_file documents the format."""
-    return 34 + 12 * sequences + 8 * entries

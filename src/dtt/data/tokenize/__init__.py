@@ -1,2 +1,1 @@
-"""Tokenization: tokenizers, encoding engines, and the token files that ranks write together.
-May import: config, runtime, data.corpus."""
+"""Tokenization: tokenizers, encoding engines, and the token files that ranks write together."""

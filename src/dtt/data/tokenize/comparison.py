@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import TokensManifest, shard_stem
+from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import InputError
 from dtt.data.text.tokenizer import open_tokenizer
 from dtt.data.token_file import TokenFile

@@ -1,2 +1,1 @@
-"""Benchmark tasks: definitions, questions, scores and result files.
-May import: data, model, optim, parallel, track."""
+"""Benchmark tasks: definitions, questions, scores and result files."""

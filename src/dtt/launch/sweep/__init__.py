@@ -1,2 +1,1 @@
-"""Sweeps: their trials, how these are run, and their results.
-May import: config, runtime, track."""
+"""Sweeps: their trials, how these are run, and their results."""

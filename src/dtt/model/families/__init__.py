@@ -1,5 +1,4 @@
-"""Model families, one file each: architecture options, weight names, config.json conversion.
-May import: config. Never torch."""
+"""Model families, one file each: architecture options, weight names, config.json conversion."""
 
 from __future__ import annotations
 

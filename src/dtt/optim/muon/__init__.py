@@ -1,2 +1,1 @@
-"""The Muon optimizer for sharded matrices.
-May import: config, runtime."""
+"""The Muon optimizer for sharded matrices."""

@@ -1,2 +1,1 @@
-"""Supervision of a run: attempts, stop requests, watchdog, time budget and goodput.
-May import: config, runtime, track."""
+"""Supervision of a run: attempts, stop requests, watchdog, time budget and goodput."""

@@ -1,0 +1,125 @@
+"""`dtt data at-step`: the samples of a training step, and the documents in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import DataManifest
+from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.reading import read_json
+from dtt.checkpoint import store
+from dtt.config.load import load_job
+from dtt.data.inspect.step_samples import StepSample, StepSamples
+from dtt.data.samples.dataset import Dataset, open_dataset
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH
+from dtt.data.text.tokenizer import open_tokenizer
+from dtt.jobs.job_paths import enter
+from dtt.track import jsonl
+
+SHORT = 200
+"""Number of characters of a document's text to show, unless `full` is set."""
+
+
+SAMPLE_HASH = re.compile(r"(?:[0-9a-f]{2})+")
+"""Pattern of a sample hash in metrics.jsonl, in hexadecimal digits."""
+
+
+def at_step(
+    job: Path,
+    step: int,
+    *,
+    rank: int | None,
+    ranks: int | None,
+    limit: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
+    """Print the samples of step `step` (from 1) and the documents in them.
+
+    With `rank` and `ranks`, prints the samples of one rank out of `ranks`. Raises DamagedError if
+    metrics.jsonl records that the step was trained on different samples.
+    """
+    if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
+        raise ConfigError("--rank R and --of N require each other, with R from 0 to N - 1")
+    job, _ = enter(job)
+    dataset = open_dataset(load_job(job))
+    if not 1 <= step <= dataset.steps:
+        raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")
+    places = JobDir(job)
+    _restore_streams(dataset, places, step)
+    seen = StepSamples.of(dataset, step)
+    agrees = _check_samples(seen, dataset, places, step)
+    rows = seen.rows(rank or 0, ranks or 1)
+    tokenizer = open_tokenizer(dataset.tokenizer)
+    samples = (
+        seen.read(dataset, row, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+        for row in rows[:limit]
+    )
+    if as_json:
+        facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
+        print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}, indent=1))
+        return
+    print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
+    print("the same as in metrics.jsonl" if agrees else "not trained yet")
+    for sample in samples:
+        print("\n".join(_sample(sample, full=full)))
+    if len(rows[:limit]) < len(rows):
+        print(f"\n… and {len(rows) - len(rows[:limit])} more")
+
+
+def _restore_streams(dataset: Dataset, job: JobDir, step: int) -> None:
+    """Restore streamed sources from the newest checkpoint up to `step`, if there is one."""
+    before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
+    # A checkpoint holds the state of the sources from one step earlier. Without a usable checkpoint
+    # they start at the beginning, which only takes longer. A checkpoint that does not belong to
+    # these samples is detected afterwards, by the sample hash chain in `_check_samples`.
+    with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
+        path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
+        dataset.restore(read_json(path)["sources"])
+
+
+def _check_samples(seen: StepSamples, dataset: Dataset, job: JobDir, step: int) -> bool | None:
+    """Compare the samples `seen` with the sample hash chain in metrics.jsonl.
+
+    Returns True if the step was trained on exactly these samples, and None if it has not been
+    trained yet. Raises DamagedError if it was trained on different samples.
+    """
+    wanted = (step - 1, step)
+    records = (r for r in jsonl.read(job.metrics, "train") if r["step"] in wanted)
+    valid = (r for r in records if SAMPLE_HASH.fullmatch(str(r.get("ledger"))))
+    hashes = {0: EMPTY_DATA_HASH} | {r["step"]: bytes.fromhex(r["ledger"]) for r in valid}
+    if not all(one in hashes for one in wanted):
+        return None
+    if seen.follows(hashes[step - 1], hashes[step]):
+        return True
+    raise DamagedError(
+        f"step {step} was trained on other samples than the current data yields",
+        where=job.metrics,
+        why=_difference(dataset, job),
+        next="restore the token files and the configuration that the job had at that step",
+    )
+
+
+def _difference(dataset: Dataset, job: JobDir) -> str:
+    """Return the reason why the samples of a step differ from those it was trained on."""
+    now = {source.name: source.key for source in dataset.manifest.sources}
+    then = {source.name: source.key for source in DataManifest.read(job.root).sources}
+    changed = sorted(name for name in now | then if now.get(name) != then.get(name))
+    if changed:
+        return f"the files of {', '.join(changed)} have changed since"
+    return "seed, weights or sizes were changed with --allow-change, or metrics.jsonl was edited"
+
+
+def _sample(sample: StepSample, *, full: bool) -> Iterator[str]:
+    yield f"\nsample {sample.sample:,} of {sample.source}, epoch {sample.epoch}"
+    for part in sample.documents:
+        where = f", from token {part.offset:,}" if part.offset else ""
+        yield f"  {part.file}, document {part.document:,}{where}: {part.tokens:,} tokens"
+        text = part.text if full or len(part.text) <= SHORT else f"{part.text[:SHORT]} …"
+        yield from (f"    | {line}" for line in text.splitlines())
