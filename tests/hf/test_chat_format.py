@@ -21,7 +21,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import DamagedError
 from dtt.config.chat import ChatConfig
-from dtt.data.conversations.rows import parse_prompt
+from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.template import CHATML, resolve_template
 from dtt.hf import export, verify
 from dtt.hf.chat_format import eos_token_ids, folder_chat_format, job_chat_format

@@ -24,7 +24,7 @@ from dtt.checkpoint import store
 from dtt.config.chat import ChatConfig
 from dtt.config.load import load_job
 from dtt.data.conversations.chat_encoder import ChatEncoder
-from dtt.data.conversations.rows import parse_row
+from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.template import CHATML
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.evaluate.answers import first_prompts

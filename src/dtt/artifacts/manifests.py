@@ -297,6 +297,8 @@ class TokensManifest(Manifest):
     """Approximate number of bytes in damaged files that could not be read."""
     refused: dict[str, int] = Field(default_factory=dict)
     """Number of rows that are not valid conversations, by reason."""
+    unread: dict[str, int] = Field(default_factory=dict)
+    """Number of rows by key that dtt does not use, such as `source` or `messages[].id`."""
     chat: ChatFacts | None = None
     """The conversation format; None for plain text."""
     pairs: bool = False

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 
 from dtt.base.errors import DttError, InputError
-from dtt.data.conversations.rows import RefusedRow, parse_prompt
+from dtt.data.conversations.dialects import parse_prompt
+from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.chat_session import ChatSession, StreamedAnswer
 
 COMMANDS = """/reset        forget the conversation, except the system prompt

@@ -359,7 +359,8 @@ def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
 
     Raises ConfigError if the chat template refuses such a conversation.
     """
-    from dtt.data.conversations.rows import RefusedRow, parse_prompt
+    from dtt.data.conversations.dialects import parse_prompt
+    from dtt.data.conversations.rows import RefusedRow
     from dtt.hf.chat_format import ChatFormat
 
     facts, template = dataset.manifest.chat, dataset.chat_template

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.dialects import parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML
 
 TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")

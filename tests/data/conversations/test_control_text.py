@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.dialects import parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML
 
 

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.loss_mask import LossMask, parse_events
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML, ChatTemplate
 
 TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")

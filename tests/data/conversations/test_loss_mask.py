@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.loss_mask import header_length, parse_marks, suffix_overlap
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML
 
 

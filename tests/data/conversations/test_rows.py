@@ -4,14 +4,8 @@ from typing import Any
 
 import pytest
 
-from dtt.data.conversations.rows import (
-    MAX_DEPTH,
-    Conversation,
-    RefusedRow,
-    parse_pair,
-    parse_prompt,
-    parse_row,
-)
+from dtt.data.conversations.dialects import parse_pair, parse_prompt, parse_row
+from dtt.data.conversations.rows import MAX_DEPTH, Conversation, RefusedRow
 from dtt.data.corpus.json_rows import without_nulls
 
 QUESTION = {"role": "user", "content": "Hi"}
@@ -121,7 +115,7 @@ REFUSED: list[tuple[Any, str]] = [
     (with_answer(content=["a"]), r"messages\[1\].content\[0\] is a string, not an object"),
     (with_answer(content=[{"type": "image"}]), r"content\[0\].type: expected 'text', got 'image'"),
     (with_answer(content=[{"type": "text"}]), r"content\[0\].text: expected a string, got null"),
-    (with_answer(content="a", train="no"), r"messages\[1\].train: expected true or false"),
+    (with_answer(content="a", train="no"), r"messages\[1\].train: expected true, false, 0 or 1"),
     (with_answer(content="a", reasoning_content=1), r"reasoning_content: expected a string"),
     (with_answer(content="a", name={}), r"messages\[1\].name: expected a string, got an object"),
     (with_answer(tool_calls={}), r"content is missing|tool_calls: expected a list"),
@@ -143,7 +137,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"messages": nested(MAX_DEPTH + 1)}, f"nested more than {MAX_DEPTH} deep"),
     ({"prompt": 1, "completion": "a"}, "prompt: expected a list, got a number"),
-    ({"conversations": [1]}, r"conversations\[0\] is a number, not an object"),
+    ({"conversations": [1]}, r"messages\[0\] is a number, not an object"),
     ({"conversations": [{"from": "me", "value": ""}]}, r"\[0\].from: unknown role 'me'"),
     ({"conversations": [{"from": "human"}]}, r"messages\[0\].content is missing"),
     ({"instruction": 1, "output": "a"}, "instruction: expected a string, got a number"),

@@ -8,7 +8,8 @@ import pytest
 from chat_shapes import NAMED, SHAPES, templates, user
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_row
+from dtt.data.conversations.dialects import parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import (
     CHATML,
     ChatTemplate,

@@ -33,8 +33,8 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.data.conversations.chat_encoder import ChatEncoder
+from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
-from dtt.data.conversations.rows import parse_row
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
 from dtt.data.samples.compatibility import check_files

@@ -59,6 +59,8 @@ class _Rendered:
     """With `train_on: all`, messages whose tokens are not."""
     written: list[tuple[int, str]] | None
     """Positions of the special tokens that the template wrote, if the row contains others."""
+    all_trained: bool
+    """True if all tokens but those of `excluded` are targets."""
 
 
 class ChatEncoder:
@@ -237,6 +239,8 @@ class ChatEncoder:
 
     def _samples(self, conversation: Conversation) -> list[tuple[Conversation, list[int]]]:
         """Return conversations, each with the indices of the answers to train on."""
+        if conversation.segments:
+            return [(conversation, [])]
         flags = conversation.trained or (True,) * len(conversation.messages)
         answers = [
             i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
@@ -252,6 +256,8 @@ class ChatEncoder:
 
     def _render(self, conversation: Conversation, trained: list[int]) -> _Rendered:
         """Return the text of a conversation and the spans of its targets."""
+        if conversation.segments:
+            return _from_segments(conversation.segments)
         excluded: list[int] = []
         if self.cfg.train_on == "all":
             trained = []
@@ -271,6 +277,7 @@ class ChatEncoder:
             self._masks.answers(conversation, text, marked, trained),
             self._masks.answers(conversation, text, marked, excluded),
             written,
+            self.cfg.train_on == "all",
         )
 
     def _text_located(self, rendered: _Rendered) -> EncodedText:
@@ -281,7 +288,7 @@ class ChatEncoder:
     def _finish(self, rendered: _Rendered, encoded: EncodedText) -> EncodedConversation:
         ids = encoded.ids
         mask = np.zeros(len(ids), bool)
-        if self.cfg.train_on == "all":
+        if rendered.all_trained:
             mask[:] = True
         for one in rendered.answers:
             answer = _in_units(one, rendered.text, encoded.text)
@@ -364,6 +371,18 @@ STOP_PROBES = (
     (*PROBES["tool"], {"role": "assistant", "content": "20 degrees."}),
 )
 """Conversations that show how a template ends answers."""
+
+
+def _from_segments(segments: tuple[tuple[str, bool], ...]) -> _Rendered:
+    """Return text that needs no template; its special tokens are those that the row contains."""
+    text = "".join(part for part, _ in segments)
+    _check_marks(text)
+    excluded, start = [], 0
+    for i, (part, trained) in enumerate(segments):
+        if part and not trained:
+            excluded.append(AnswerSpan(i, start, start + len(part), MaskMethod.TRACED))
+        start += len(part)
+    return _Rendered(text, [], excluded, None, all_trained=True)
 
 
 def _check_marks(text: str) -> None:

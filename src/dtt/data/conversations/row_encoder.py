@@ -16,8 +16,9 @@ from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
-from dtt.data.conversations.rows import Conversation, RefusedRow, parse_pair, parse_row
+from dtt.data.conversations.rows import REASONING, Conversation, RefusedRow
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import some_rows
@@ -28,7 +29,7 @@ from dtt.data.text.tokenizer import find_tokenizer, token_bytes
 from dtt.data.text.unit_encoder import EncodedPart
 from dtt.mesh.comm import Comm
 
-ROWS_VERSION = 1
+ROWS_VERSION = 2
 """Version of the parsing of rows; part of the key of token files."""
 AT_ONCE = 256
 """Conversations per call of the encoder; its results take many times the memory of the ids."""
@@ -109,6 +110,8 @@ class ConversationEncoder:
         self.pairs = pairs
         content = path.read_bytes()
         self._asked = engine
+        self._read: dict[str, bool] = {"role": True, "content": True}
+        """Keys of messages, and whether the template may read them."""
         self._chat = ChatEncoder(
             content, cfg, tokenizer.path, template, special_tokens, fast=engine != "hf"
         )
@@ -169,9 +172,13 @@ class ConversationEncoder:
         parsed: list[tuple[JsonRow, list[Conversation]]] = []
         for row in rows:
             try:
-                parsed.append((row, self._parse(row)))
+                conversations = self._parse(row)
+                unread = self._unread(conversations)
             except RefusedRow as error:
                 refused.add(row.where, error.why)
+                continue
+            parsed.append((row, conversations))
+            refused.unread.update(unread)
         every = chain.from_iterable(conversations for _, conversations in parsed)
         results = iter(self._chat.encode_batch(every))
         for row, conversations in parsed:
@@ -184,6 +191,25 @@ class ConversationEncoder:
             for result in mine:
                 assert not isinstance(result, RefusedRow)
                 yield from result
+
+    def _unread(self, conversations: list[Conversation]) -> set[str]:
+        """Return the keys of a row, and of its messages, that nothing reads.
+
+        Raises RefusedRow if a reasoning is among them: the model would learn to answer without it.
+        """
+        found = {key for one in conversations for key in one.unread}
+        for i, message in enumerate(m for one in conversations for m in one.messages):
+            for key in message.keys() - self._read.keys():
+                is_reasoning = key in REASONING
+                template = self._chat.template
+                self._read[key] = (
+                    template.reads_reasoning if is_reasoning else template.mentions(key)
+                )
+            unread = [key for key in message if not self._read[key]]
+            if lost := [key for key in unread if key in REASONING]:
+                raise RefusedRow(f"messages[{i}].{lost[0]}: the chat template reads no reasoning")
+            found.update(f"messages[].{key}" for key in unread)
+        return found
 
     def _parse(self, row: JsonRow) -> list[Conversation]:
         """Return the conversation of a row, or both of a pair; raise RefusedRow."""

@@ -1,7 +1,11 @@
-"""Rows of conversation files: their formats, their validation and the reasons to refuse them."""
+"""Conversations in rows: their validation, and the reasons to refuse them.
+
+`dialects` recognises the formats of rows.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -9,22 +13,34 @@ from typing import Any, TypeGuard
 Message = dict[str, Any]
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
-"""Roles by the names that ShareGPT rows use in `from`."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables of every template, which a row's `template_kwargs` cannot set."""
+TRAIN_FLAGS = {
+    "train": True,  # axolotl; the name that dtt documents
+    "training": True,  # axolotl
+    "weight": True,  # OpenAI and Mistral: 0 or 1
+    "trainable": True,  # verl
+    "loss_mask": True,  # verl
+    "loss": True,  # ms-swift
+    "masked": False,  # torchtune
+}
+"""Keys of a message that exclude it from the targets or not, with the value that trains it.
+
+A model that learns what its author excluded unlearns what it should keep, without any sign of it
+during training (fw-ai/cookbook#387: `weight: 0` was lost on the way).
+"""
+REASONING = ("reasoning_content", "thinking", "reasoning", "thoughts")
+"""Keys of a message's reasoning. Templates of different models read different ones."""
+REFUSED_KEYS = {
+    "train_detail": "trains parts of a message, which dtt cannot",
+    "training_detail": "trains parts of a message, which dtt cannot",
+    "function_call": "is the old form of tool_calls: write tool_calls",
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"),
+        "is not text, and dtt trains on text",
+    ),
+}
+"""Keys of a message that dtt refuses if they have a value, with the reason."""
 MAX_DEPTH = 64
 """Maximum nesting of lists and objects in a row."""
 
@@ -51,6 +67,10 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     trained: tuple[bool, ...] = ()
     """One flag per message: False excludes its tokens from the targets."""
+    segments: tuple[tuple[str, bool], ...] = ()
+    """Text that is rendered already, instead of messages, with the same flags."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Keys of the row that dtt does not use."""
 
     def until(self, end: int) -> Conversation:
         """Return the conversation of the first `end` messages."""
@@ -59,77 +79,7 @@ class Conversation:
         )
 
 
-@dataclass(frozen=True)
-class PreferencePair:
-    """Two conversations with the same prompt and a preferred and a dispreferred answer."""
-
-    chosen: Conversation
-    rejected: Conversation
-
-
-def parse_row(row: object) -> Conversation:
-    """Return the conversation in a row, a decoded JSON object, with at least one answer.
-
-    The formats, recognised by their keys, are `messages` (OpenAI), `prompt` and `completion`
-    (strings or lists of messages), `conversations` (ShareGPT), and `instruction`, `input` and
-    `output`. Raises RefusedRow with the reason.
-    """
-    value = _object(row)
-    messages, answers_from = _messages_of(value)
-    conversation = _conversation(value, messages, answers_from)
-    if all(message["role"] != "assistant" for message in conversation.messages):
-        raise RefusedRow("no message has the role assistant, so there is nothing to train on")
-    return conversation
-
-
-def parse_prompt(row: object) -> Conversation:
-    """Return the conversation in a row like `parse_row`, which need not contain an answer."""
-    value = _object(row)
-    if "prompt" in value and "completion" not in value:
-        return _conversation(value, _side(value["prompt"], "prompt", "user"), 0)
-    messages, answers_from = _messages_of(value)
-    return _conversation(value, messages, answers_from)
-
-
-def parse_pair(row: object) -> PreferencePair:
-    """Return the preferred and the dispreferred conversation in a row.
-
-    `chosen` and `rejected` are strings or lists of messages. `prompt`, a string or a list of
-    messages, precedes both; without it, the prompt is the longest common prefix of both. Only the
-    messages after the prompt are trained. Raises RefusedRow with the reason.
-    """
-    value = _object(row)
-    for key in ("chosen", "rejected"):
-        if key not in value:
-            raise RefusedRow(f"{key} is missing from a preference row")
-    prompt = _side(value["prompt"], "prompt", "user") if "prompt" in value else []
-    sides = [_side(value[key], key, "assistant") for key in ("chosen", "rejected")]
-    if prompt:
-        common = len(prompt)
-        sides = [side if side[:common] == prompt else [*prompt, *side] for side in sides]
-    else:
-        common = _common(*sides)
-    pair = [_conversation(value, side, common) for side in sides]
-    for key, side in zip(("chosen", "rejected"), pair, strict=True):
-        if all(message["role"] != "assistant" for message in side.messages[common:]):
-            raise RefusedRow(f"{key} has no message with the role assistant after the prompt")
-    return PreferencePair(*pair)
-
-
-def _common(one: list[Any], other: list[Any]) -> int:
-    """Return the length of the longest common prefix of two lists of messages."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _object(row: object) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise RefusedRow(f"the row is {_kind(row)}, not an object")
-    _check_depth(row)
-    return {key: value for key, value in row.items() if value is not None}
-
-
-def _check_depth(value: object) -> None:
+def check_depth(value: object) -> None:
     """Raise RefusedRow if lists and objects are nested too deep, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -144,67 +94,16 @@ def _check_depth(value: object) -> None:
     raise RefusedRow(f"lists and objects are nested more than {MAX_DEPTH} deep")
 
 
-def _messages_of(row: dict[str, Any]) -> tuple[list[Any], int]:
-    """Return the messages of a row and the index of the first that may be trained."""
-    if "messages" in row:
-        return _list(row["messages"], "messages"), 0
-    if "prompt" in row and "completion" in row:
-        prompt = _side(row["prompt"], "prompt", "user")
-        return [*prompt, *_side(row["completion"], "completion", "assistant")], len(prompt)
-    if "conversations" in row:
-        return _from_sharegpt(row), 0
-    if "instruction" in row and "output" in row:
-        return _from_instruction(row), 0
-    keys = ", ".join(sorted(map(str, row))[:10]) or "none"
-    raise RefusedRow(
-        "no messages: the row needs messages, prompt and completion, conversations, or "
-        f"instruction and output; its keys: {keys}"
-    )
+def make_conversation(
+    messages: list[Any],
+    answers_from: int = 0,
+    tools: object = None,
+    template_kwargs: object = None,
+) -> Conversation:
+    """Return the checked conversation; raise RefusedRow with the message and the key.
 
-
-def _side(value: Any, key: str, role: str) -> list[Any]:
-    """Return the messages of a prompt or an answer, which may be a string."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else _list(value, key)
-
-
-def _from_sharegpt(row: dict[str, Any]) -> list[Message]:
-    turns = _list(row["conversations"], "conversations")
-    messages: list[Message] = []
-    if "system" in row:
-        messages.append({"role": "system", "content": row["system"]})
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise RefusedRow(f"conversations[{i}] is {_kind(turn)}, not an object")
-        if "role" in turn:
-            messages.append(turn)
-            continue
-        speaker = turn.get("from")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            raise RefusedRow(
-                f"conversations[{i}].from: unknown role {_shown(speaker)}; "
-                f"expected one of {', '.join(SHAREGPT_ROLES)}"
-            )
-        message = {"role": SHAREGPT_ROLES[speaker], "content": turn.get("value")}
-        if "train" in turn:
-            message["train"] = turn["train"]
-        messages.append(message)
-    return messages
-
-
-def _from_instruction(row: dict[str, Any]) -> list[Message]:
-    for key in ("instruction", "input", "output", "system"):
-        if not isinstance(row.get(key, ""), str):
-            raise RefusedRow(f"{key}: expected a string, got {_kind(row[key])}")
-    question = "\n\n".join(text for key in ("instruction", "input") if (text := row.get(key)))
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return [
-        *system,
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": row["output"]},
-    ]
-
-
-def _conversation(row: dict[str, Any], messages: list[Any], answers_from: int) -> Conversation:
+    Answers before message `answers_from` are not trained.
+    """
     if not messages:
         raise RefusedRow("messages is empty")
     parsed, trained = [], []
@@ -212,87 +111,130 @@ def _conversation(row: dict[str, Any], messages: list[Any], answers_from: int) -
         clean, train = _message(message, f"messages[{i}]")
         parsed.append(clean)
         trained.append(train and i >= answers_from)
-    kwargs = row.get("template_kwargs", {})
-    if not _is_object(kwargs):
-        raise RefusedRow(f"template_kwargs: expected an object, got {_kind(kwargs)}")
+    kwargs = {} if template_kwargs is None else template_kwargs
+    if not is_object(kwargs):
+        raise RefusedRow(f"template_kwargs: expected an object, got {kind_of(kwargs)}")
     if reserved := sorted(RESERVED & kwargs.keys()):
         raise RefusedRow(f"template_kwargs.{reserved[0]}: this variable cannot be set")
-    return Conversation(tuple(parsed), _tools(row.get("tools")), kwargs, tuple(trained))
+    return Conversation(tuple(parsed), _tools(tools), kwargs, tuple(trained))
 
 
 def _message(message: object, where: str) -> tuple[Message, bool]:
-    """Return a checked message without nulls and without `train`, and the value of `train`."""
-    if not _is_object(message):
-        raise RefusedRow(f"{where} is {_kind(message)}, not an object")
+    """Return a checked message without nulls and flags, and True if it may be trained."""
+    if not is_object(message):
+        raise RefusedRow(f"{where} is {kind_of(message)}, not an object")
     clean = {key: value for key, value in message.items() if value is not None}
-    train = clean.pop("train", True)
-    if not isinstance(train, bool):
-        raise RefusedRow(f"{where}.train: expected true or false, got {_kind(train)}")
+    for key in REFUSED_KEYS.keys() & clean.keys():
+        if clean.pop(key) not in ([], {}, ""):
+            raise RefusedRow(f"{where}.{key} {REFUSED_KEYS[key]}")
+    train = _is_trained(clean, where)
     role = clean.get("role")
     if role is None:
         raise RefusedRow(f"{where}.role is missing")
     if not isinstance(role, str) or role not in ROLES:
         raise RefusedRow(
-            f"{where}.role: unknown role {_shown(role)}; expected one of {', '.join(sorted(ROLES))}"
+            f"{where}.role: unknown role {shown(role)}; expected one of {', '.join(sorted(ROLES))}"
         )
     for key in clean.keys() & CHECKS.keys():
         CHECKS[key](clean[key], f"{where}.{key}")
-    if "tool_calls" in clean and role != "assistant":
-        raise RefusedRow(f"{where}.tool_calls: only the assistant can call tools, not {role}")
+    if "tool_calls" in clean:
+        if role != "assistant":
+            raise RefusedRow(f"{where}.tool_calls: only the assistant can call tools, not {role}")
+        clean["tool_calls"] = [_with_object(call, where) for call in clean["tool_calls"]]
+    texts = {clean[key] for key in REASONING if key in clean}
+    if len(texts) > 1:
+        raise RefusedRow(f"{where} has different texts of reasoning under several keys")
     if "content" not in clean and not (role == "assistant" and _answers_without_content(clean)):
         raise RefusedRow(f"{where}.content is missing")
     return clean, train
 
 
+def _is_trained(message: Message, where: str) -> bool:
+    """Remove the flags of TRAIN_FLAGS from a message; return what they say, True without any."""
+    said: dict[str, bool] = {}
+    for key in TRAIN_FLAGS.keys() & message.keys():
+        value = message.pop(key)
+        # 0 == False and 1.0 == True: JSON of other tools has all of these.
+        if isinstance(value, str | list | dict) or value not in (0, 1):
+            raise RefusedRow(f"{where}.{key}: expected true, false, 0 or 1, got {shown(value)}")
+        said[key] = bool(value) is TRAIN_FLAGS[key]
+    if len({*said.values()}) > 1:
+        raise RefusedRow(f"{where}: {' and '.join(sorted(said))} contradict each other")
+    return all(said.values())
+
+
+def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a call whose arguments are an object, also if the row has them as JSON text.
+
+    OpenAI's API writes text and Hugging Face's documentation an object. Most templates print
+    `arguments | tojson`, which would put quotes around text, so that the model would learn to
+    call tools with a string.
+    """
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not is_object(value):
+        raise RefusedRow(
+            f"{where}.tool_calls: the arguments of {function['name']} are not a JSON object"
+        )
+    function = {**function, "arguments": value}
+    return {**call, "function": function} if "function" in call else function
+
+
 def _answers_without_content(message: Message) -> bool:
     """Return True if an answer has tool calls or reasoning, so that it needs no content."""
-    return any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
+    return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
 def _check_content(value: object, where: str) -> None:
     if isinstance(value, str):
         return
     if not isinstance(value, list):
-        raise RefusedRow(f"{where}: expected a string or a list of parts, got {_kind(value)}")
+        raise RefusedRow(f"{where}: expected a string or a list of parts, got {kind_of(value)}")
     for i, part in enumerate(value):
-        if not _is_object(part):
-            raise RefusedRow(f"{where}[{i}] is {_kind(part)}, not an object")
+        if not is_object(part):
+            raise RefusedRow(f"{where}[{i}] is {kind_of(part)}, not an object")
         kind = part.get("type")
         if kind != "text":
-            raise RefusedRow(f"{where}[{i}].type: expected 'text', got {_shown(kind)}")
+            raise RefusedRow(f"{where}[{i}].type: expected 'text', got {shown(kind)}")
         if not isinstance(part.get("text"), str):
-            raise RefusedRow(f"{where}[{i}].text: expected a string, got {_kind(part.get('text'))}")
+            raise RefusedRow(
+                f"{where}[{i}].text: expected a string, got {kind_of(part.get('text'))}"
+            )
 
 
 def _check_string(value: object, where: str) -> None:
     if not isinstance(value, str):
-        raise RefusedRow(f"{where}: expected a string, got {_kind(value)}")
+        raise RefusedRow(f"{where}: expected a string, got {kind_of(value)}")
 
 
 def _check_tool_calls(value: object, where: str) -> None:
-    for i, call in enumerate(_list(value, where)):
+    for i, call in enumerate(list_of(value, where)):
         at = f"{where}[{i}]"
-        if not _is_object(call):
-            raise RefusedRow(f"{at} is {_kind(call)}, not an object")
+        if not is_object(call):
+            raise RefusedRow(f"{at} is {kind_of(call)}, not an object")
         if "function" in call:
             call, at = call["function"], f"{at}.function"
-            if not _is_object(call):
-                raise RefusedRow(f"{at} is {_kind(call)}, not an object")
+            if not is_object(call):
+                raise RefusedRow(f"{at} is {kind_of(call)}, not an object")
         name = call.get("name")
         if not isinstance(name, str) or not name:
-            raise RefusedRow(f"{at}.name: expected the name of a tool, got {_shown(name)}")
+            raise RefusedRow(f"{at}.name: expected the name of a tool, got {shown(name)}")
         arguments = call.get("arguments")
         if arguments is not None and not isinstance(arguments, (str, dict)):
             raise RefusedRow(
-                f"{at}.arguments: expected an object or a JSON string, got {_kind(arguments)}"
+                f"{at}.arguments: expected an object or a JSON string, got {kind_of(arguments)}"
             )
 
 
 CHECKS: dict[str, Callable[[object, str], None]] = {
     "content": _check_content,
-    "reasoning_content": _check_string,
-    "reasoning": _check_string,
-    "thinking": _check_string,
+    **dict.fromkeys(REASONING, _check_string),
     "name": _check_string,
     "tool_call_id": _check_string,
     "tool_calls": _check_tool_calls,
@@ -303,29 +245,36 @@ CHECKS: dict[str, Callable[[object, str], None]] = {
 def _tools(value: object) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    tools = _list(value, "tools")
+    if isinstance(value, str):  # ShareGPT rows and TRL have JSON text
+        try:
+            value = json.loads(value or "[]")
+        except (ValueError, RecursionError):
+            raise RefusedRow("tools: the text is not JSON") from None
+    tools = list_of(value, "tools")
     for i, tool in enumerate(tools):
-        if not _is_object(tool):
-            raise RefusedRow(f"tools[{i}] is {_kind(tool)}, not an object")
+        if not is_object(tool):
+            raise RefusedRow(f"tools[{i}] is {kind_of(tool)}, not an object")
         schema = tool.get("function", tool)
-        if not _is_object(schema):
-            raise RefusedRow(f"tools[{i}].function is {_kind(schema)}, not an object")
+        if not is_object(schema):
+            raise RefusedRow(f"tools[{i}].function is {kind_of(schema)}, not an object")
         if not isinstance(schema.get("name"), str):
             raise RefusedRow(f"tools[{i}]: the tool has no name")
-    return tools
+    return tools or None
 
 
-def _list(value: object, where: str) -> list[Any]:
+def list_of(value: object, where: str) -> list[Any]:
+    """Return `value` if it is a list; else raise RefusedRow with its place `where`."""
     if not isinstance(value, list):
-        raise RefusedRow(f"{where}: expected a list, got {_kind(value)}")
+        raise RefusedRow(f"{where}: expected a list, got {kind_of(value)}")
     return value
 
 
-def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return True if `value` is a JSON object."""
     return isinstance(value, Mapping)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """Return the JSON type of a value, as a noun."""
     if value is None:
         return "null"
@@ -333,7 +282,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a short form of a value for a message."""
     text = repr(value) if value is not None else "nothing"
     return text if len(text) <= 40 else f"{text[:37]}..."

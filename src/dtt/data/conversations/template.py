@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.environment import Template
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.data.conversations.rows import Conversation, Message, RefusedRow
+from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
 from dtt.data.conversations.template_trees import ends_with_prompt
 
@@ -80,8 +83,21 @@ Events = list[tuple[int, int]]
 """Events of a traced render: the index of a message, or one of those of the sandbox, and the number
 of characters before it."""
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning. Templates of different models read different ones."""
+CALL = (
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call12345",
+                "type": "function",
+                "function": {"name": "get", "arguments": {"city": "Rome"}},
+            }
+        ],
+    },
+)
+"""A conversation that shows whether a template reads the arguments of a call as an object."""
 
 
 class ChatTemplate:
@@ -147,6 +163,37 @@ class ChatTemplate:
         text = self._run(self._marked, conversation, False, state)
         return text, None if state.captured else state.events
 
+    @cached_property
+    def reads_reasoning(self) -> bool:
+        """True if the template mentions any key of REASONING."""
+        return any(self.mentions(key) for key in REASONING)
+
+    def mentions(self, key: str) -> bool:
+        """Return True if the text of the template contains this word, so that it may read it."""
+        return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
+
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        """True if the arguments of tool calls must be JSON text, as for DeepSeek's template.
+
+        It concatenates them with other text, which fails for an object. Others print the object as
+        Python does, with single quotes.
+        """
+        call = Conversation(CALL)
+        for as_text in (False, True):
+            self.__dict__["_arguments_as_text"] = as_text  # read while the probe is rendered
+            with suppress(RefusedRow):
+                if "'city'" not in self.render(call):
+                    return as_text
+        return False
+
+    def _message(self, message: Message) -> Message:
+        """Return a copy of a message in the form that the template reads."""
+        found = _with_reasoning(message)
+        if message.get("tool_calls") and self._arguments_as_text:
+            found["tool_calls"] = [*map(_with_text, message["tool_calls"])]
+        return found
+
     def _run(
         self,
         template: Template,
@@ -154,7 +201,7 @@ class ChatTemplate:
         prompt: bool,
         state: RenderState | None = None,
     ) -> str:
-        messages = [_with_reasoning(message) for message in conversation.messages]
+        messages = [self._message(message) for message in conversation.messages]
         state = RenderState() if state is None else state
         if template is self._marked:
             state.messages = {id(message): i for i, message in enumerate(messages)}
@@ -185,8 +232,17 @@ def _with_reasoning(message: Message) -> Message:
     """Return a copy of a message that has its reasoning under every name that templates read."""
     for key in REASONING:
         if key in message:
-            return {"thinking": message[key], **message, "reasoning_content": message[key]}
+            return {**message, **dict.fromkeys(REASONING, message[key])}
     return {**message}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as JSON text."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _one_line(error: Exception) -> str:

@@ -28,6 +28,8 @@ class BadDocuments:
         self.examples: list[str] = []
         self.reasons: Counter[str] = Counter()
         """Number of documents by reason, in which `N` replaces every number."""
+        self.unread: Counter[str] = Counter()
+        """Number of usable rows by key that is not used."""
         self._stop, self._shown, self._what = stop, shown, what
 
     def add(

@@ -113,6 +113,7 @@ class ConversationReport:
             "lengths up to": percentiles,
             "fit in seq_len": fits,
             "refused": sum(self._manifest.refused.values()) or None,
+            "keys not used": self._manifest.unread or None,
         }
 
     def warnings(self) -> Iterator[str]:

@@ -193,6 +193,7 @@ def _finish(
     markers = _all_markers(out, plan)
     problems = tuple(problem for marker in markers for problem in marker.problems)
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
+    unread = sum((Counter(marker.unread) for marker in markers), Counter())
     manifest = TokensManifest(
         key=plan.identity.key,
         key_parts=plan.identity.key_parts,
@@ -207,6 +208,7 @@ def _finish(
         blank_documents=sum(marker.blank for marker in markers),
         lost_bytes=sum(marker.lost_bytes for marker in markers),
         refused=dict(refused.most_common()),
+        unread=dict(unread.most_common()),
         chat=encoder.chat,
         pairs=encoder.pairs,
     )

@@ -36,6 +36,8 @@ class UnitMarker(Record):
     """Documents without any text, which are left out."""
     refused: dict[str, int] = Field(default_factory=dict)
     """Number of rows that are not valid conversations, by reason."""
+    unread: dict[str, int] = Field(default_factory=dict)
+    """Number of rows by key that dtt does not use."""
     blank: int = 0
     """Documents that consist of white space only, which are kept."""
     lost_bytes: int = 0

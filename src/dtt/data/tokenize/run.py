@@ -202,6 +202,10 @@ def _report(out: Path, result: Tokenized) -> str:
         lines.append(f"refused     {count:,} rows: {why}")
     if len(manifest.refused) > REASONS:
         lines.append(f"            … and {len(manifest.refused) - REASONS} other reasons")
+    if manifest.unread:
+        keys = [f"{key} ({count:,})" for key, count in manifest.unread.items()]
+        more = f" and {len(keys) - REASONS} others" if len(keys) > REASONS else ""
+        lines.append(f"not used    keys of rows: {', '.join(keys[:REASONS])}{more}")
     if result.units:
         text_bytes = sum(work.text_bytes for work in result.ranks)
         lines.append(

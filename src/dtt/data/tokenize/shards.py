@@ -180,6 +180,7 @@ class _UnitShards:
             shards=tuple(shards),
             skipped=self.bad.count,
             refused=dict(self.refused.reasons),
+            unread=dict(self.refused.unread),
             empty=self.empty,
             blank=self.blank,
             lost_bytes=self.bad.lost_bytes,

@@ -1,0 +1,207 @@
+"""Rows as other tools write them: each key is used as its author meant it, refused or reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dtt.config.chat import ChatConfig
+from dtt.data.conversations.chat_encoder import ChatEncoder
+from dtt.data.conversations.dialects import QUESTIONS, REFUSED, parse_pair, parse_row
+from dtt.data.conversations.rows import TRAIN_FLAGS, RefusedRow
+from dtt.data.conversations.template import CHATML, ChatTemplate
+
+Q, A = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
+EARLIER = [{"role": "user", "content": "EARLIER"}, {"role": "assistant", "content": "REPLY"}]
+SYSTEM = {"role": "system", "content": "SYSTEM"}
+SHAREGPT = [{"from": "human", "value": "QUESTION"}, {"from": "gpt", "value": "ANSWER"}]
+ALPACA = {"instruction": "QUESTION", "input": "", "output": "ANSWER"}
+COMPLETION = {"prompt": "QUESTION", "completion": "ANSWER"}
+
+
+@pytest.mark.parametrize("key", TRAIN_FLAGS)
+@pytest.mark.parametrize("kind", [bool, int, float])
+def test_a_flag_of_a_message_excludes_it_or_trains_it(key: str, kind: type) -> None:
+    for trains in (True, False):
+        value = kind(trains is TRAIN_FLAGS[key])
+        for row in (
+            {"messages": [Q, A | {key: value}]},
+            {"conversations": [SHAREGPT[0], SHAREGPT[1] | {key: value}]},
+        ):
+            found = parse_row(row)
+            assert found.trained == (True, trains)
+            assert found.messages == (Q, A)
+
+
+READ: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[bool, ...]]] = [
+    ({"messages": [Q, A, Q, A], "loss_mask": [0, 1, 0, 1]}, [Q, A, Q, A], (False, True) * 2),
+    (ALPACA | {"history": [["EARLIER", "REPLY"]]}, [*EARLIER, Q, A], (True,) * 4),
+    (ALPACA | {"system": "SYSTEM"}, [SYSTEM, Q, A], (True,) * 3),
+    ({"instruction": "QUESTION", "response": "ANSWER"}, [Q, A], (True, True)),
+    ({"system": "SYSTEM", "messages": [Q, A]}, [SYSTEM, Q, A], (True,) * 3),
+    ({"system_prompt": "SYSTEM", "messages": [Q, A]}, [SYSTEM, Q, A], (True,) * 3),
+    ({"system": "SYSTEM", "messages": [SYSTEM, Q, A]}, [SYSTEM, Q, A], (True,) * 3),
+    ({"system": "", "messages": [Q, A]}, [Q, A], (True, True)),
+    ({"system": "SYSTEM", **COMPLETION}, [SYSTEM, Q, A], (False, False, True)),
+    ({"system": "SYSTEM", "conversations": SHAREGPT}, [SYSTEM, Q, A], (True,) * 3),
+    ({"messages": SHAREGPT}, [Q, A], (True, True)),
+    ({"prompt": Q, "completion": A}, [Q, A], (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "messages", "trained"), READ)
+def test_a_row_is_read_as_its_author_meant_it(
+    row: dict[str, Any], messages: list[dict[str, Any]], trained: tuple[bool, ...]
+) -> None:
+    found = parse_row(row)
+    assert [*found.messages] == messages
+    assert found.trained == trained
+    assert found.unread == ()
+
+
+def test_function_calls_become_tool_calls() -> None:
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    turns = [
+        SHAREGPT[0],
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "2"},
+        SHAREGPT[1],
+    ]
+    tools = '[{"name": "f", "parameters": {}}]'
+    found = parse_row({"conversations": turns, "tools": tools})
+    function = {"name": "f", "arguments": {"x": 1}}
+    called = [{"type": "function", "function": function}]
+    assert found.messages[1] == {"role": "assistant", "tool_calls": called}
+    assert found.messages[2] == {"role": "tool", "content": "2"}
+    assert found.tools == [{"name": "f", "parameters": {}}]
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', '{"x":1}'])
+@pytest.mark.parametrize(
+    "template", [CHATML, "{{ messages[1].tool_calls[0].function.arguments | tojson }}",
+                 "{{ 'a' + messages[1].tool_calls[0].function.arguments }}"]
+)  # fmt: skip
+def test_arguments_render_alike_as_text_and_as_an_object(arguments: Any, template: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    row = {"messages": [Q, {"role": "assistant", "tool_calls": [call]}]}
+    assert '{"x": 1}' in ChatTemplate(template).render(parse_row(row))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (COMPLETION | {"label": False}, "KTO"),
+    (COMPLETION | {"label": 1}, "KTO"),
+    ({"messages": [Q, A], "kto_tag": True}, "KTO"),
+    ({"messages": [Q, A], "images": ["a.png"]}, "trains on text"),
+    ({"messages": [Q | {"images": ["a.png"]}, A]}, "trains on text"),
+    ({"messages": [Q, A], "functions": [{"name": "f"}]}, "write tools"),
+    ({"messages": [Q, A | {"function_call": {"name": "f"}}]}, "write tool_calls"),
+    ({"messages": [Q, {"role": "function", "content": "1"}, A]}, "unknown role 'function'"),
+    ({"messages": [Q, A, A | {"train_detail": [{}]}]}, r"messages\[2\].train_detail"),
+    ({"messages": [Q, A | {"weight": 0.5}]}, "weight: expected true, false, 0 or 1"),
+    ({"messages": [Q, A | {"weight": 1, "masked": True}]}, "masked and weight contradict"),
+    ({"messages": [Q, A], "loss_mask": [1]}, "loss_mask has 1 values for 2 messages"),
+    (COMPLETION | {"loss_mask": [1, 0]}, "loss_mask is read beside messages"),
+    ({"messages": [Q, A], "history": [["a", "b"]]}, "history is read beside instruction"),
+    (ALPACA | {"history": ["a"]}, r"history\[0\]: expected a question and an answer"),
+    (ALPACA | {"response": "OTHER"}, "output and response contradict"),
+    ({"system": "OTHER", "messages": [SYSTEM, Q, A]}, "are different"),
+    ({"system": ["a"], "messages": [Q, A]}, "system: expected a string"),
+    ({"input_ids": [1], "labels": [1]}, "tokenized already"),
+    ({"messages": [Q, A], "tools": "{"}, "tools: the text is not JSON"),
+    ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "f(1)"}]}, "not JSON"),
+    ({"messages": [Q, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
+     "arguments of f are not a JSON object"),
+    ({"messages": [Q, A | {"reasoning": "a", "thinking": "b"}]}, "different texts of reasoning"),
+    ({"segments": [{"label": "yes", "text": "a"}]}, "label: expected true or false"),
+    ({"segments": [{"label": False, "text": "a"}]}, "no segment is trained"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "why"), WRONG, ids=[why[:30] for _, why in WRONG])
+def test_a_row_that_would_be_trained_wrongly_is_refused(row: dict[str, Any], why: str) -> None:
+    with pytest.raises(RefusedRow, match=why):
+        parse_row(row)
+
+
+PAIR = {"chosen": "GOOD", "rejected": "BAD"}
+
+
+SIDES: list[dict[str, Any]] = [
+    PAIR,
+    {key: [{"role": "assistant", "content": text}] for key, text in PAIR.items()},
+    {key: {"from": "gpt", "value": text} for key, text in PAIR.items()},
+]
+
+
+@pytest.mark.parametrize("key", QUESTIONS)
+@pytest.mark.parametrize("sides", SIDES)
+def test_a_pair_keeps_its_question_under_every_name(key: str, sides: dict[str, Any]) -> None:
+    for value in ([Q], SHAREGPT[:1]) if key in ("messages", "conversations") else ("QUESTION",):
+        pair = parse_pair({key: value, "system": "SYSTEM", "margin": 2, **sides})
+        for side, answer in ((pair.chosen, "GOOD"), (pair.rejected, "BAD")):
+            assert [m["content"] for m in side.messages] == ["SYSTEM", "QUESTION", answer]
+            assert side.trained == (False, False, True)
+        assert pair.chosen.unread == ("margin",)
+
+
+def test_a_pair_may_repeat_what_it_contains() -> None:
+    """As in UltraFeedback, which has the question and the chosen conversation twice."""
+    sides = {"chosen": [Q, A], "rejected": [Q, A | {"content": "BAD"}]}
+    pair = parse_pair({"prompt": "QUESTION", "messages": [Q, A], **sides})
+    assert pair.chosen.messages == (Q, A)
+    assert pair.chosen.trained == (False, True)
+    with pytest.raises(RefusedRow, match="prompt and question are different questions"):
+        parse_pair({"prompt": "one", "question": "two", **PAIR})
+
+
+KEYS = st.sampled_from(
+    [
+        *("id", "source", "score", "label", "images", "system", "history", "loss_mask", "tools"),
+        *("prompt", "weight", "text", "ground_truth", "template_kwargs", "labels"),
+        *QUESTIONS,
+        *REFUSED,
+    ]
+)
+VALUES = st.sampled_from(
+    ["TEXT", "", None, True, False, 0, 1, 2.5, [], {}, ["TEXT"], [0, 1], [Q], {"a": 1}]
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_no_key_of_a_row_is_silently_ignored(extra: dict[str, Any]) -> None:
+    """It is reported, or the row is refused, or it changes the conversation."""
+    base = {"messages": [Q, A]}
+    row = extra | base
+    plain = parse_row(base)
+    try:
+        found = parse_row(row)
+    except RefusedRow:
+        return
+    without = {key: value for key, value in row.items() if key not in found.unread}
+    assert parse_row(without) == found
+    for key in without.keys() - base.keys():
+        empty = row[key] in (None, "", [], {}, False)
+        same = {k: v for k, v in without.items() if k != key}
+        assert empty or parse_row(same) != found or found == plain == parse_row(same), key
+
+
+def test_trained_tokens_are_those_of_the_labelled_segments() -> None:
+    """Special tokens are those that the text contains; the template adds nothing."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    content = tokenizer.to_str().encode()
+    encoder = ChatEncoder(content, ChatConfig(template="chatml"), "tokenizer.json", CHATML)
+    parts = [{"label": False, "text": "Q: 1+1?"}, {"label": True, "text": "A: 2<|im_end|>"}]
+    parts = [*parts, {"label": False, "text": "bye"}]
+    (sample,) = encoder.encode(parse_row({"segments": parts}))
+    texts = [tokenizer.decode(some.tolist(), skip_special_tokens=False)
+             for some in (sample.ids, sample.ids[sample.mask])]  # fmt: skip
+    assert texts == ["Q: 1+1?A: 2<|im_end|>bye", "A: 2<|im_end|>"]
