@@ -33,7 +33,8 @@ import numpy as np
 from data_loaders import END, SEQ_LEN
 from measurement import Table
 
-from dtt.artifacts.manifests import CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.corpus import CorpusSource
+from dtt.artifacts.manifests import SplitCounts, TokenShard, TokensManifest
 from dtt.artifacts.shard_files import index_bytes
 from dtt.data.token_file import HEADER, MAGIC, VERSION, TokenFileWriter, bin_path, idx_path
 

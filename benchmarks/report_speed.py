@@ -41,8 +41,9 @@ from jobs import DTT
 from measurement import Table, in_turns
 from playwright.sync_api import Browser, Error, sync_playwright
 
+from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CorpusSource, DataManifest, SourceFacts
+from dtt.artifacts.manifests import DataManifest, SourceFacts
 from dtt.base.errors import ExitCode
 from dtt.config.explain import show
 from dtt.config.load import resolve

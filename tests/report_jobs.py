@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from tiny_job import KEY, make_tokenizer
 
+from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CorpusSource, DataManifest, SourceFacts, fingerprint
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import DataManifest, SourceFacts
 from dtt.base.errors import ExitCode
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors

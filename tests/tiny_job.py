@@ -12,14 +12,9 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import (
-    CHAT_TEMPLATE,
-    ChatFacts,
-    CorpusSource,
-    DataManifest,
-    SourceFacts,
-)
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, DataManifest, SourceFacts
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.corpus import CorpusSource
+from dtt.artifacts.manifests import SplitCounts, TokenShard, TokensManifest
 from dtt.data.token_file import TokenFileWriter
 
 if TYPE_CHECKING:

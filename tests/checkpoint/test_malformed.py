@@ -18,7 +18,8 @@ import pytest
 import torch
 from running import Dtt, in_this_process
 
-from dtt.artifacts.manifests import CheckpointManifest, FileRecord, fingerprint
+from dtt.artifacts.manifest import FileRecord, fingerprint
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.base.files import sha256_file
 from dtt.base.ranks import Ranks

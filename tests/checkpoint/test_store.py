@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import dtt
-from dtt.artifacts.manifests import CheckpointManifest, fingerprint, manifest_text
+from dtt.artifacts.manifest import fingerprint, manifest_text
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base import reading
 from dtt.base.errors import DamagedError, InputError
 from dtt.checkpoint import retention, store, tensors

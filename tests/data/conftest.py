@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.artifacts.manifests import CorpusManifest
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit

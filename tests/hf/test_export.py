@@ -10,8 +10,9 @@ from loopback_hub import LoopbackHub
 from running import Dtt
 from tiny_job import write_job
 
+from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CorpusSource, DataManifest, ExportManifest
+from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.hf import export
 

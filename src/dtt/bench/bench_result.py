@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from dtt.artifacts.manifests import FileRecord, Manifest, Record
+from dtt.artifacts.manifest import FileRecord, Manifest, Record
 from dtt.bench.machine import MachineFacts
 from dtt.bench.recipe import RecipeFile, ScoreRule
 from dtt.bench.significance import mean_interval, welch

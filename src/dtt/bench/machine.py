@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from dtt.artifacts.manifests import Record
+from dtt.artifacts.manifest import Record
 from dtt.base import local
 from dtt.mesh.environment import cpu_name
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from dtt.artifacts.manifests import CorpusFile, Manifest
+from dtt.artifacts.corpus import CorpusFile
+from dtt.artifacts.manifest import Manifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
 from dtt.base.log import log

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import load, source
 from dtt.config.base import Section

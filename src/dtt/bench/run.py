@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import dtt
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir, git_state
-from dtt.artifacts.manifests import CorpusManifest, DataManifest, FileRecord, fingerprint
+from dtt.artifacts.manifest import FileRecord, fingerprint
+from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.files import exclusive, write_atomically
 from dtt.base.log import log

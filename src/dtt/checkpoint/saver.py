@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import FileRecord
+from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DiskFull, DttError, PeerLost, StorageError
 from dtt.base.files import check_space, forget_cached
 from dtt.base.log import log

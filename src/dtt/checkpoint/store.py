@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import LARGEST, CheckpointManifest, FileRecord, manifest_text
+from dtt.artifacts.manifest import LARGEST, FileRecord, manifest_text
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import DamagedError, DttError, InputError
 from dtt.base.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.base.log import log

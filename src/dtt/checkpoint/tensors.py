@@ -22,7 +22,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from dtt.artifacts.manifests import FileRecord
+from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DamagedError
 from dtt.base.files import named
 from dtt.checkpoint import header

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError, Preempted
 from dtt.base.files import sha256_file
 from dtt.base.log import log

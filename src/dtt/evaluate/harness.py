@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dtt
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log

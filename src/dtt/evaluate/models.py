@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CheckpointManifest, fingerprint
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.reading import read_record

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest, FileRecord
+from dtt.artifacts.manifest import FileRecord
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.files import check_space, fsync_file, fsync_folder, sha256_file
 from dtt.data.text.tokenizer import open_tokenizer

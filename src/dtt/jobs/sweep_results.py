@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import InputError
 from dtt.config.explain import scalar
 from dtt.config.load import load_job

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import Manifest, Record, fingerprint
+from dtt.artifacts.manifest import Manifest, Record, fingerprint
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import write_atomically
 from dtt.config import explain, load

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CheckpointManifest, CorpusManifest, TokensManifest
+from dtt.artifacts.manifests import CheckpointManifest, TokensManifest
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
@@ -24,6 +25,7 @@ from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
+from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.samples import compatibility
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count, families
@@ -52,7 +54,7 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
                 "no dataset is named", next="set download.dataset=org/name, or a folder"
             )
     elif command == "tokenize":
-        yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
+        yield from caught(lambda: read_corpus(cfg))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:
@@ -82,7 +84,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
         yield from caught(lambda: store.locate(weights))
     if not cfg.data.reads_token_files:
-        yield from caught(lambda: CorpusManifest.read(cfg.corpus_dir))
+        yield from caught(lambda: read_corpus(cfg))
         return
     for path in cfg.token_paths:
         yield from compatibility.file_problems(path)
@@ -93,6 +95,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     except DttError:
         return
     for source, tokens in found:
+        yield from caught(partial(check_tokens, cfg, source.path, tokens))
         yield from _tokenizer_problems(cfg, source.path, tokens)
         if cfg.data.packing == "concat":
             total = tokens.counts("train").tokens

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, assert_never
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CorpusManifest, TokensManifest
+from dtt.artifacts.manifests import TokensManifest
 from dtt.base import local
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 from dtt import __version__
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base import malloc
 from dtt.base.errors import ConfigError
 from dtt.base.log import log

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtt.artifacts.manifests import CheckpointManifest, fingerprint
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import log

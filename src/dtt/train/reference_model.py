@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dtt.artifacts.manifests import FileRecord
+from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DttError
 from dtt.base.files import check_space, write_atomically
 from dtt.base.log import progress

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from running import Dtt
 
-from dtt.artifacts.manifests import CorpusManifest
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import download as module

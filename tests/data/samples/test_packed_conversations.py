@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from running import Dtt
 from token_files import VOCAB_SIZE
 
-from dtt.artifacts.manifests import ChatFacts, CorpusSource, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.corpus import CorpusSource
+from dtt.artifacts.manifests import ChatFacts, SplitCounts, TokenShard, TokensManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig

@@ -22,7 +22,8 @@ import pytest
 from conversation_files import conversation, jsonl, write_tokenizer
 from running import Dtt
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, CorpusManifest, TokensManifest
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import (

@@ -259,7 +259,7 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
             raise RefusedRow(f"tools[{i}].function is {kind_of(schema)}, not an object")
         if not isinstance(schema.get("name"), str):
             raise RefusedRow(f"tools[{i}]: the tool has no name")
-    return tools or None
+    return tools
 
 
 def list_of(value: object, where: str) -> list[Any]:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from dtt.artifacts.manifests import CorpusFile, CorpusManifest, CorpusSource
+from dtt.artifacts.corpus import CorpusFile, CorpusManifest, CorpusRequest, CorpusSource
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
@@ -18,6 +18,7 @@ from dtt.config.data import DownloadConfig
 from dtt.data.corpus import stdlib, stdlib_chat
 from dtt.data.corpus.formats import (
     check_rows,
+    check_windows,
     find_text_column,
     holds_conversations,
     one_format,
@@ -64,6 +65,8 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
                 manifest = _from_local(cfg, Path(dataset), out, previous, rows=rows)
             case _:
                 manifest = _from_hub(cfg, dataset, out, previous, rows=rows)
+        asked = {name: getattr(cfg, name) for name in CorpusRequest.model_fields}
+        manifest = manifest.model_copy(update={"request": CorpusRequest(**asked)})
         if manifest == previous:
             log.info("already done: %s is complete and unchanged", out)
         else:
@@ -217,6 +220,7 @@ def _manifest(
             next="specify another file or folder with -d",
         )
     file_format = one_format(paths, source.id)
+    check_windows(paths)
     is_txt = file_format == "txt"
     if is_txt and rows:
         raise ConfigError(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
-from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
+from dtt.data.corpus.compressed import CHUNK_BYTES, MAX_ZSTD_WINDOW, Decompressed, zstd_window
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 
@@ -28,6 +28,10 @@ SUFFIXES: dict[str, FileFormat] = {
     ".csv": "csv",
     ".txt": "txt",
 }
+METADATA = frozenset(
+    ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+)
+"""Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = "parquet, jsonl, json (one object per line), csv and txt, the last four also as .gz or .zst"
 
@@ -51,6 +55,8 @@ MAX_DOCUMENT_BYTES = 64 * 2**20
 
 def file_format(path: Path) -> FileFormat | None:
     """Return the format of a file by its name, or None if dtt does not support it."""
+    if path.name in METADATA:
+        return None
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -200,7 +206,9 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
     try:
         match file_format(path):
             case "parquet":
-                return {field.name: _kind(field.type) for field in pq.read_schema(path)}
+                schema = pq.read_schema(path)
+                _check_names(path, schema.names)
+                return {field.name: _kind(field.type) for field in schema}
             case "csv":
                 stream, rows = open_csv(path)
                 with stream:
@@ -216,6 +224,35 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
             why=str(damage).splitlines()[0],
             next="fetch or write the file again",
         ) from None
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    """Raise ConfigError if two columns have one name: a reader by name would take either."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"two columns are called {twice[0]!r}",
+            where=path,
+            why="so it is unknown which of them holds the text",
+            next="write the file again with other names",
+        )
+
+
+def check_windows(paths: Sequence[Path]) -> None:
+    """Raise InputError for a zstd file whose window is too large for the decoder.
+
+    Otherwise each such file would count as one unreadable document, and training would go on with
+    the others.
+    """
+    for path in paths:
+        if path.suffix.lower() == ".zst" and (window := zstd_window(path)) > MAX_ZSTD_WINDOW:
+            raise InputError(
+                "a file is compressed with a window that is too large to read",
+                where=path,
+                why=f"its window has {window / 2**20:,.0f} MiB (zstd --long), and "
+                f"{MAX_ZSTD_WINDOW / 2**20:,.0f} are possible",
+                next=f"compress it again: zstd -d --long=31 -c {path.name} | zstd -o NEW.zst",
+            )
 
 
 def _json_kinds(path: Path, wanted: str | None) -> Kinds:
@@ -291,6 +328,14 @@ def one_format(paths: list[Path], dataset: str) -> FileFormat:
         found = file_format(path)
         if found is not None:
             examples.setdefault(found, path)
+    if not examples and any(path.suffix == ".arrow" for path in paths):
+        raise InputError(
+            f"{dataset} was written by save_to_disk of `datasets`",
+            why="dtt does not read .arrow files",
+            next='write Parquet: python -c "from datasets import load_from_disk as load; '
+            f"load('{dataset}').to_parquet('NEW.parquet')\"; of several splits, "
+            f"load('{dataset}')['train']",
+        )
     if not examples:
         raise InputError(
             f"no file of {dataset} has a format that dtt reads",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.artifacts.manifests import CorpusManifest
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.safe_names import checked_file
 from dtt.data.corpus.formats import is_compressed

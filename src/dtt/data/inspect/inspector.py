@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, CorpusManifest, Manifest, TokensManifest
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifest import Manifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dtt.artifacts.manifests import CorpusManifest
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.base.log import progress
 from dtt.data.corpus.bad_documents import BadDocuments

@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import (
     CHAT_TEMPLATE,
     ChatFacts,
     CheckpointManifest,
     TokenShard,
     TokensManifest,
-    fingerprint,
 )
 from dtt.artifacts.shard_files import index_bytes, shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError

@@ -11,13 +11,8 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import (
-    CHAT_TEMPLATE,
-    DataManifest,
-    SourceFacts,
-    TokensManifest,
-    fingerprint,
-)
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.config.data import (
@@ -28,6 +23,7 @@ from dtt.config.data import (
     TokensDataConfig,
 )
 from dtt.config.run import RunConfig
+from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
 from dtt.data.samples.mixture import Mixture, Weights
 from dtt.data.samples.protocol import (
@@ -330,6 +326,8 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
         "end_of_document": given and given.end_of_document,
     }
     found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None
+    if found is not None:
+        check_tokens(cfg, source.path, found)
     chat, pairs = (None, False) if found is None else (found.chat, found.pairs)
     train = open_tokens(source, "train", **options)
     # After opening: missing files are another mistake.

@@ -23,7 +23,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import DamagedError
 from dtt.base.files import fsync_file, fsync_folder
 from dtt.base.log import log

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import Record, fingerprint
+from dtt.artifacts.manifest import Record, fingerprint
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import read_small
 from dtt.data.memory_map import Bytes, map_file

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import ChatFacts, CorpusSource
+from dtt.artifacts.corpus import CorpusSource
+from dtt.artifacts.manifests import ChatFacts
 
 Samples = npt.NDArray[np.uint64]
 """Sample numbers. The number within a source is below 2**SOURCE_SHIFT.

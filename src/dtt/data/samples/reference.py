@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from dtt.artifacts.manifests import FileRecord, Manifest
+from dtt.artifacts.manifest import FileRecord, Manifest
 from dtt.data.memory_map import map_file
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import Source

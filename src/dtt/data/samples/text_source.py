@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import DamagedError
 from dtt.base.files import sha256_file
 from dtt.base.reading import fits
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.encoded_documents import Documents, EncodedDocuments, doc_ids_of
@@ -52,7 +53,7 @@ A loader that prefetches requests the state at a position behind the newest samp
 def open_text(cfg: RunConfig) -> Opened:
     """Open the corpus that `cfg` names and its held-out text, encoded with the given tokenizer."""
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
-    documents = Documents(Corpus(cfg.corpus_dir))
+    documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg)))
     path = find_tokenizer(cfg.tokenizer)
     encoder = Encoder(path.read_bytes(), cfg.tokenizer.end_of_document, path, cfg.tokenize.engine)
     encoder.settle(encoder.doubt(some_text(documents.corpus, documents.units)))

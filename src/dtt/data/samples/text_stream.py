@@ -174,7 +174,9 @@ class TextStream:
             "the corpus contains no documents to train on",
             where=self._documents.corpus.folder,
             why=unread,
-            next="dtt download -d DATASET",
+            next="write the files again as the reason says, then dtt download with the same options"
+            if unread
+            else "specify another file or folder: dtt download -d PATH",
         )
 
 

@@ -24,7 +24,8 @@ from typing import Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import TokenShard, TokensManifest, fingerprint
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.data.memory_map import map_file

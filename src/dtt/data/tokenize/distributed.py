@@ -198,6 +198,7 @@ def _finish(
         key=plan.identity.key,
         key_parts=plan.identity.key_parts,
         corpus=corpus.manifest.source,
+        text=corpus.manifest.description(),
         tokenizer_sha256=plan.identity.tokenizer_sha256,
         vocab_size=encoder.vocab_size,
         dtype=token_dtype(encoder.vocab_size),
@@ -258,6 +259,17 @@ def _all_markers(out: Path, plan: WorkPlan) -> list[UnitMarker]:
     return markers
 
 
+def _remedy(manifest: TokensManifest, problems: tuple[str, ...]) -> str:
+    """Return what to do about a corpus of which nothing can be used."""
+    if manifest.refused:
+        return "change the rows as the reason says; docs/tutorial-chat.md lists the formats"
+    if problems and "UTF" in problems[0]:
+        return "convert the files to UTF-8: iconv -f ENCODING -t UTF-8 FILE > NEW"
+    if problems:
+        return "write the files again as the reason says, then dtt download with the same options"
+    return "specify another file or folder: dtt download -d PATH"
+
+
 def _check_splits(
     cfg: TokenizeConfig,
     corpus: Corpus,
@@ -274,7 +286,7 @@ def _check_splits(
             why=f"{manifest.left_out} could not be used, such as {problems[0]}"
             if problems
             else "all of its files are empty",
-            next="dtt download -d DATASET",
+            next=_remedy(manifest, problems),
         )
     if manifest.blank_documents == train + validation:
         clear(cfg, out)
@@ -282,7 +294,9 @@ def _check_splits(
             "the corpus contains only white space",
             where=corpus.folder,
             why=f"{train + validation} documents, none of which contains a word to learn from",
-            next="dtt download -d DATASET",
+            next="choose another column, download.text_column=NAME, or another data set"
+            if corpus.manifest.text_column
+            else "specify another file or folder: dtt download -d PATH",
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
         clear(cfg, out)  # the files are unusable for any other validation fraction

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dtt.artifacts.manifests import Record, TokenShard, TokensManifest
+from dtt.artifacts.manifest import Record
+from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import write_atomically
 from dtt.base.safe_names import checked_name

@@ -38,8 +38,10 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
     keep()
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
+    from dtt.data.corpus.described import read_corpus
     from dtt.data.tokenize.distributed import tokenize
 
+    read_corpus(cfg)
     compare = cfg.tokenize.compare
     other = _find_tokenizer(compare) if compare and comm.rank == 0 else None
     result = tokenize(
@@ -64,8 +66,10 @@ def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
     """Print what a run of `dtt tokenize` would reuse, and why; change nothing."""
     out = cfg.tokenize_dir
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)
+    from dtt.data.corpus.described import read_corpus
     from dtt.data.tokenize.dry_run import explain
 
+    read_corpus(cfg)
     reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, _kind(cfg))
     comm.close()
     if reuse is None:

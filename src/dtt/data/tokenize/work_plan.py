@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, Record, TokensManifest, fingerprint
+from dtt.artifacts.manifest import Record, fingerprint
+from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log, progress

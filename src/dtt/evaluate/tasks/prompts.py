@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.evaluate.tasks.definition import Task
 from dtt.evaluate.tasks.patterns import replace
 from dtt.evaluate.tasks.prompt_template import render, render_list

@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtt.artifacts.manifests import fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import DamagedError
 from dtt.base.files import exclusive, fsync_folder, named
 from dtt.base.log import log

@@ -13,7 +13,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from dtt.artifacts.manifests import CorpusManifest, fingerprint
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file
 from dtt.base.reading import parse

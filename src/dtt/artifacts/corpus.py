@@ -1,0 +1,107 @@
+"""The manifest of a corpus, and its description in what is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from dtt.artifacts.manifest import FileRecord, Manifest, Record, fingerprint
+
+
+class CorpusFile(FileRecord):
+    """A file of raw documents."""
+
+    mtime_ns: int
+    """Modification time when the content was hashed. A file whose size and time have not changed is
+    not hashed again."""
+
+
+class CorpusSource(Record):
+    """The origin of documents, with everything needed to fetch the same ones again."""
+
+    kind: Literal["stdlib", "local", "hub"]
+    id: str
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    max_files: int | None = None
+    """Number of files that were taken from the start of the split; None: all."""
+
+
+class CorpusRequest(Record):
+    """The keys of the section `download` that decide which documents there are, as configured."""
+
+    name: str | None
+    split: str | None
+    revision: str | None
+    text_column: str | None
+    txt_documents: str
+    max_files: int | None
+
+
+class CorpusDescription(Record):
+    """The documents of a corpus, as a configuration describes them."""
+
+    source: CorpusSource
+    request: CorpusRequest | None = None
+    """What was configured; None in folders of earlier versions."""
+    text_column: str | None = None
+    txt_documents: str | None = None
+
+    def resolved(self, option: str) -> Any:
+        """Return what an option of `request` was resolved to."""
+        return getattr(self if option in ("text_column", "txt_documents") else self.source, option)
+
+
+class CorpusManifest(Manifest):
+    """The manifest of a corpus: raw documents in files of one format.
+
+    `dtt download` writes it, `dtt tokenize` reads it.
+    """
+
+    holds: ClassVar[str] = "corpus"
+    made_by: ClassVar[str] = "dtt download"
+
+    format: Literal["dtt-corpus-1"] = "dtt-corpus-1"
+    dataset: str
+    """Short name of the data set, used in default folder names."""
+    source: CorpusSource
+    file_format: Literal["parquet", "jsonl", "csv", "txt"]
+    text_column: str | None
+    """Column or key of the text; None for txt, and for conversations, which are complete rows."""
+    txt_documents: Literal["file", "line", "section"] | None
+    request: CorpusRequest | None = None
+    files: tuple[CorpusFile, ...]
+
+    def names(self) -> Iterable[str]:
+        """Return all names, without the absolute ones of a local corpus.
+
+        The files of a local corpus stay where they are, outside the folder of the manifest.
+        """
+        local = self.source.kind == "local"
+        return (file.path for file in self.files if not (local and file.path.startswith("/")))
+
+    @property
+    def has_rows(self) -> bool:
+        """True if the documents are complete rows: conversations rather than text."""
+        return self.text_column is None and self.file_format != "txt"
+
+    def description(self) -> CorpusDescription:
+        """Return what token files record of the corpus."""
+        return CorpusDescription(
+            source=self.source,
+            request=self.request,
+            text_column=self.text_column,
+            txt_documents=self.txt_documents,
+        )
+
+    def content_key(self) -> str:
+        """Return a hash of the documents' content, independent of where the files lie."""
+        return fingerprint(
+            {
+                "file_format": self.file_format,
+                "text_column": self.text_column,
+                "txt_documents": self.txt_documents,
+                "files": [file.sha256 for file in self.files],
+            }
+        )

@@ -1,0 +1,95 @@
+"""Comparison of the corpus that a configuration describes with the one that a folder was made from.
+
+Default names of folders contain only the last component of a dataset, so `one/docs.jsonl` and
+`two/docs.jsonl` share a folder. Whatever opens a corpus, or token files, for a configuration calls
+`check_described` first; otherwise it would train on another dataset without a sign of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dtt.artifacts.corpus import CorpusDescription, CorpusManifest, CorpusSource
+from dtt.artifacts.manifests import TokensManifest
+from dtt.base.errors import ConfigError
+from dtt.config.data import DownloadConfig
+from dtt.config.run import RunConfig
+
+OPTIONS = ("name", "split", "revision", "text_column", "txt_documents", "max_files")
+"""Keys of the section `download` that decide which documents there are."""
+
+
+def read_corpus(cfg: RunConfig) -> CorpusManifest:
+    """Return the manifest of the corpus that `cfg` describes.
+
+    Raises InputError if the folder has none, and ConfigError if it holds another corpus.
+    """
+    manifest = CorpusManifest.read(cfg.corpus_dir)
+    check_described(
+        cfg.download,
+        manifest.description(),
+        cfg.corpus_dir,
+        next="dtt download with the same options reads it again; or another folder for each: "
+        "download.out=FOLDER",
+    )
+    return manifest
+
+
+def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
+    """Raise ConfigError if the token files at `path` are not those that `cfg` describes.
+
+    Nothing is compared if `cfg` names the folder itself (`data.tokens`, `data.sources`): then its
+    section `download` describes nothing of this folder.
+    """
+    if path != cfg.tokenize_dir or cfg.data.tokens is not None or cfg.data.sources:
+        return
+    check_described(
+        cfg.download,
+        manifest.text or CorpusDescription(source=manifest.corpus),
+        path,
+        next="another folder for each, in both commands: tokenize.out=FOLDER",
+    )
+
+
+def check_described(
+    download: DownloadConfig, there: CorpusDescription, folder: Path, *, next: str
+) -> None:
+    """Raise ConfigError if `download` names a dataset, and `there` describes other documents."""
+    if download.dataset is None:  # such as on a node to which only the token files were copied
+        return
+    differences = []
+    if not _is_same_dataset(download.dataset, there.source):
+        differences.append(f"dataset is {there.source.id} there, {download.dataset} now")
+    for option in OPTIONS:
+        now, found = getattr(download, option), there.resolved(option)
+        asked = found if there.request is None else getattr(there.request, option)
+        # What is found without being asked for (the column `text`) may also be asked for.
+        if now in (found, asked):
+            continue
+        # Folders of earlier versions do not record what was asked for.
+        if there.request is None and (now in (None, "auto") or found is None):
+            continue
+        differences.append(f"{option} is {_shown(asked)} there, {_shown(now)} now")
+    if differences:
+        raise ConfigError(
+            "the folder was made from other documents than the configuration describes",
+            where=folder,
+            why="; ".join(f"download.{difference}" for difference in differences),
+            next=next,
+        )
+
+
+def _is_same_dataset(dataset: str, source: CorpusSource) -> bool:
+    if source.kind != "local":
+        return dataset == source.id
+    from dtt.data.corpus.local_files import real_path  # imports pyarrow, slow on a login node
+
+    here, there = Path(dataset).expanduser(), Path(source.id)
+    if here.exists() and there.exists():
+        return real_path(here) == there
+    # The text was moved together with the project, or is not on this machine.
+    return here.name == there.name
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)
