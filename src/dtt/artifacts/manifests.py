@@ -124,6 +124,8 @@ class TokensManifest(Manifest):
     """Number of rows that are not valid conversations, by reason."""
     unread: dict[str, int] = Field(default_factory=dict)
     """Number of rows by key that dtt does not use, such as `source` or `messages[].id`."""
+    nulls: int = 0
+    """Number of rows whose tools, or arguments of calls, have keys with null."""
     chat: ChatFacts | None = None
     """The conversation format; None for plain text."""
     pairs: bool = False

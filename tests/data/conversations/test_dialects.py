@@ -113,8 +113,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "labels": [1]}, "tokenized already"),
     ({"messages": [Q, A], "tools": "{"}, "tools: the text is not JSON"),
     ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "f(1)"}]}, "not JSON"),
-    ({"messages": [Q, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
-     "arguments of f are not a JSON object"),
     ({"messages": [Q, A | {"reasoning": "a", "thinking": "b"}]}, "different texts of reasoning"),
     ({"segments": [{"label": "yes", "text": "a"}]}, "label: expected true or false"),
     ({"segments": [{"label": False, "text": "a"}]}, "no segment is trained"),

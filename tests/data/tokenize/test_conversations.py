@@ -33,6 +33,7 @@ from dtt.config.data import (
     TokenizeConfig,
     TrainedTokenizerConfig,
 )
+from dtt.data.conversations import row_encoder
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
@@ -425,3 +426,31 @@ def test_the_report_counts_conversations_and_trained_tokens(workshop: Workshop) 
     assert facts["splits"]["train"]["trained_tokens"] == counts.trained
     changed = dtt(*arguments(workshop.folder, "out"), "chat.turns=expand", "--explain")
     assert "chat        chat.turns is 'all' there, 'expand' now" in changed.stdout
+
+
+def test_a_folder_keeps_the_date_of_its_first_run(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = workshop.folder / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %B %Y') }}" + CHATML)
+    chat = ChatConfig(template=str(template))
+    days = iter(["2026-01-30", "2026-01-31", "2026-01-31", "2026-02-01"])
+    monkeypatch.setattr(row_encoder, "today", lambda: next(days))
+    first = workshop.run(chat=chat)
+    files = sums(workshop.folder / "out")
+    (workshop.folder / "out/manifest.json").unlink()  # as after a kill
+    again = workshop.run(chat=chat)
+    assert again.manifest.key == first.manifest.key
+    assert again.manifest.key_parts["chat"]["date"] == "2026-01-30"
+    assert sums(workshop.folder / "out") == files
+    assert workshop.run("new", chat=chat).manifest.key != first.manifest.key
+
+
+def test_keys_that_are_not_used_and_nulls_of_tools_are_counted(workshop: Workshop) -> None:
+    tool = {"name": "f", "parameters": {"city": None}}
+    rows = [{**row, "id": 1, "source": "a", "tools": [tool]} for row in ROWS[:7]]
+    rows[0]["messages"] = [{**message, "stamp": 1} for message in rows[0]["messages"]]
+    workshop.corpus(jsonl([*rows, *ROWS[7:]]))
+    manifest = workshop.run().manifest
+    assert manifest.unread == {"id": 7, "source": 7, "messages[].stamp": 1}
+    assert manifest.nulls == 7

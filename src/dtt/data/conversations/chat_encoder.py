@@ -75,16 +75,18 @@ class ChatEncoder:
         special_tokens: Mapping[str, str] | None = None,
         *,
         fast: bool = False,
+        date: str | None = None,
     ) -> None:
         """Compile the template, and find the tokens that end answers.
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
         `bos_token`, `eos_token` and others. With `fast`, gigatoken is used; call `doubt` before
-        encoding. Raises DamagedError if it is not a tokenizer.json, and ConfigError if the template
-        is invalid or ends answers with no token of the tokenizer.
+        encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is not a
+        tokenizer.json, and ConfigError if the template is invalid or ends answers with no token of
+        the tokenizer.
         """
         self.cfg = cfg
-        self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template)
+        self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
         facts = json.loads(tokenizer_json)
         self._tokenizer = _exact(tokenizer_json, where)
         self.vocab_size = vocabulary_size(facts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -29,10 +31,17 @@ from dtt.data.text.tokenizer import find_tokenizer, token_bytes
 from dtt.data.text.unit_encoder import EncodedPart
 from dtt.mesh.comm import Comm
 
+READS_THE_CLOCK = re.compile(r"\bstrftime_now\b")
+"""Templates such as Llama 3's print the current date."""
 ROWS_VERSION = 2
 """Version of the parsing of rows; part of the key of token files."""
 AT_ONCE = 256
 """Conversations per call of the encoder; its results take many times the memory of the ids."""
+
+
+def today() -> str:
+    """Return the local date, as 2026-01-31."""
+    return datetime.now().astimezone().date().isoformat()
 
 
 class Conversations:
@@ -56,6 +65,9 @@ class Conversations:
         path = find_tokenizer(tokenizer, with_template=True)
         self._template = resolve_template(self._cfg.template, path)
         kind = {"rows": "preference pairs"} if self._pairs else {}
+        if READS_THE_CLOCK.search(self._template):
+            # Token files of one key must be equal, so they have one date: that of the first run.
+            kind["date"] = today()
         options = self._cfg.model_dump(mode="json", exclude={"template", "too_long"})
         return {
             "chat": {
@@ -80,7 +92,14 @@ class Conversations:
         template = path.with_name(CHAT_TEMPLATE).read_bytes().decode()
         special: dict[str, str] = key_parts["chat"]["special_tokens"]
         return ConversationEncoder(
-            self._cfg, tokenizer, path, template, special, pairs=self._pairs, engine=self._engine
+            self._cfg,
+            tokenizer,
+            path,
+            template,
+            special,
+            pairs=self._pairs,
+            engine=self._engine,
+            date=key_parts["chat"].get("date"),
         )
 
 
@@ -99,6 +118,7 @@ class ConversationEncoder:
         *,
         pairs: bool = False,
         engine: Engine = "auto",
+        date: str | None = None,
     ) -> None:
         """Open the tokenizer at `path`, a copy of the one that `tokenizer` names.
 
@@ -113,7 +133,7 @@ class ConversationEncoder:
         self._read: dict[str, bool] = {"role": True, "content": True}
         """Keys of messages, and whether the template may read them."""
         self._chat = ChatEncoder(
-            content, cfg, tokenizer.path, template, special_tokens, fast=engine != "hf"
+            content, cfg, tokenizer.path, template, special_tokens, fast=engine != "hf", date=date
         )
         facts = self._chat.facts.model_copy(update={"special_tokens": dict(special_tokens)})
         self.chat: ChatFacts | None = facts
@@ -179,6 +199,7 @@ class ConversationEncoder:
                 continue
             parsed.append((row, conversations))
             refused.unread.update(unread)
+            refused.nulls += any(map(_has_nulls, conversations))
         every = chain.from_iterable(conversations for _, conversations in parsed)
         results = iter(self._chat.encode_batch(every))
         for row, conversations in parsed:
@@ -219,3 +240,22 @@ class ConversationEncoder:
         if pair.chosen.messages == pair.rejected.messages:
             raise RefusedRow("chosen and rejected are the same")
         return [pair.chosen, pair.rejected]
+
+
+def _has_nulls(conversation: Conversation) -> bool:
+    """Return True if tools, or the arguments of calls, have keys whose value is null.
+
+    `datasets` writes such JSON lines: in its columns all tools have the keys of each of them. What
+    a template prints of them would be trained. Rows of Parquet files have lost them already.
+    """
+    pending: list[Any] = [conversation.tools]
+    pending += [message.get("tool_calls") for message in conversation.messages]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if None in value.values():
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -140,7 +141,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     if "tool_calls" in clean:
         if role != "assistant":
             raise RefusedRow(f"{where}.tool_calls: only the assistant can call tools, not {role}")
-        clean["tool_calls"] = [_with_object(call, where) for call in clean["tool_calls"]]
+        clean["tool_calls"] = [*map(_with_object, clean["tool_calls"])]
     texts = {clean[key] for key in REASONING if key in clean}
     if len(texts) > 1:
         raise RefusedRow(f"{where} has different texts of reasoning under several keys")
@@ -163,25 +164,21 @@ def _is_trained(message: Message, where: str) -> bool:
     return all(said.values())
 
 
-def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call whose arguments are an object, also if the row has them as JSON text.
 
     OpenAI's API writes text and Hugging Face's documentation an object. Most templates print
     `arguments | tojson`, which would put quotes around text, so that the model would learn to
-    call tools with a string.
+    call tools with a string. Text that is no JSON object stays as it is: models do write such.
     """
     function = call.get("function", call)
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
+    value = None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments or "{}")
     if not is_object(value):
-        raise RefusedRow(
-            f"{where}.tool_calls: the arguments of {function['name']} are not a JSON object"
-        )
+        return call
     function = {**function, "arguments": value}
     return {**call, "function": function} if "function" in call else function
 

@@ -162,8 +162,11 @@ def _tojson(
     )
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - local time, as in `transformers`
+def _strftime_now(date: str | None) -> Callable[[str], str]:
+    """Return the function that formats the current local time, or midnight of `date`."""
+    if date is None:
+        return lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as in `transformers`
+    return datetime.fromisoformat(date).strftime
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -171,7 +174,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, date: str | None = None) -> None:
+        """Create the environment; `date` replaces the current time for templates."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
@@ -179,7 +183,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in GROWING & self.filters.keys():
             self.filters[name] = _limited(name, self.filters[name])
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = _strftime_now(date)
         self.globals["dict"] = TemplateDict()
         self.globals["namespace"] = TemplateNamespace
         del self.globals["lipsum"]  # unlimited, and random

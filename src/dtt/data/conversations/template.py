@@ -109,18 +109,19 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         where: object = None,
+        date: str | None = None,
     ) -> None:
         """Compile a template.
 
         `special_tokens` are the variables `bos_token`, `eos_token` and others; `kwargs` those of
         the configuration. Raises ConfigError, with `where` as its location, if the template has a
-        syntax error.
+        syntax error. `strftime_now` is that of `date`, as in 2026-01-31; None: of the current time.
         """
         self.text = text
         self.name = str(where or "chat.template")
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self._variables = {**(special_tokens or {}), **(kwargs or {})}
-        self._sandbox = Sandbox()
+        self._sandbox = Sandbox(date)
         try:
             self._plain = self._sandbox.compile_template(text, marked=False)
             self._marked = self._sandbox.compile_template(text, marked=True)
@@ -250,6 +251,10 @@ def _one_line(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder of a tokenizer's templates, besides the default one."""
+
+
 def resolve_template(name: str, tokenizer: Path | None) -> str:
     """Return the text of the template that `chat.template` names.
 
@@ -283,14 +288,47 @@ def resolve_template(name: str, tokenizer: Path | None) -> str:
 
 
 def _own_template(folder: Path) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_bytes().decode()
-    value = _read_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(value, list):  # several templates by name
-        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    """Return the template of a tokenizer; None if it has none.
+
+    A tokenizer may have several. As in `transformers`, files take precedence over
+    tokenizer_config.json, and rows with tools are rendered by `tool_use` if there is one.
+    """
+    own, others = folder / "chat_template.jinja", (folder / TEMPLATE_FOLDER).glob("*.jinja")
+    named = {path.stem: path.read_bytes().decode() for path in others}
+    if own.is_file():
+        named["default"] = own.read_bytes().decode()
+    if not named:
+        value = _read_object(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(value, list):
+            value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        if isinstance(value, dict):
+            named = {str(name): text for name, text in value.items() if isinstance(text, str)}
+        elif isinstance(value, str):
+            named = {"default": value}
+    if not named:
+        return None
+    if "default" not in named:
+        raise InputError(
+            "the tokenizer has chat templates, but none of them is the default",
+            where=folder,
+            why=f"their names: {', '.join(sorted(named))}",
+            next=f"chat.template={folder / TEMPLATE_FOLDER}/NAME.jinja, or a file with its text",
+        )
+    return either(named["default"], named.get("tool_use"))
+
+
+def either(default: str, tool_use: str | None) -> str:
+    """Return one template that renders as `tool_use` with tools, and as `default` without.
+
+    One text is less to keep than two: its hash, the job and the export need no second file. With
+    the options of `transformers`, Jinja drops a line end after a tag, blanks before a tag at the
+    start of a line, and one line end at the end of a template. So each text starts on a line of its
+    own, and a plus sign keeps the blanks at its end.
+    """
+    if tool_use is None:
+        return default
+    default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
+    return f"{{% if tools is not none %}}\n{tool_use}{{%+ else %}}\n{default}{{%+ endif %}}"
 
 
 SPECIAL_TOKENS = (

@@ -30,6 +30,8 @@ class BadDocuments:
         """Number of documents by reason, in which `N` replaces every number."""
         self.unread: Counter[str] = Counter()
         """Number of usable rows by key that is not used."""
+        self.nulls = 0
+        """Number of usable rows whose tools have keys with null."""
         self._stop, self._shown, self._what = stop, shown, what
 
     def add(

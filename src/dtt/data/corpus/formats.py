@@ -28,9 +28,7 @@ SUFFIXES: dict[str, FileFormat] = {
     ".csv": "csv",
     ".txt": "txt",
 }
-METADATA = frozenset(
-    ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-)
+METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"))
 """Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = "parquet, jsonl, json (one object per line), csv and txt, the last four also as .gz or .zst"

@@ -35,7 +35,12 @@ from dtt.base.safe_names import checked_name
 
 PARALLEL_FILES = 4
 PATHS_PER_REQUEST = 500
-TEMPLATE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TEMPLATE_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 """Files of a model that may hold its chat template and the names of its special tokens."""
 MODEL_FILES = (
     "config.json",

@@ -134,6 +134,8 @@ class ConversationReport:
             )
         if options.get("turns", "all") == "all" and self._rewrites_history():
             yield REWRITES
+        if self._manifest.nulls:
+            yield f"rows whose tools have keys with null: {self._manifest.nulls:,}"
         for why, count in self._manifest.refused.items():
             yield f"refused rows: {count:,}: {why}"
 

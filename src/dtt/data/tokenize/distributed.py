@@ -210,6 +210,7 @@ def _finish(
         lost_bytes=sum(marker.lost_bytes for marker in markers),
         refused=dict(refused.most_common()),
         unread=dict(unread.most_common()),
+        nulls=sum(marker.nulls for marker in markers),
         chat=encoder.chat,
         pairs=encoder.pairs,
     )

@@ -98,7 +98,7 @@ def explain(
     started, other = None, []
     if comm.rank == 0:
         started = read_identity(out)
-        asked = key_parts(cfg, tokenizer, cut, given_content(tokenizer), kind)
+        asked = key_parts(cfg, tokenizer, cut, given_content(tokenizer), kind, started)
         other = differences(started.key_parts, asked) if started else []
     key = comm.broadcast(started.key if started and not other else None)
     all_missing = dict.fromkeys(range(len(cut.units)), Fault(NOT_MADE))

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from dtt.data.tokenize.distributed import Tokenized
     from dtt.data.tokenize.shards import Work
 
+NULLS = """\
+rows have keys with null in their tools or calls, which the chat template may print. `datasets` \
+writes them to JSON lines, because all tools of a column have the keys of each of them.
+  next:  write Parquet instead, Dataset.to_parquet, of which dtt drops them; or drop them yourself:
+         jq -c 'del(..|nulls)' ROWS > NEW"""
 REASONS = 10
 """Maximum number of reasons for refused rows that are printed."""
 
@@ -55,6 +60,8 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.warning("skipped %s", problem)
         if blank := result.manifest.blank_documents:
             log.warning("kept %d documents that contain only white space", blank)
+        if nulls := result.manifest.nulls:
+            log.warning("%d %s", nulls, NULLS)
         compared = _compare(out, str(compare), other) if other else None
         if as_json:
             print(json.dumps(_facts(out, result) | {"compared": compared}))

@@ -181,6 +181,7 @@ class _UnitShards:
             skipped=self.bad.count,
             refused=dict(self.refused.reasons),
             unread=dict(self.refused.unread),
+            nulls=self.refused.nulls,
             empty=self.empty,
             blank=self.blank,
             lost_bytes=self.bad.lost_bytes,

@@ -176,8 +176,8 @@ def _prepare(
     identity, content, asked = None, None, {}
     if comm.rank == 0:
         content = given_content(tokenizer)
-        asked = key_parts(cfg, tokenizer, cut, content, kind)
         identity = read_identity(out)
+        asked = key_parts(cfg, tokenizer, cut, content, kind, identity)
         if identity is not None and identity.key_parts != asked:
             raise _other_content(out, identity.key_parts, asked)
         if identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
@@ -229,8 +229,18 @@ def key_parts(
     cut: Cut,
     given: bytes | None,
     kind: DocumentKind,
+    there: Identity | None,
 ) -> dict[str, Any]:
-    """Return everything that determines the content of token files, by name."""
+    """Return everything that determines the content of token files, by name.
+
+    `there` is the identity of the token files in the folder, whose date is kept: a run that is
+    continued, or repeated, on another day makes the same files.
+    """
+    kind_parts = kind.key_parts(tokenizer)
+    if there is not None and "date" in kind_parts.get("chat", {}):
+        kind_parts["chat"]["date"] = there.key_parts.get("chat", {}).get(
+            "date", kind_parts["chat"]["date"]
+        )
     return {
         "corpus": {"sha256": cut.corpus.manifest.content_key()},
         "tokenizer": _tokenizer_key(tokenizer, given),
@@ -240,7 +250,7 @@ def key_parts(
             "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
             "held_out_by": HELD_OUT_BY,
         },
-        **kind.key_parts(tokenizer),
+        **kind_parts,
     }
 
 
