@@ -111,6 +111,8 @@ class TokensManifest(Manifest):
     dtype: Literal["uint16", "int32"]
     end_of_document: int
     """Id of the token that follows every document."""
+    begin_of_document: int | None = None
+    """Id of the token before every document of text; None: there is none."""
     shards: tuple[TokenShard, ...]
     skipped_documents: int
     """Number of documents that could not be read."""
@@ -179,6 +181,8 @@ class DataManifest(Manifest):
     vocab_size: int
     end_of_document: int
     """Id of the token that follows every document."""
+    begin_of_document: int | None = None
+    """Id of the token before every document of text; None: there is none."""
     chat: ChatFacts | None = None
     """The conversation format that the job trains on; None for plain text."""
     sources: tuple[SourceFacts, ...]

@@ -89,6 +89,9 @@ class GivenTokenizerConfig(Section):
     end_of_document: str | None = None
     """The token that ends each document; null: detected (`<|endoftext|>`, `<|end_of_text|>`,
     `</s>`, `<eos>`)."""
+    bos: Literal["tokenizer", "never"] = "tokenizer"
+    """Beginning-of-sequence token before each document: as the tokenizer adds one before a text
+    (those of Llama, Mistral and Gemma do, and their models were trained so), or never."""
 
 
 TokenizerConfig = Annotated[

@@ -190,7 +190,6 @@ class Evaluation:
 
     def runner(self, trained: Trained, world: World) -> TaskRunner:
         """Return the runner for a model, which is moved to the device of this rank in fp32."""
-        from dtt.data.text.tokenizer import open_tokenizer
         from dtt.evaluate.tasks.encoding import QuestionEncoder
         from dtt.evaluate.tasks.runner import TaskRunner
         from dtt.evaluate.tasks.scorer import Generator, Scorer
@@ -207,7 +206,7 @@ class Evaluation:
             Scorer(model, world, batch_tokens=self.cfg.batch_tokens),
             Generator(model, world, batch_tokens=self.cfg.batch_tokens),
             QuestionEncoder(
-                open_tokenizer(trained.tokenizer),
+                trained.open_tokenizer(),
                 trained.end_of_document,
                 trained.arch.max_seq_len,
                 self.cfg.bos,

@@ -55,10 +55,9 @@ def run(
     trained = load_model(source, ema=ema)
     import torch
 
-    from dtt.data.text.tokenizer import open_tokenizer
     from dtt.model.generate import generate_batch
 
-    tokenizer = open_tokenizer(trained.tokenizer)
+    tokenizer = trained.open_tokenizer()
     prompt_ids = _encode_all(texts, tokenizer, trained)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = on_device(trained, device)
@@ -172,12 +171,13 @@ def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, trained: Trained) ->
 
 
 def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
-    """Return the token ids of a prompt; an empty prompt becomes the end-of-document token.
+    """Return the token ids of a prompt; an empty prompt becomes the token that begins a
+    document, or else the end-of-document token.
 
     Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
     the model has no end-of-document token.
     """
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
     if len(ids) >= trained.arch.max_seq_len:
         raise ConfigError(
             f"{name} is too long: {len(ids)} tokens",

@@ -14,6 +14,7 @@ from dtt.base.reading import read_json
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
+from dtt.data.text.side_files import tokenizer_content
 
 MAX_CONFIG_BYTES = 2**28
 """Maximum bytes of a config.json or an index; enough for a million tensors."""
@@ -37,7 +38,7 @@ class ChatFormat:
     def encoder(self) -> ChatEncoder:
         """Return the encoder of conversations, the same as for training."""
         return ChatEncoder(
-            self.tokenizer.read_bytes(),
+            tokenizer_content(self.tokenizer),
             ChatConfig(
                 template=self.name,
                 kwargs=dict(self.facts.kwargs),

@@ -19,7 +19,7 @@ from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.files import check_space, fsync_file, fsync_folder, sha256_file
-from dtt.data.text.tokenizer import open_tokenizer
+from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.hf import verify
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.fold import fold
@@ -109,7 +109,7 @@ def export(
         _write_config(folded, staging, dtype, chat)
         _write_tokenizer(trained, staging, chat)
         (staging / "README.md").write_text(card, encoding="utf-8")
-        difference = verify.check(staging, rounded, folded.arch, trained.tokenizer)
+        difference = verify.check(staging, rounded, folded.arch, trained.open_tokenizer())
         if chat is not None:
             verify.check_prompts(staging, chat)
         manifest = ExportManifest(
@@ -171,11 +171,15 @@ def _write_tokenizer(trained: Trained, folder: Path, chat: ChatFormat | None) ->
     end = tokenizer.id_to_token(trained.end_of_document)
     content = json.loads(trained.tokenizer.read_bytes())
     content |= {"truncation": None, "padding": None}
-    processor = content.get("post_processor")
+    processor, begin = content.get("post_processor"), trained.begin_of_document
     if processor is not None and processor["type"] != "ByteLevel":  # ByteLevel adds no tokens
-        content["post_processor"] = None  # training had no added tokens such as <s>
+        content["post_processor"] = None
+    if begin is not None:  # so that others put the same token before a text as training did
+        added = add_in_front(open_tokenizer(trained.tokenizer), begin)
+        content["post_processor"] = json.loads(added.to_str())["post_processor"]
     _write_json(folder / "tokenizer.json", content)
-    special = {"bos_token": end, "eos_token": end, "pad_token": end}
+    first = end if begin is None else tokenizer.id_to_token(begin)
+    special = {"bos_token": first, "eos_token": end, "pad_token": end}
     settings: dict[str, Any] = {
         # The only class that uses tokenizer.json unchanged in every version of transformers.
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -20,6 +20,7 @@ from dtt.checkpoint import store
 from dtt.config.averaging import parse_averaging
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
+from dtt.data.text.tokenizer import add_in_front, begin_of_document, open_tokenizer
 from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.hf.weights import from_hf
 from dtt.model import families
@@ -28,6 +29,8 @@ from dtt.model.scaling import scaled
 from dtt.optim.ema import averages, blended
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from dtt.model.families.base import Family
 
 
@@ -44,6 +47,12 @@ class Trained:
     """Id of the token that ends a document; None if a Hugging Face folder names none."""
     until_ids: tuple[int, ...]
     """Ids that end a generated answer: of the end of a document and of a turn."""
+    begin_of_document: int | None = None
+    """Id of the token before a document; None if documents had none."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which adds to a text what documents of this model began with."""
+        return add_in_front(open_tokenizer(self.tokenizer), self.begin_of_document)
 
 
 def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
@@ -80,6 +89,7 @@ def read_checkpoint(
         job.tokenizer,
         data.end_of_document,
         data.until_ids,
+        data.begin_of_document,
     )
 
 
@@ -114,7 +124,8 @@ def read_hf_folder(folder: Path) -> Trained:
     arch = _architecture(family, config, folder)
     tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
     end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
-    return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids)
+    begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
+    return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
 
 
 def read_hf_architecture(folder: Path) -> Architecture:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from dtt.base.errors import DamagedError, Diverged, InputError
 from dtt.config.init_std import InitialStd
 from dtt.data.conversations.rows import Conversation, RefusedRow
-from dtt.data.text.tokenizer import open_tokenizer
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.read import Trained, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
@@ -46,7 +46,9 @@ CONVERSATIONS = tuple(
 
 
 @torch.inference_mode()
-def check(folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokenizer: Path) -> float:
+def check(
+    folder: Path, state: Mapping[str, Tensor], arch: Architecture, tokenizer: Tokenizer
+) -> float:
     """Load `folder` with the Auto classes, and compare it with a Decoder that holds `state`.
 
     Class, configuration, tensor names, weight tying, token ids of real text, and fp32 logits of
@@ -195,9 +197,9 @@ def _load(folder: Path, arch: Architecture) -> Any:
     return model.eval()
 
 
-def _token_ids(folder: Path, tokenizer: Path) -> list[int]:
+def _token_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer differs."""
-    expected: list[int] = open_tokenizer(tokenizer).encode(TEXT, add_special_tokens=False).ids
+    expected: list[int] = tokenizer.encode(TEXT, add_special_tokens=True).ids
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     loaded.model_max_length = len(expected)  # avoids a warning about a shorter context
     got = loaded(TEXT)["input_ids"]

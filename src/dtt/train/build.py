@@ -271,7 +271,7 @@ def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvalua
 
 def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     """Return the evaluator of benchmark tasks; None if the configuration names none."""
-    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.data.text.tokenizer import add_in_front, open_tokenizer
     from dtt.evaluate.evaluation import open_evaluation
     from dtt.evaluate.tasks.encoding import QuestionEncoder
     from dtt.evaluate.tasks.runner import TaskRunner
@@ -291,7 +291,11 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
         Scorer(state.model, world, precision=plan.precision, **how),
         Generator(state.model, world, **how),
         QuestionEncoder(
-            open_tokenizer(dataset.tokenizer), end, plan.arch.max_seq_len, cfg.bos, None
+            add_in_front(open_tokenizer(dataset.tokenizer), dataset.manifest.begin_of_document),
+            end,
+            plan.arch.max_seq_len,
+            cfg.bos,
+            None,
         ),
         world,
         until_ids=dataset.manifest.until_ids,
@@ -334,7 +338,7 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     In a run on conversations, it answers `train.sample_prompt` as the message of a user, or the
     first conversation of the held-out ones.
     """
-    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.data.text.tokenizer import add_in_front, open_tokenizer
     from dtt.evaluate.answers import first_prompts
     from dtt.evaluate.validation import Sampler
 
@@ -342,8 +346,9 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     if train.sample_tokens == 0:
         return None
     tokenizer, end = open_tokenizer(dataset.tokenizer), dataset.manifest.end_of_document
+    add_in_front(tokenizer, dataset.manifest.begin_of_document)
     if chat is None:
-        encoded = tokenizer.encode(train.sample_prompt, add_special_tokens=False).ids
+        encoded = tokenizer.encode(train.sample_prompt, add_special_tokens=True).ids
         return Sampler(train, tokenizer, encoded or [end], train.sample_prompt, (end,), cfg.seed)
     if train.sample_prompt:
         prompt = chat_prompt(cfg, dataset)

@@ -62,7 +62,7 @@ class Conversations:
                 next="tokenizer.type=file tokenizer.path=data/tokens/…/tokenizer.json; to reserve"
                 " the special tokens of conversations, pretrain with tokenizer.chat_tokens=true",
             )
-        path = find_tokenizer(tokenizer, with_template=True)
+        path = find_tokenizer(tokenizer)
         self._template = resolve_template(self._cfg.template, path)
         kind = {"rows": "preference pairs"} if self._pairs else {}
         if READS_THE_CLOCK.search(self._template):
@@ -107,6 +107,7 @@ class ConversationEncoder:
     """A reader and encoder of the conversations of units. Implements UnitEncoder."""
 
     has_mask = True
+    begin_of_document: int | None = None
 
     def __init__(
         self,

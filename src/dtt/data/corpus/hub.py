@@ -38,6 +38,7 @@ PATHS_PER_REQUEST = 500
 TEMPLATE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
@@ -169,13 +170,13 @@ def _verified(path: Path, file: RemoteFile) -> str:
     return sha256
 
 
-def fetch_tokenizer(repo: str, revision: str | None, *, with_template: bool = False) -> Path:
+def fetch_tokenizer(repo: str, revision: str | None) -> Path:
     """Fetch the `tokenizer.json` of a model on the Hub; return its path in the Hub's cache.
 
-    With `with_template`, also fetch those of TEMPLATE_FILES that the model has.
+    Also fetches those of TEMPLATE_FILES that the model has.
     """
     with _told_apart(repo, revision, "model"), _cache_told_apart():
-        for name in TEMPLATE_FILES if with_template else ():
+        for name in TEMPLATE_FILES:
             try:
                 hf_hub_download(repo, name, revision=revision)
             except LocalEntryNotFoundError:

@@ -137,6 +137,22 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
     )
 
 
+def one_beginning(sources: Sequence[tuple[str, int | None]]) -> int | None:
+    """Return the token before the documents of all sources of text, given by name; None if none.
+
+    Raises ConfigError if they differ: the model could be used with neither.
+    """
+    found = dict(sources)
+    if len({*found.values()}) > 1:
+        raise ConfigError(
+            "the documents of the sources begin differently",
+            where="data.sources",
+            why=", ".join(f"{name}: {begin or 'no'} token" for name, begin in found.items()),
+            next="create them again with one value of tokenizer.bos: dtt tokenize --overwrite",
+        )
+    return next(iter(found.values()), None)
+
+
 def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
     """Raise ConfigError unless all sources have the same tokenizer.
 

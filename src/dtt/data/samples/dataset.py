@@ -289,6 +289,9 @@ def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
         tokenizer_sha256=vocabulary.sha256,
         vocab_size=vocabulary.size,
         end_of_document=vocabulary.end_of_document,
+        begin_of_document=compatibility.one_beginning(
+            [(s.train.name, s.vocabulary.begin_of_document) for s in opened if s.chat is None]
+        ),
         chat=next((source.chat for source in opened if source.chat is not None), None),
         sources=sources,
     )
@@ -340,6 +343,7 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
             manifest.tokenizer_sha256,
             manifest.vocab_size,
             manifest.end_of_document,
+            manifest.begin_of_document,
         )
         if given is not None:
             named = [("data.tokenizer", given), (train.name, vocabulary)]

@@ -121,6 +121,8 @@ class Vocabulary:
     """Largest id + 1."""
     end_of_document: int
     """Id of the token after every document."""
+    begin_of_document: int | None = None
+    """Id of the token before every document; None if there is none, or it is not known."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.errors import DamagedError
+from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.files import sha256_file
 from dtt.base.reading import fits
 from dtt.config.data import GivenTokenizerConfig
@@ -41,6 +41,7 @@ from dtt.data.samples.protocol import DocumentSpan, Opened, Rows, Samples, Vocab
 from dtt.data.samples.shuffle import permutation
 from dtt.data.samples.text_stream import Cursor, TextStream, UnitPart
 from dtt.data.text.encoder import Encoder
+from dtt.data.text.side_files import tokenizer_content
 from dtt.data.text.tokenizer import find_tokenizer
 
 NAME = "text"
@@ -55,9 +56,23 @@ def open_text(cfg: RunConfig) -> Opened:
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
     documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg)))
     path = find_tokenizer(cfg.tokenizer)
-    encoder = Encoder(path.read_bytes(), cfg.tokenizer.end_of_document, path, cfg.tokenize.engine)
+    content, end = path.read_bytes(), cfg.tokenizer.end_of_document
+    if tokenizer_content(path) != content:
+        raise ConfigError(
+            "the files beside tokenizer.json change its ids",
+            where=path,
+            why="a job that trains on text keeps tokenizer.json alone",
+            next="dtt tokenize merges them: data.type=tokens",
+        )
+    encoder = Encoder(content, end, path, cfg.tokenize.engine, cfg.tokenizer.bos)
     encoder.settle(encoder.doubt(some_text(documents.corpus, documents.units)))
-    vocabulary = Vocabulary(path, sha256_file(path), encoder.vocab_size, encoder.end_of_document)
+    vocabulary = Vocabulary(
+        path,
+        sha256_file(path),
+        encoder.vocab_size,
+        encoder.end_of_document,
+        encoder.begin_of_document,
+    )
     train = TextSource(
         documents,
         encoder,

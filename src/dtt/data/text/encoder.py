@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models
@@ -14,7 +14,7 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.base.log import log
 from dtt.config.data import Engine
 from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
-from dtt.data.text.tokenizer import parse_tokenizer
+from dtt.data.text.tokenizer import begin_of_document, parse_tokenizer
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that may end documents, in order of preference, where the configuration names none."""
@@ -22,6 +22,8 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 class Encoder:
     """An encoder of documents that appends the end-of-document token to each.
+
+    With `bos`, each begins with the token that the tokenizer adds before a text, if it adds one.
 
     Special-token strings in a document are encoded as ordinary text, so a document cannot contain
     an end-of-document token. Apart from that, the ids are those of `encode(text,
@@ -34,6 +36,7 @@ class Encoder:
         end_of_document: str | None,
         where: Path | str,
         engine: Engine = "hf",
+        bos: Literal["tokenizer", "never"] = "never",
     ) -> None:
         """Create an encoder from `content`, a tokenizer.json that was read from `where`.
 
@@ -52,6 +55,7 @@ class Encoder:
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""
         added = tokenizer.get_added_tokens_decoder()
+        self.begin_of_document = None if bos == "never" else begin_of_document(tokenizer, where)
         name, self.end_of_document = find_end_of_document(tokenizer, end_of_document, where)
         # `encode_special_tokens` affects only tokens that are marked as special.
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
@@ -98,7 +102,12 @@ class Encoder:
 
     def encode(self, documents: list[bytes]) -> EncodedBatch:
         """Encode documents, which must be valid UTF-8."""
-        return (self._fast or self._exact)(documents)
+        batch = (self._fast or self._exact)(documents)
+        if self.begin_of_document is None:
+            return batch
+        starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
+        ids = np.insert(batch.ids, starts, np.uint32(self.begin_of_document))
+        return EncodedBatch(ids, batch.lengths + np.int32(1))
 
     def _exact(self, documents: list[bytes]) -> EncodedBatch:
         texts = [one.decode() for one in documents]

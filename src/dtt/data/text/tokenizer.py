@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log, progress
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.data.text.bpe import learn
 from dtt.data.text.pretokens import pre_tokenizer
+from dtt.data.text.side_files import tokenizer_content
 
 
 def train_tokenizer(cfg: TrainedTokenizerConfig, pre_tokens: Mapping[str, int]) -> str:
@@ -44,16 +45,15 @@ def train_tokenizer(cfg: TrainedTokenizerConfig, pre_tokens: Mapping[str, int]) 
 
 
 def given_tokenizer(cfg: GivenTokenizerConfig) -> bytes:
-    """Return the content of the `tokenizer.json` that `cfg` names."""
-    return find_tokenizer(cfg).read_bytes()
+    """Return the content of the `tokenizer.json` that `cfg` names, as `transformers` reads it."""
+    return tokenizer_content(find_tokenizer(cfg))
 
 
-def find_tokenizer(cfg: GivenTokenizerConfig, *, with_template: bool = False) -> Path:
+def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
     """Return the path of the `tokenizer.json` that `cfg` names.
 
     `cfg.path` is the file itself, a folder that contains it, or a model on the Hub, from which it
-    is fetched, `with_template` together with the chat template next to it. Raises InputError if
-    there is none.
+    is fetched together with the files next to it. Raises InputError if there is none.
     """
     path = Path(cfg.path).expanduser()
     if path.is_dir():
@@ -63,7 +63,7 @@ def find_tokenizer(cfg: GivenTokenizerConfig, *, with_template: bool = False) ->
     if _is_hub_id(cfg.path):
         from dtt.data.corpus.hub import fetch_tokenizer  # slow to import
 
-        return fetch_tokenizer(cfg.path, cfg.revision, with_template=with_template)
+        return fetch_tokenizer(cfg.path, cfg.revision)
     raise InputError(
         f"no tokenizer at {cfg.path}",
         where=path.absolute(),
@@ -88,7 +88,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
     Raises InputError if the file is missing, DamagedError if it is not a tokenizer.json.
     """
     try:
-        tokenizer = parse_tokenizer(path.read_bytes(), path)
+        parse_tokenizer(path.read_bytes(), path)
+        tokenizer = parse_tokenizer(tokenizer_content(path), path)
     except FileNotFoundError:
         raise InputError(
             "the tokenizer is missing",
@@ -114,6 +115,41 @@ def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
             why=str(error).splitlines()[0],
             next="use a file that `tokenizers` saved; for one that dtt wrote: create it again",
         ) from None
+
+
+def begin_of_document(tokenizer: Tokenizer, where: object) -> int | None:
+    """Return the id that a tokenizer adds before a text, as its post-processor says; None if none.
+
+    Raises ConfigError if it adds several, or any after it: a text that ends with a token such as
+    `</s>` cannot be continued, and a document has one end already.
+    """
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    before = encoding.special_tokens_mask.index(0) if 0 in encoding.special_tokens_mask else 0
+    added = encoding.ids[:before]
+    if len(added) > 1 or encoding.ids != [*added, *plain]:
+        raise ConfigError(
+            "the tokenizer adds other tokens to a text than one before it",
+            where=where,
+            why=f"'a' becomes {encoding.tokens}",
+            next="tokenizer.bos=never adds none",
+        )
+    return added[0] if added else None
+
+
+def add_in_front(tokenizer: Tokenizer, begin: int | None) -> Tokenizer:
+    """Let the tokenizer add `begin`, and nothing else, to a text; return it.
+
+    What the file says is replaced: a model must be used with what its documents began with.
+    """
+    if begin is None:
+        tokenizer.post_processor = None
+    else:
+        token = tokenizer.id_to_token(begin)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, begin)]
+        )
+    return tokenizer
 
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

@@ -21,6 +21,13 @@ from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.documents import read_batches
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.encoder import Encoder
+from dtt.data.text.side_files import check_special_tokens
+from dtt.data.text.tokenizer import (
+    begin_of_document,
+    find_tokenizer,
+    given_tokenizer,
+    parse_tokenizer,
+)
 from dtt.mesh.comm import Comm
 
 D = TypeVar("D")
@@ -45,6 +52,8 @@ class UnitEncoder(Protocol[D]):
 
     vocab_size: int
     end_of_document: int
+    begin_of_document: int | None
+    """Token before each document of text; templates of conversations write their own."""
     has_mask: bool
     """True if the token files have loss masks."""
     chat: ChatFacts | None
@@ -99,8 +108,19 @@ class PlainText:
         self._engine = engine
 
     def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
+        """Return the token before each document, if there is one.
+
+        Raises InputError if files beside tokenizer.json declare special tokens.
+        """
+        if not isinstance(tokenizer, GivenTokenizerConfig):
+            return {}
+        content = given_tokenizer(tokenizer)
+        check_special_tokens(find_tokenizer(tokenizer), content)
+        if tokenizer.bos == "never":
+            return {}
+        begin = begin_of_document(parse_tokenizer(content, tokenizer.path), tokenizer.path)
+        # Absent without one, so that the token files of most tokenizers keep their key.
+        return {} if begin is None else {"begin_of_document": begin}
 
     def files(self) -> Mapping[str, str]:
         """Return nothing."""
@@ -113,7 +133,7 @@ class PlainText:
         content = path.read_bytes()
         if isinstance(tokenizer, GivenTokenizerConfig):
             end, where = tokenizer.end_of_document, tokenizer.path
-            return TextUnitEncoder(Encoder(content, end, where, self._engine))
+            return TextUnitEncoder(Encoder(content, end, where, self._engine, tokenizer.bos))
         return TextUnitEncoder(Encoder(content, tokenizer.special_tokens[0], path, self._engine))
 
 
@@ -128,6 +148,7 @@ class TextUnitEncoder:
         self._encoder = encoder
         self.vocab_size = encoder.vocab_size
         self.end_of_document = encoder.end_of_document
+        self.begin_of_document = encoder.begin_of_document
 
     @property
     def engine(self) -> Engine:

@@ -203,6 +203,7 @@ def _finish(
         vocab_size=encoder.vocab_size,
         dtype=token_dtype(encoder.vocab_size),
         end_of_document=encoder.end_of_document,
+        begin_of_document=encoder.begin_of_document,
         shards=tuple(shard for marker in markers for shard in marker.shards),
         skipped_documents=sum(marker.skipped for marker in markers),
         empty_documents=sum(marker.empty for marker in markers),

@@ -258,7 +258,7 @@ def _tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str,
     """Return the inputs that determine the tokenizer: its training options, or its sha256."""
     facts = tokenizer.model_dump(mode="json")
     if given is not None:
-        del facts["path"], facts["revision"]
+        del facts["path"], facts["revision"], facts["bos"]  # `kind` has the token that it leads to
         facts["sha256"] = hashlib.sha256(given).hexdigest()
     elif not facts["chat_tokens"]:
         del facts["chat_tokens"]  # so that earlier token files of text keep their key

@@ -1,0 +1,155 @@
+"""Tokenizers as `transformers` reads their folders: tokenizer.json and the files beside it.
+
+Tokens may be declared, and options that change ids set, in tokenizer_config.json,
+special_tokens_map.json and added_tokens.json alone. Without them, a token such as `<|step|>` is
+split into text, and the model never sees the id that it was trained with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from dtt.base.errors import InputError
+from dtt.base.log import log
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CHANGES_IDS = (
+    "add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "split_special_tokens",
+)  # fmt: skip
+"""Options of tokenizer_config.json with which `transformers` may yield other ids."""
+PROBES = ("a b", "Hello, world!  two\n\nlines", " x", "ÀÉ 12", "")
+
+
+def tokenizer_content(path: Path) -> bytes:
+    """Return the content of a tokenizer.json that yields the ids of AutoTokenizer for its folder.
+
+    This is the file itself, unless the files beside it change ids. To find out, `transformers` is
+    imported (1.3 s), but only if they declare something that tokenizer.json lacks, or set an option
+    that can change ids. Raises InputError if they do and `transformers` cannot read the folder.
+    """
+    content = path.read_bytes()
+    folder = path.parent
+    config = _object(folder / CONFIG)
+    if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
+        return content
+    own = Tokenizer.from_buffer(content)
+    known = {token.content: i for i, token in own.get_added_tokens_decoder().items()}
+    missing = sorted(
+        token
+        for token, i in _declared(folder, config)
+        if known.get(token) is None or i not in (None, known[token])
+    )
+    if not missing and not any(config.get(name) is not None for name in CHANGES_IDS):
+        return content
+    found = _as_transformers(folder, missing)
+    if found is None:
+        return content
+    texts = [*PROBES, *(text for token in {*missing, *known} for text in _around(token))]
+    if all(
+        own.encode(text, add_special_tokens=special).ids
+        == found.encode(text, add_special_tokens=special).ids
+        for text in texts
+        for special in (True, False)
+    ):
+        return content
+    log.info(
+        "%s: the files beside tokenizer.json change its ids, as in transformers: %s",
+        folder,
+        ", ".join(missing[:5]) or "by their options",
+    )
+    return found.to_str().encode()
+
+
+def check_special_tokens(path: Path, content: bytes) -> None:
+    """Raise InputError if `content` has special tokens that the tokenizer.json at `path` lacks.
+
+    dtt encodes the strings of special tokens in documents as text, so that no document can end
+    another. Where a token is declared beside the file only, it is not clear that this is meant:
+    `transformers` would encode its string as the token.
+    """
+    own, merged = Tokenizer.from_file(str(path)), Tokenizer.from_buffer(content)
+    known = {token.content for token in own.get_added_tokens_decoder().values()}
+    added = merged.get_added_tokens_decoder().values()
+    hidden = sorted(t.content for t in added if t.special and t.content not in known)
+    if hidden:
+        raise InputError(
+            "special tokens are declared beside tokenizer.json only",
+            where=path.parent,
+            why=f"{', '.join(hidden[:5])}: in documents, dtt would encode their strings as text, "
+            "and transformers as these tokens",
+            next="declare them in tokenizer.json, as special if documents do not use them; "
+            "AutoTokenizer…save_pretrained(NEW) writes such a file",
+        )
+
+
+def _as_transformers(folder: Path, missing: list[str]) -> Tokenizer | None:
+    """Return AutoTokenizer's tokenizer for a folder; None if it has nothing to add."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    readers: tuple[Any, ...] = (AutoTokenizer, PreTrainedTokenizerFast)
+    problem = ""
+    for reader in readers:
+        try:
+            found: PreTrainedTokenizerBase = reader.from_pretrained(folder)
+            backend = getattr(found, "backend_tokenizer", None)
+        except Exception as error:  # noqa: BLE001 - its readers raise anything
+            problem = problem or " ".join(str(error).split())[:200]
+            continue
+        if isinstance(backend, Tokenizer):
+            tokenizer = Tokenizer.from_str(backend.to_str())
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return tokenizer
+    if not missing:
+        return None
+    raise InputError(
+        "tokens are declared beside tokenizer.json only, and transformers cannot read the folder",
+        where=folder,
+        why=f"{', '.join(missing[:5])}: {problem}",
+        next="save it with all tokens in tokenizer.json: AutoTokenizer…save_pretrained(NEW)",
+    )
+
+
+def _declared(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
+    """Yield the tokens that the files beside tokenizer.json declare, with their ids if given."""
+    decoder = config.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if str(number).isdecimal() and (text := _text(token)) is not None:
+            yield text, int(number)
+    for facts in (config, _object(folder / MAP)):
+        for key, value in facts.items():
+            if key in ("additional_special_tokens", "extra_special_tokens"):
+                several = value.values() if isinstance(value, dict) else value
+                for token in several if isinstance(value, list | dict) else ():
+                    if (text := _text(token)) is not None:
+                        yield text, None
+            elif key.endswith("_token") and (text := _text(value)) is not None:
+                yield text, None
+    for text, number in _object(folder / ADDED).items():
+        if isinstance(number, int):
+            yield text, number
+
+
+def _text(token: object) -> str | None:
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+def _around(token: str) -> tuple[str, ...]:
+    return token, f"go{token}on", f"a {token} b", f"{token}{token} "
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
