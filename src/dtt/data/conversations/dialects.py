@@ -323,6 +323,10 @@ def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversa
         raise RefusedRow("history is read beside instruction and output only")
     if "loss_mask" in row and not ("messages" in row or "conversations" in row):
         raise RefusedRow("loss_mask is read beside messages or conversations only")
+    prompt, texts = row.read("prompt"), [m.get("content") for m in messages if is_object(m)]
+    # UltraChat repeats the first question so; any other text would be lost.
+    if isinstance(prompt, str) and prompt.strip() and prompt not in texts:
+        raise RefusedRow("prompt is not among the messages")
     system = _system(row, messages)
     tools, kwargs = _variables(row)
     first = answers_from + len(system) if answers_from else 0

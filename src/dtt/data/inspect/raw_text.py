@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pyarrow.parquet as pq
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.base.log import progress
+from dtt.data.conversations.dialects import parse_pair, parse_row
+from dtt.data.conversations.rows import RefusedRow
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
-from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.inspect.lengths import Lengths
 from dtt.data.inspect.report import (
@@ -76,7 +79,8 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
         facts=manifest.model_dump(
             include={"file_format", "text_column", "txt_documents", *["source"] * made_here},
             exclude_none=True,
-        ),
+        )
+        | statistics.keys,
         read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
         lengths=statistics.lengths.summary("bytes"),
         samples=statistics.samples(options.samples),
@@ -84,15 +88,6 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
         damaged=damage_lines(damaged),
         verified=options.hashes,
     )
-
-
-def _contents(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[bytes]:
-    """Yield the text of each document; for conversations, the JSON text of each row."""
-    if not corpus.manifest.has_rows:
-        yield from read_unit(corpus, unit, bad)
-        return
-    for rows in read_rows(corpus, unit, bad):
-        yield from (row.content for row in rows)
 
 
 def _documents(
@@ -120,6 +115,9 @@ class _TextStatistics:
         self.lengths = Lengths()
         self.bytes = self.documents = self._blank = 0
         self._bad = BadDocuments(shown=SHOWN)
+        self._refused = BadDocuments()
+        self.keys: dict[str, Counter[str]] = {}
+        """Number of rows of conversations by key that dtt reads, and by key that it does not."""
         self._firsts: list[DocumentSample] = []
         self._waiting: list[int] = []
 
@@ -127,7 +125,7 @@ class _TextStatistics:
         """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
         room = limit
         where = corpus.path(unit.spans[0].file).name
-        for number, text in enumerate(_contents(corpus, unit, self._bad)):
+        for number, text in enumerate(self._contents(corpus, unit)):
             size = len(text)
             self._add(size)
             self._blank += text.isspace()
@@ -139,6 +137,29 @@ class _TextStatistics:
                 if room <= 0:
                     break
         self._count()
+
+    def _contents(self, corpus: Corpus, unit: Unit) -> Iterator[bytes]:
+        """Yield the text of each document; for conversations, the JSON text of each row."""
+        if not corpus.manifest.has_rows:
+            yield from read_unit(corpus, unit, self._bad)
+            return
+        for rows in read_rows(corpus, unit, self._bad):
+            for row in rows:
+                self._count_keys(row)
+                yield row.content
+
+    def _count_keys(self, row: JsonRow) -> None:
+        """Count the keys of a row as read or not used, or the reason to refuse it."""
+        is_pair = row.value.keys() >= {"chosen", "rejected"}
+        try:
+            unread = (parse_pair(row.value).chosen if is_pair else parse_row(row.value)).unread
+        except RefusedRow as refused:
+            self._refused.add(row.where, refused.why)
+            return
+        present = {key for key, value in row.value.items() if value is not None}
+        for name, keys in (("keys read", present - {*unread}), ("keys not used", unread)):
+            if keys:
+                self.keys.setdefault(name, Counter()).update(keys)
 
     def _add(self, size: int) -> None:
         self.bytes += size
@@ -162,6 +183,8 @@ class _TextStatistics:
             yield f"empty documents, which tokenize skips: {self.lengths.empty:,}"
         if self._blank:
             yield f"documents that contain only white space: {self._blank:,}"
+        for why, count in self._refused.reasons.most_common(SHOWN):
+            yield f"rows that are refused as conversations: {count:,}: {why}"
         if self._bad.count:
             lost = self._bad.lost_bytes
             loss = f"; about {lost:,} bytes are lost" if lost else ""
