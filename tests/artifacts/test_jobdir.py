@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
+from dtt.base.files import write_atomically
 
 SECRETS = [
     "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SLURM_JWT", "DTT_HUB_TOKEN",
@@ -38,7 +43,8 @@ def test_the_environment_is_kept_without_any_secret(
     assert record["environment"]["SLURM_JOB_ID"] == "4711"
     assert record["environment"]["DTT_TRAIN__STEPS"] == "12"
     assert not record["environment"].keys() & set(SECRETS)
-    assert record["packages"]["torch"]
+    assert record["packages"].keys() >= {"torch", "numpy", "dtt-lm"}
+    assert record["nodes"]
     assert record["command"] == sys.argv
 
 
@@ -105,3 +111,55 @@ def test_the_run_id_is_made_once_and_differs_between_jobs(job: JobDir, tmp_path:
     first = job.run_id()
     assert JobDir(job.root).run_id() == first
     assert JobDir(tmp_path / "jobs" / "other").run_id() != first
+
+
+OWNER, TEAMMATE, STRANGER, TEAM = 31_001, 31_002, 31_003, 32_000
+"""Ids of users and of a group; none of them needs to exist."""
+
+
+def as_user(action: Callable[[], object], user: int, *groups: int) -> bool:
+    """Do something as another user, in a child process; return True if it is permitted.
+
+    The child starts no program: the interpreter may lie in a folder that only root can read.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups(groups)
+            os.setgid(groups[0] if groups else user)
+            os.setuid(user)
+            os.umask(0o022)
+            action()
+            code = 0
+        except PermissionError:
+            code = 13
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 13)
+    return code == 0
+
+
+@pytest.mark.parametrize("is_team", [True, False])
+def test_a_teammate_may_ask_a_job_only_in_the_folder_of_a_team(is_team: bool) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become two other users")
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are closed to others
+    try:
+        place.chmod(0o755)
+        job = JobDir(place / "jobs/small")
+        job.root.parent.mkdir()
+        os.chown(job.root.parent, OWNER, TEAM)
+        job.root.parent.chmod(0o2775 if is_team else 0o755)
+        assert as_user(job.begin_attempt, OWNER, OWNER, TEAM)
+        assert as_user(lambda: write_atomically(job.stop, "a"), TEAMMATE, TEAMMATE, TEAM) == is_team
+        assert not as_user(lambda: write_atomically(job.save, "a"), STRANGER, STRANGER)
+        if is_team:
+            assert as_user(job.stop.unlink, OWNER, OWNER, TEAM)
+            assert job.stop.parent.stat().st_gid == TEAM
+        # Nothing else becomes writable.
+        assert not as_user((job.root / "attempts/x").mkdir, TEAMMATE, TEAMMATE, TEAM)
+        assert as_user(job.begin_attempt, OWNER, OWNER, TEAM)
+    finally:
+        shutil.rmtree(place)

@@ -67,6 +67,25 @@ def test_a_job_directory_is_created_and_submitted(
     assert job.newest_checkpoint_name() == "step-000012"
 
 
+def test_a_job_may_be_created_for_a_later_sbatch(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    settings = tiny(launch__nccl_logs=True)
+    said = dtt("submit", "train", *settings, "--no-submit", **slurm).stdout
+    assert said.splitlines()[-1] == "not submitted: sbatch jobs/t/slurm.sh"
+    assert not (dtt.folder / "calls").exists()
+    job = JobDir(dtt.folder / "jobs/t")
+    assert job.config.is_file()
+    [record] = map(json.loads, job.submissions.read_text().splitlines())
+    assert record["job_id"] is None
+    script = job.script.read_text()
+    assert 'NCCL_DEBUG_FILE="$_dtt_job/logs/nccl-${SLURM_JOB_ID}-%h-%p.log"' in script
+    assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
+    # It may be created again, and submitted by dtt after all.
+    dtt("submit", "train", *settings, "--no-submit", **slurm)
+    assert dtt("submit", "train", "jobs/t", **slurm).stdout.endswith("submitted  17\n")
+
+
 def test_a_dry_run_and_the_script_alone_write_nothing(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:

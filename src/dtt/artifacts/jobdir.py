@@ -8,7 +8,9 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -45,7 +47,6 @@ TAIL = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 LITTER_SECONDS = 60
 """Age in seconds at which a temporary file of another command counts as abandoned."""
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,22 @@ class JobDir:
         taken = [int(name) for name in names if name.isdecimal()]
         return max(taken, default=0)
 
+    def make_control(self) -> None:
+        """Create the folder of requests; in a team's folder, its group may write there.
+
+        A team's folder has the setgid bit, which lets new files belong to its group: clusters set
+        project folders up so. Without the bit, the group of a user may be everyone on the cluster,
+        who must not stop the job. The folder keeps the bit, because setting the mode clears it.
+        """
+        control = self.stop.parent
+        retrying(lambda: control.mkdir(parents=True, exist_ok=True))
+        inherited = self.root.parent.stat()
+        if inherited.st_mode & stat.S_ISGID and control.stat().st_uid == os.geteuid():
+            retrying(lambda: control.chmod(0o2775 if inherited.st_mode & 0o005 else 0o2770))
+
     def begin_attempt(self) -> int:
         """Create the folder of a new attempt; return its number."""
-        retrying(lambda: self.stop.parent.mkdir(parents=True, exist_ok=True))
+        self.make_control()
         number = self.attempt() + 1
         retrying(lambda: self.attempt_dir(number).mkdir(parents=True, exist_ok=True))
         return number
@@ -289,12 +303,14 @@ class JobDir:
         return max((step - 1 for step in steps if step is not None), default=None)
 
     def write_environment(self) -> None:
-        """Write `env.json`: versions, dtt's git state, and allow-listed environment variables."""
+        """Write `env.json`: packages, nodes, GPUs, dtt's git state, and allow-listed variables."""
         record = {
             "command": [redacted(argument) for argument in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": {name: metadata.version(name) for name in PACKAGES},
+            "packages": dict(sorted((d.name, d.version) for d in metadata.distributions())),
+            "nodes": os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
+            "gpus": gpu_state(),
             "git": git_state(Path(__file__).parent),
             "environment": {
                 name: value
@@ -311,6 +327,18 @@ def lead_seconds(step: float, save: float) -> int:
     This is twice the time of a step and a save, plus 30 s because Slurm may be early or late.
     """
     return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
+
+
+def gpu_state() -> str | None:
+    """Return what `nvidia-smi` prints about this node; None without it, or without an answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout
 
 
 def git_state(folder: Path) -> dict[str, str] | None:

@@ -46,6 +46,10 @@ def submit(
     print_script: Annotated[
         bool, typer.Option("--print-script", help="Print only the job script.")
     ] = False,
+    no_submit: Annotated[
+        bool,
+        typer.Option("--no-submit", help="Create the job directory, to be submitted with sbatch."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     json: Json = False,
     code_copy: Annotated[
@@ -68,6 +72,7 @@ def submit(
             allow_change=allow_change or [],
             dry_run=dry_run,
             print_script=print_script,
+            no_submit=no_submit,
             yes=yes,
             as_json=json,
             code_copy=code_copy,

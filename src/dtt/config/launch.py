@@ -188,6 +188,8 @@ class LaunchConfig(Section):
     and training does not start on it."""
     nsys: bool = resumable(False)
     """Profile with NVIDIA Nsight Systems; the reports are written to the job's `logs/`."""
+    nccl_logs: bool = resumable(False)
+    """Write what NCCL logs (`NCCL_DEBUG=INFO`), a file for each process, to the job's `logs/`."""
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
 

@@ -148,7 +148,17 @@ def _request(status: Status, what: Literal["stop", "save", "profile"], more: str
     # Keep the name of the first requester. A request from Slurm is replaced, because a job that
     # stops for Slurm is submitted again and resumes, which a user's request must prevent.
     if not trigger.exists() or requester(trigger).startswith("slurm:"):
-        write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
+        try:
+            write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
+        except PermissionError:
+            owner = trigger.parent.owner()
+            raise EnvironmentUnfit(
+                f"you may not ask {job.root} to {what}",
+                where=trigger.parent,
+                why=f"only {owner} may write there: the job is not in a folder of a team",
+                next=f"ask {owner}, who can open it to the group: chmod g+ws {trigger.parent}; and "
+                f"for new jobs: chmod g+ws {job.root.parent}",
+            ) from None
     return trigger
 
 

@@ -73,12 +73,14 @@ def run(
     yes: bool,
     as_json: bool,
     code_copy: bool,
+    no_submit: bool = False,
     redo_from: str | None = None,
 ) -> None:
     """Check a command, show the plan, ask for confirmation at a terminal, and submit.
 
     Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
-    submits nothing. The jobs of the stage `redo_from` and of the later ones are renamed before.
+    submits nothing. With `no_submit`, creates the job directory and prints the line that submits
+    it. The jobs of the stage `redo_from` and of the later ones are renamed before.
     """
     if redo_from is not None and (dry_run or print_script):
         raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
@@ -91,16 +93,20 @@ def run(
     if print_script:
         print(text, end="")
         return
-    checks.raise_all(list(problems(submission, dry_run=dry_run)))
+    checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
-    if not dry_run and (yes or confirmed("submit?")):
+    if no_submit and not dry_run:
+        submit(submission, copy_code=code_copy, send=False)
+    elif not dry_run and (yes or confirmed("submit?")):
         job_id = submit(submission, copy_code=code_copy)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
         facts = {"job_id": job_id, "job_dir": str(submission.job.root)}
         print(json.dumps(facts | {"script": str(submission.job.script)}))
+    elif no_submit and not dry_run:
+        print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
 
@@ -379,9 +385,10 @@ def confirmed(question: str) -> bool:
     return bool(answer) and answer.strip().lower() in ("", "y", "yes")
 
 
-def submit(submission: Submission, *, copy_code: bool) -> str:
+def submit(submission: Submission, *, copy_code: bool, send: bool = True) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
+    Without `send`, it is not submitted, and the result is None.
     If Slurm rejects the script, a new job directory is removed, and the configuration of an
     existing one is restored.
     """
@@ -390,10 +397,10 @@ def submit(submission: Submission, *, copy_code: bool) -> str:
     new = [folder for folder in folders if not folder.exists()]
     with exclusive(job.root, "dtt train or dtt submit"), _restored(submission, new):
         job.write_environment()
-        job.stop.parent.mkdir(exist_ok=True)
+        job.make_control()
         if copy_code:
             _copy_code(job.root / "code")
-        return submissions.submit(submission.script)
+        return submissions.submit(submission.script, send=send)
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 import dtt
-from dtt.artifacts.jobdir import PACKAGES
 from dtt.base.errors import EnvironmentUnfit
 
 DISTRIBUTION = "dtt-lm"
 """Name of dtt among installed distributions, as in pyproject.toml."""
 
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -23,8 +23,12 @@ UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, ty
 """Fields of the record of a submission that sbatch did not answer."""
 
 
-def submit(script: Script) -> str:
-    """Write the job script and submit it; return the job id, for an array that of all tasks."""
+def submit(script: Script, *, send: bool = True) -> str | None:
+    """Write the job script and submit it; return the job id, for an array that of all tasks.
+
+    Without `send`, only write it and return None. The record is then that of a submission without
+    an answer: Slurm is asked for jobs of this script, and finds one as soon as a user submits it.
+    """
     folder = JobDir(script.job)
     folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
     write_atomically(folder.script, job_script.render(script))
@@ -36,6 +40,9 @@ def submit(script: Script) -> str:
             argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
             _record(job, id, argv, script.directory, task if script.array else None, folder.script)
 
+    if not send:
+        record(None)
+        return None
     with _requests_removed(jobs), _unanswered_recorded(record):
         id = job_script.submit(folder.script)
     record(id)
