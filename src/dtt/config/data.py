@@ -169,6 +169,8 @@ class _TokenFilesConfig(Section):
 
     reads_token_files: ClassVar[bool] = True
     """True if `dtt tokenize` must run before `dtt train`."""
+    reads_text: ClassVar[bool] = False
+    """True if training itself reads the corpus."""
 
     type: str
     tokens: Path | None = None
@@ -232,6 +234,7 @@ class TextDataConfig(Section):
 
     # The values that TokensDataConfig has as keys, so that commands need not check the type.
     reads_token_files: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = True
     tokens: ClassVar[None] = None
     sources: ClassVar[tuple[SourceConfig, ...]] = ()
     weights: ClassVar[tuple[WeightsConfig, ...]] = ()
@@ -244,6 +247,24 @@ class TextDataConfig(Section):
     eod_mask_loss: bool = False
     """Exclude from the loss the targets that are the first token of a document, predicted from the
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
+
+
+class SyntheticDataConfig(Section):
+    """Random token ids in place of data, to measure speed and memory: nothing is learned."""
+
+    reads_token_files: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+    tokens: ClassVar[None] = None
+    sources: ClassVar[tuple[SourceConfig, ...]] = ()
+    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
+    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
+    packing: ClassVar[Literal["concat"]] = "concat"
+    mask_documents: ClassVar[bool] = False
+    eod_mask_loss: ClassVar[bool] = False
+
+    type: Literal["synthetic"] = "synthetic"
+    vocab_size: int = Field(default=50257, ge=2, le=2**22)
+    """Number of different ids."""
 
 
 class _ConversationsConfig(_TokenFilesConfig):
@@ -274,6 +295,6 @@ class PreferenceDataConfig(_ConversationsConfig):
 
 
 DataConfig = Annotated[
-    TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig,
+    TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig | SyntheticDataConfig,
     Field(discriminator="type"),
 ]

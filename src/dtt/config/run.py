@@ -135,7 +135,7 @@ class RunConfig(Section):
                 "train.epochs",
                 f"needs token files, which data.type={self.data.type} does not read",
             )
-        if not self.data.reads_token_files and self.tokenizer.type != "file":
+        if self.data.reads_text and self.tokenizer.type != "file":
             yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
         yield from self._preference_problems()
 
@@ -205,7 +205,7 @@ class RunConfig(Section):
     @property
     def reads_corpus(self) -> bool:
         """True if the run needs its corpus: to tokenize it, or to train straight from it."""
-        return not self.data.reads_token_files or self.tokenize_dir in self.token_paths
+        return self.data.reads_text or self.tokenize_dir in self.token_paths
 
     @property
     def job_dir(self) -> Path:

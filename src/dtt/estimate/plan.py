@@ -223,6 +223,8 @@ def vocabulary_and_steps(
             next="dtt tokenize, or plan with train.steps=N",
         )
     try:
+        if cfg.data.type == "synthetic":
+            return cfg.data.vocab_size, cfg.train.steps, cfg
         return cfg.model.vocab_size or _tokenizer_size(cfg), cfg.train.steps, cfg
     except InputError:
         if expected_size is None:

@@ -56,7 +56,8 @@ def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
 
 
 def _has_data(folder: Path, cfg: RunConfig) -> bool:
-    paths = [folder / path for path in cfg.token_paths or (cfg.corpus_dir,)]
+    needed = (cfg.corpus_dir,) if cfg.data.reads_text else cfg.token_paths
+    paths = [folder / path for path in needed]
     return all(path.exists() or path.with_name(f"{path.name}.idx").exists() for path in paths)
 
 

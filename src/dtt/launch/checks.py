@@ -83,7 +83,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     # The config.json of an hf: source was read when the configuration was resolved.
     if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
         yield from caught(lambda: store.locate(weights))
-    if not cfg.data.reads_token_files:
+    if cfg.data.reads_text:
         yield from caught(lambda: read_corpus(cfg))
         return
     for path in cfg.token_paths:

@@ -371,7 +371,8 @@ def _amount(cfg: RunConfig) -> str:
     most = "at most " if cfg.train.timed else ""
     amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
     if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
-        return f"{amount} of {', '.join(map(str, paths or [cfg.corpus_dir]))}"
+        other = str(cfg.corpus_dir) if cfg.data.reads_text else "random ids"
+        return f"{amount} of {', '.join(map(str, paths)) or other}"
     available = TokensManifest.read(paths[0]).counts("train").tokens
     return f"{amount}, {total / available:.2f} epochs of {paths[0]}"
 

@@ -19,6 +19,7 @@ from dtt.config.data import (
     ChatDataConfig,
     PreferenceDataConfig,
     SourceConfig,
+    SyntheticDataConfig,
     TextDataConfig,
     TokensDataConfig,
 )
@@ -270,7 +271,8 @@ def _check_length(source: Opened, seq_len: int) -> None:
 
 
 def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
-    paths = [source.path for source in cfg.token_sources] or [cfg.corpus_dir]
+    paths = [source.path for source in cfg.token_sources]
+    paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path("synthetic")]
     sources = tuple(
         SourceFacts(
             name=source.train.name,
@@ -310,6 +312,10 @@ def _open_sources(cfg: RunConfig) -> list[Opened]:
             from dtt.data.samples.text_source import open_text
 
             return [open_text(cfg)]
+        case SyntheticDataConfig():
+            from dtt.data.samples.synthetic_source import open_synthetic
+
+            return [open_synthetic(cfg.data.vocab_size, cfg.train.seq_len, cfg.seed)]
         case _:
             assert_never(cfg.data)
 

@@ -1,0 +1,117 @@
+"""Random token ids in place of text: for measuring a run without its data."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts.manifest import fingerprint
+from dtt.base.files import sha256_file
+from dtt.data.samples.protocol import DocumentSpan, Opened, Rows, Samples, Vocabulary
+
+NAME = "synthetic"
+SAMPLES = 2**40
+"""Samples in an epoch, more than any run reads."""
+
+
+class SyntheticSource:
+    """Samples of uniformly distributed ids, each a function of seed, sample and position.
+
+    Implements Source. A sample needs no shuffle, and nothing is read, so what a step takes is the
+    cost of the model and of the loader alone.
+    """
+
+    name = NAME
+    bytes_per_token: float | None = None
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
+        """Make samples of `seq_len` + 1 ids below `vocab_size`."""
+        self._vocab_size, self._width = vocab_size, seq_len + 1
+        self._key = _mixed(np.array([seed % 2**64], dtype=np.uint64))
+        self.tokens = SAMPLES * seq_len
+
+    def __len__(self) -> int:
+        """See Source."""
+        return SAMPLES
+
+    def samples_at(self, first: int, count: int) -> Samples:
+        """See Source."""
+        return np.arange(first, first + count, dtype=np.uint64) % np.uint64(SAMPLES)
+
+    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+        """See Source. Each sample is one document."""
+        places = samples[:, None] * np.uint64(self._width) + np.arange(self._width, dtype=np.uint64)
+        ids = _mixed(places.astype(np.uint64) + self._key) % np.uint64(self._vocab_size)
+        doc_ids = np.zeros(ids.shape, np.int32) if with_doc_ids else None
+        return Rows(ids.astype(np.int64), doc_ids=doc_ids)
+
+    def targets(self, samples: Samples) -> int:
+        """See Source."""
+        return len(samples) * (self._width - 1)
+
+    def pairs(self, samples: Samples) -> int:
+        """See Source."""
+        return 0
+
+    def tokens_in(self, samples: Samples) -> int:
+        """See Source."""
+        return len(samples) * self._width
+
+    def locate(self, sample: int) -> list[DocumentSpan]:
+        """See Source."""
+        return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
+
+    def state(self, consumed: int) -> Any:
+        """See Source."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """See Source."""
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the output of splitmix64 for each state (Steele, Lea and Flood 2014)."""
+    x = values + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def open_synthetic(vocab_size: int, seq_len: int, seed: int) -> Opened:
+    """Return a source of random ids, with a tokenizer that shows them as numbers."""
+    path = _tokenizer(vocab_size)
+    return Opened(
+        SyntheticSource(vocab_size, seq_len, seed),
+        None,
+        fingerprint([NAME, vocab_size, seed]),
+        Vocabulary(path, sha256_file(path), vocab_size, 0),
+        None,
+    )
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is deleted when the process ends; the job keeps a copy of its file."""
+    return tempfile.TemporaryDirectory(prefix="dtt-")
+
+
+def _tokenizer(vocab_size: int) -> Path:
+    """Write a tokenizer.json whose token i is the number i, and 0 the end of a document."""
+    end = "<|endoftext|>"
+    vocabulary = {end: 0} | {str(i): i for i in range(1, vocab_size)}
+    special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": end, "special": True, **special}],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": end},
+    }
+    path = Path(_folder().name) / f"{vocab_size}.json"
+    path.write_text(json.dumps(content))
+    return path
