@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from dtt.base.errors import DamagedError
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.shuffle import extend_data_hash
@@ -25,6 +27,23 @@ def check_order(position: Position, dataset: Dataset) -> None:
             why=f"step {position.step} would now use different samples",
             next="use the token files, the seed and the batches (train.steps, too, if these "
             "are given as shares of it) the job was started with",
+        )
+
+
+def check_nodes(dataset: Dataset, world: World) -> None:
+    """Raise DamagedError, on every rank, unless all ranks have opened the same data.
+
+    Text or tokens on the local disks of nodes may be of different revisions, and their samples have
+    the same numbers, so that the sample hash chain cannot tell them apart.
+    """
+    found = world.gather((dataset.manifest.key, socket.gethostname()))
+    key, first = found[0]
+    other = next((node for theirs, node in found if theirs != key), None)
+    if other is not None:
+        raise DamagedError(
+            "the nodes of this run do not have the same data",
+            why=f"its content on {other} differs from that on {first}",
+            next="download it on every node again, with download.revision=COMMIT for a Hub dataset",
         )
 
 

@@ -245,6 +245,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
 
     Raises Preempted if a stop was requested before the last step.
     """
+    from dtt.train.data_hash import check_nodes
     from dtt.train.process_memory import exhaustion_explained
 
     this.start.end_phase("imports")
@@ -260,6 +261,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
         if resume is not None and cfg.train.timed:
             plan = plan.with_decay(branch.timed_decay(job, resume))
             watchdog.expect(plan.steps)
+        check_nodes(dataset, world)
         if resume is not None and world.first:
             warn_of_rate_jump(job, resume, plan)
             warn_of_decay_change(job, cfg)
