@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from dtt.base.ranks import Ranks
+from dtt.config import explain
 from dtt.config.load import resolve, shipped_configs
 from dtt.config.source import read_file
 from dtt.data.samples.loader import MicroBatch
@@ -220,7 +221,8 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
 
 def case_of(options: argparse.Namespace) -> Case:
     """Return the case that the arguments describe."""
-    _, layer = read_file(shipped_configs() / "models" / f"{options.model}.yaml")
+    file = shipped_configs() / "models" / f"{options.model}.yaml"
+    _, layer = read_file(file, explain.texts())
     sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
     if options.layers:

@@ -127,7 +127,7 @@ MISTAKES = {
     "stages: {a: {seed: 1}}": r"stages.a.seed: no such stage",
     "stages: [pretrain]": "a section with a name(.|\n)*'pretrain'",
     "stages: [{seed: 1}]": "a stage needs a name(.|\n)*it has none",
-    "stages: [{name: 3}]": "a stage needs a name(.|\n)*got 3",
+    "stages: [{name: [3]}]": r"a stage needs a name(.|\n)*got \['3'\]",
     "stages: [{name: a/b}]": "a stage needs a name",
     "stages: [{name: a}, {name: a}]": "no stage can be named a(.|\n)*two stages have it",
     "stages: [{name: logs}]": "no stage can be named logs",

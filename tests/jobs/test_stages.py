@@ -14,7 +14,7 @@ from conftest import Settings
 from running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.config import source
+from dtt.config import explain, source
 from dtt.jobs.stages import done
 from dtt.track import jsonl
 from dtt.train.run import find_stages
@@ -41,7 +41,7 @@ assert "torch" not in sys.modules
 @pytest.fixture
 def tiny_stages(dtt: Dtt, tiny: Settings) -> str:
     """A configuration of three stages that train for seconds."""
-    common = source.nested(source.from_arguments(tiny(name="s")))
+    common = source.nested(source.from_arguments(tiny(name="s"), explain.texts()))
     text = yaml.safe_dump(common | {"stages": STAGES}, sort_keys=False)
     (dtt.folder / "s.yaml").write_text(text)
     return "s.yaml"

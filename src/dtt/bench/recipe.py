@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, InputError
-from dtt.config import load, source
+from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.run import NAME
 
@@ -167,10 +167,10 @@ def shipped() -> list[RecipeFile]:
 
 def read(path: Path) -> RecipeFile:
     """Read a recipe file. Raises ConfigError, which lists every mistake with its line."""
-    extends, layer = source.read_file(path)
+    extends, layer = source.read_file(path, explain.texts(Recipe))
     if extends:
         raise ConfigError("a recipe cannot extend another file", where=path, next="use `config`")
-    recipe, problems = load.validate(Recipe, source.nested(layer))
+    recipe, problems = validation.validate(Recipe, source.nested(layer))
     if recipe is None:
         raise load.Mistakes(problems, layer, "the recipe", next="docs/bench.md shows each key")
     if not re.fullmatch(NAME, path.stem):

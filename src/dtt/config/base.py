@@ -12,7 +12,15 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -24,6 +32,17 @@ def resumable(default: Any) -> Any:
     return Field(default=default, json_schema_extra=RESUMABLE)
 
 
+MAX_INT, MIN_FLOAT, MAX_FLOAT = 2**63 - 1, 1e-38, 3e38
+Size = Annotated[int, Field(gt=0, le=10**6)]
+"""A dimension of the model. The number of elements of the largest tensor then fits into 63 bits."""
+Depth = Annotated[int, Field(gt=0, le=2048)]
+"""A number of layers; building more would take minutes, whatever their size."""
+Tokens32 = Annotated[int, Field(gt=0, lt=2**31)]
+"""A number of token ids or of positions in a sequence, which are 32 bits wide in files."""
+Processes = Annotated[int, Field(ge=0, le=1024)]
+"""A number of processes on one machine; 0 leaves the choice to dtt."""
+
+
 class Section(BaseModel):
     """A group of configuration keys.
 
@@ -33,6 +52,18 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _in_range(cls, value: Any) -> Any:
+        """Raise an error for a number that torch cannot hold: an int64 or an fp32 tensor."""
+        for number in _numbers(value):
+            if isinstance(number, int) and not -MAX_INT - 1 <= number <= MAX_INT:
+                raise PydanticCustomError("range", "must be below 2^63 = 9,223,372,036,854,775,808")
+            if isinstance(number, float) and number and not MIN_FLOAT <= abs(number) <= MAX_FLOAT:
+                why = "must be 0 or between 1e-38 and 3e38, the range of fp32"
+                raise PydanticCustomError("range", why)
+        return value
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield `(key, why)` for combinations of values that cannot work; `key` is relative."""
@@ -48,6 +79,15 @@ class Section(BaseModel):
             if doc := field_docs(cls).get(name):
                 field["description"] = doc
         return schema
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield the value, or the values of a list or mapping; those of sections were checked."""
+    if isinstance(value, tuple | list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    else:
+        yield value
 
 
 @cache
@@ -68,6 +108,17 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
     return docs
 
 
+def must_be(pattern: str, what: str) -> AfterValidator:
+    """Return a validator of values whose text matches `pattern`, which `what` puts into words."""
+
+    def check(value: str | int) -> str | int:
+        if re.fullmatch(pattern, str(value), re.ASCII) is None:
+            raise PydanticCustomError("shape", "must be {what}", {"what": what})
+        return value
+
+    return AfterValidator(check)
+
+
 Unit = Literal["steps", "share", "tokens"]
 TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMBT]?) ?tokens?")
 """Pattern of a number of tokens, such as `50M tokens` or `1.5 B tokens`."""
@@ -85,7 +136,9 @@ def measure(length: int | float | str) -> tuple[Unit, Fraction]:
         return "share", Fraction(str(length))
     if isinstance(length, str):
         if found := TOKENS.fullmatch(length):
-            return "tokens", Fraction(found[1]) * SUFFIXES[found[2]]
+            tokens = Fraction(found[1]) * SUFFIXES[found[2]]
+            if tokens <= MAX_INT:
+                return "tokens", tokens
         if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", length):
             share = Fraction(found[1]) / 100
             if share <= 1:

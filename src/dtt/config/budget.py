@@ -16,9 +16,15 @@ TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):[0-5]\d")
 
 
 def seconds(stretch: str) -> float:
-    """Return the seconds of a duration such as `6h` or `1h 30m`; ValueError if invalid or 0."""
+    """Return the seconds of a duration such as `6h` or `1h 30m`; ValueError if invalid or 0.
+
+    The limit of 10,000 days keeps the end of the run within the dates of Python and of the system.
+    """
     total = sum(float(number) * SECONDS[unit] for number, unit in STRETCH.findall(stretch))
-    if total == 0.0 or re.fullmatch(rf"({STRETCH.pattern} ?)+", stretch) is None:
+    if (
+        not 0.0 < total <= 10_000 * SECONDS["d"]
+        or re.fullmatch(rf"({STRETCH.pattern} ?)+", stretch) is None
+    ):
         raise ValueError(stretch)
     return total
 
@@ -47,7 +53,7 @@ def _checked(value: str, check: Callable[[str], object], forms: str) -> str:
 
 
 def _is_stretch(value: str) -> str:
-    return _checked(value, seconds, "a duration: 6h, 90m, 1h 30m, 2d or 45s")
+    return _checked(value, seconds, "a duration of at most 10000d: 6h, 90m, 1h 30m, 2d or 45s")
 
 
 def _is_moment(value: str) -> str:

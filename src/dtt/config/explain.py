@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from dtt.config.base import RESUMABLE, Section, field_docs
 from dtt.config.run import RunConfig
-from dtt.config.source import Key, Layer, parse_scalar
+from dtt.config.source import Key, Layer, Texts, parse_scalar
 
 WIDTH = 100
 WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true | false"}
@@ -124,6 +124,41 @@ def all_fields(
         yield (*key, name), cls, name
         for variant in variants(field) or (items(field) if entries else []):
             yield from all_fields(variant, (*key, name), entries=entries)
+
+
+@cache
+def texts(cls: type[Section] = RunConfig) -> Texts:
+    """Return the keys of `cls` whose values are text: a string, a path, or one of several words.
+
+    A key that is text in one variant and, for example, a number in another is not among them.
+    """
+    found: dict[Key, set[Any]] = {}
+    for key, holder, name in all_fields(cls, entries=True):
+        annotation = holder.model_fields[name].annotation
+        inner = typing.get_args(annotation)
+        if typing.get_origin(annotation) is dict or (
+            typing.get_origin(annotation) is tuple and inner[1:] == (...,)
+        ):
+            key, annotation = (*key, "*"), inner[0 if inner[1] is ... else 1]
+        found.setdefault(key, set()).update(_scalar_types(annotation))
+    other = {int, type(None)}
+    return {
+        key: frozenset({str} | types & other)
+        for key, types in found.items()
+        if types & {str, Path} and not types - {str, Path} - other
+    }
+
+
+def _scalar_types(annotation: Any) -> set[Any]:
+    """Return the types that the values of an annotation have."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return {type(value) for value in arguments}
+    if origin is typing.Annotated:
+        return _scalar_types(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return {inner for argument in arguments for inner in _scalar_types(argument)}
+    return {annotation}
 
 
 @cache

@@ -51,7 +51,7 @@ def parse_std(given: float | Mapping[str, float]) -> InitialStd:
 def _is_std(value: Any) -> Any:
     try:
         parse_std(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise PydanticCustomError(
             "init_std",
             "must be a number above 0, or a number for some of the roles matrix, embed, head and "

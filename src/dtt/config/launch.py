@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveInt
 
-from dtt.config.base import Section, resumable
+from dtt.config.base import Processes, Section, must_be, resumable
 
 # Characters that values may contain without being split or executed. `#SBATCH` lines accept only
 # PLAIN characters, because Slurm parses quotes, spaces and `#` by its own rules. In the script
@@ -31,44 +29,33 @@ OWN_VARIABLES = (
 )
 
 
-def _must_be(pattern: str, what: str) -> AfterValidator:
-    def check(value: str | int) -> str | int:
-        if re.fullmatch(pattern, str(value), re.ASCII) is None:
-            raise PydanticCustomError("shape", "must be " + what)
-        return value
-
-    return AfterValidator(check)
-
-
 Name = Annotated[
     str,
-    _must_be(r"\w[\w.,-]*", "one or more names of letters, digits, _ - and ., separated by commas"),
+    must_be(r"\w[\w.,-]*", "one or more names of letters, digits, _ - and ., separated by commas"),
 ]
-Nodes = Annotated[str, _must_be(r"\w[\w.,\[\]-]*", "a list of nodes, such as n[1-3],n7")]
-Memory = Annotated[
-    str | int, _must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, such as 480G")
-]
+Nodes = Annotated[str, must_be(r"\w[\w.,\[\]-]*", "a list of nodes, such as n[1-3],n7")]
+Memory = Annotated[str | int, must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, such as 480G")]
 Time = Annotated[
-    str | int, _must_be(TIME, "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as for Slurm")
+    str | int, must_be(TIME, "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as for Slurm")
 ]
 Gpus = Annotated[
     str | int,
-    _must_be(r"0|([A-Za-z]\w*:)?[1-9][0-9]{0,5}", "a number, or type:number such as a100:4"),
+    must_be(r"0|([A-Za-z]\w*:)?[1-9][0-9]{0,5}", "a number, or type:number such as a100:4"),
 ]
-Module = Annotated[str, _must_be(r"\w[\w./+:-]*", "the name of a module, such as PrgEnv-gnu/8.5")]
+Module = Annotated[str, must_be(r"\w[\w./+:-]*", "the name of a module, such as PrgEnv-gnu/8.5")]
 Variable = Annotated[
     str,
-    _must_be(r"[A-Za-z_]\w*", "the name of a variable"),
-    _must_be(rf"(?!({OWN_VARIABLES})$).*", "none of the variables of bash, Slurm and dtt's script"),
+    must_be(r"[A-Za-z_]\w*", "the name of a variable"),
+    must_be(rf"(?!({OWN_VARIABLES})$).*", "none of the variables of bash, Slurm and dtt's script"),
 ]
-Value = Annotated[str | int, _must_be(f"{CHARACTER}*", "a single line without control characters")]
-Line = Annotated[str, _must_be(f"{CHARACTER}*", "a single line without control characters")]
+Value = Annotated[str | int, must_be(f"{CHARACTER}*", "a single line without control characters")]
+Line = Annotated[str, must_be(f"{CHARACTER}*", "a single line without control characters")]
 Text = Annotated[
-    str, _must_be(rf"(?!-){CHARACTER}+", "a single line that does not start with a dash")
+    str, must_be(rf"(?!-){CHARACTER}+", "a single line that does not start with a dash")
 ]
-Option = Annotated[str, _must_be(rf"-{CHARACTER}+", "an option, in a single line")]
+Option = Annotated[str, must_be(rf"-{CHARACTER}+", "an option, in a single line")]
 Directive = Annotated[
-    str, _must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
+    str, must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
 ]
 
 OWN_DIRECTIVES = (
@@ -133,13 +120,13 @@ ContainerConfig = Annotated[
 class LaunchConfig(Section):
     """The Slurm job: resources, how processes start, and how it resumes after a time limit."""
 
-    nodes: PositiveInt = resumable(1)
+    nodes: Annotated[int, Field(gt=0, le=10**6)] = resumable(1)
     """Number of nodes of the job; `download`, `export` and `pipeline` use one."""
     gpus_per_node: Gpus = resumable(0)
     """GPUs to request on each node, of one type (`a100:4`) or of any type (`4`); 0: none."""
-    processes_per_node: NonNegativeInt = resumable(0)
+    processes_per_node: Processes = resumable(0)
     """Processes of `train` or `tokenize` on each node; 0: one per GPU, or one without GPUs."""
-    cpus_per_task: PositiveInt | None = resumable(None)
+    cpus_per_task: Annotated[int, Field(gt=0, le=10**6)] | None = resumable(None)
     """CPU cores per Slurm task. Under torchrun, a task is all processes of a node; under srun, it
     is one process. Null: the cluster's default, which is often a single core."""
     mem: Memory | None = resumable(None)

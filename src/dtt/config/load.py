@@ -7,35 +7,26 @@ left to right, the file, the environment, `key=value` arguments, named options.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
+from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
-from dtt.config.base import Section
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
-from dtt.config.source import STAGES, Key, Layer, Leaf
+from dtt.config.source import STAGES, Layer, Leaf
 from dtt.config.stages import INIT_FROM, Entry
-
-Problem = tuple[Key, str]
-"""A key and the reason why its value is invalid."""
+from dtt.config.validation import Problem, validate
 
 ModelOf = Callable[[str], Mapping[str, Any]]
 """A function that returns the `model` section of released weights for a value of `init.from`."""
-
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Mistakes(ConfigError):
@@ -126,10 +117,9 @@ def _layers(
         layers += _with_extended(*source.take_extends(config), Path(), ())
     elif config is not None:
         layers += _with_extends(find(config), ())
-    layers.append(
-        source.from_environment(os.environ if env is None else env, RunConfig.model_fields)
-    )
-    layers.append(source.from_arguments(arguments))
+    env = os.environ if env is None else env
+    layers.append(source.from_environment(env, RunConfig.model_fields, explain.texts()))
+    layers.append(source.from_arguments(arguments, explain.texts()))
     layers.append({tuple(k.split(".")): Leaf(v, "option") for k, v in (options or {}).items()})
     return layers, own
 
@@ -149,7 +139,7 @@ def _resolve_stages(
     """Return the configuration of each stage by name; the first `own` layers are of a job."""
     resolved: dict[str, Resolved] = {}
     fresh = [common[0], *common[own:]]  # a job's config has the name of a stage, and its keys
-    name = source.merge(fresh)["name",]
+    name = source.merge(fresh).get(("name",), Leaf(None, "name"))
     first: Resolved | None = None
     for entry in entries:
         previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
@@ -259,7 +249,9 @@ def find(config: str | Path) -> Path:
 def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
-    return _with_extended(*source.read_file(path), path.parent, (*trail, path.resolve()))
+    return _with_extended(
+        *source.read_file(path, explain.texts()), path.parent, (*trail, path.resolve())
+    )
 
 
 def _with_extended(
@@ -322,7 +314,7 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
     """
     leaf = layer[("download", "dataset")]
     path = shipped_configs() / "datasets" / f"{leaf.value}.yaml"
-    if not isinstance(leaf.value, str) or not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113  (see is_config)
         return layer
     [facts] = _with_extends(path, ())
     said = {
@@ -352,71 +344,6 @@ def _secrets(layer: Layer) -> Iterator[Problem]:
             yield key, "contains a password or a token: put it into the environment or ~/.netrc"
         elif key[:-1] == ("launch", "environment") and named_secret(key[-1]):
             yield key, "has the name of a secret: export it before you submit, the job inherits it"
-
-
-def validate(
-    cls: type[SectionT], values: Mapping[str, Any]
-) -> tuple[SectionT | None, list[Problem]]:
-    """Validate nested plain values as a `cls`; return (section, []) or (None, all problems)."""
-    try:
-        # Validate as JSON: strict mode then accepts a list for a tuple and a string for a path.
-        section = cls.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        return None, [_describe(cls, values, dict(e)) for e in error.errors()]
-    problems = list(_walk(section))
-    return (None if problems else section), problems
-
-
-def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    for name, why in section.problems():
-        yield (*key, *name.split(".")), why
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, Section):
-                yield from _walk(inner, (*key, name))
-
-
-def _describe(cls: type[Section], values: Any, error: dict[str, Any]) -> Problem:
-    """Convert a pydantic error to its key, without the tags of unions, and the reason."""
-    key: list[str] = []
-    inner = values
-    for part in error["loc"]:
-        if isinstance(inner, dict) and part not in inner and part == inner.get("type"):
-            continue
-        key.append(str(part))
-        if isinstance(inner, dict):
-            inner = inner.get(part)
-        elif isinstance(inner, list) and isinstance(part, int):
-            inner = inner[part]
-    dotted = ".".join(key)
-    if error["type"] == "extra_forbidden":
-        general = ".".join(name for name in key if not name.isdigit())  # of any entry of a list
-        close = explain.nearest(general, cls, entries=general != dotted)
-        why = "unknown key" + (f"; did you mean {close}?" if close else "")
-        if close == general:  # a key of another variant of this section
-            why = "is for another {} than {}".format(*explain.tagged(values, key))
-    else:
-        shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
-        match error["type"]:
-            case "union_tag_invalid":
-                dotted += ".type"
-                why = (
-                    f"must be one of {error['ctx']['expected_tags']} (got {error['ctx']['tag']!r})"
-                )
-            case "union_tag_not_found":
-                dotted, why = f"{dotted}.type", "is missing: it selects the variant"
-            case "model_type" | "model_attributes_type":
-                why = f"is a section: set its keys, such as {dotted}.KEY=VALUE{shown}"
-            case "int_parsing" | "int_type" | "float_type" if _leading_zero(error["input"]):
-                why = f"a number is written without leading zeros{shown}"
-            case _:
-                why = error["msg"][0].lower() + error["msg"][1:] + shown
-    return tuple(dotted.split(".")), why
-
-
-def _leading_zero(value: Any) -> bool:
-    return isinstance(value, str) and source.LEADING_ZERO.match(value) is not None
 
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:

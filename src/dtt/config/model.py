@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from dtt.config.base import Section
+from dtt.config.base import Depth, Section, Size, Tokens32
 from dtt.config.init_std import DEFAULT_STD, Std
 
 TIED = ("gpt2", "gemma3")
@@ -75,23 +75,23 @@ class ModelConfig(Section):
     RMSNorm, SwiGLU, grouped-query attention), `mistral` (Llama with sliding-window attention),
     `qwen3` (Llama with QK-norm), `gemma3` (sliding windows in most layers, pre- and post-norms,
     GeGLU) or `phi3` (Phi-3 and Phi-4: Llama with fused projections)."""
-    dim: PositiveInt = 256
+    dim: Size = 256
     """Width of the residual stream."""
-    n_layers: PositiveInt = 6
+    n_layers: Depth = 6
     """Number of transformer blocks."""
-    n_heads: PositiveInt = 4
+    n_heads: Size = 4
     """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Size | None = None
     """Number of key/value heads (grouped-query attention); null: equal to `n_heads`."""
-    head_dim: PositiveInt | None = None
+    head_dim: Size | None = None
     """Width of one head; null: `dim / n_heads`."""
-    ffn_dim: PositiveInt | None = None
+    ffn_dim: Size | None = None
     """Hidden width of the MLP; null: `4 * dim` for gpt2, `8/3 * dim` rounded up to a multiple of
     64 for the others."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Tokens32 | None = None
     """Rows of the embedding matrix; null: the tokenizer's vocabulary size, rounded up to a multiple
     of 64."""
-    max_seq_len: PositiveInt | None = None
+    max_seq_len: Tokens32 | None = None
     """Maximum context length the model declares, in tokens; null: `train.seq_len`."""
     tie_embeddings: bool | None = None
     """Share the weights of the input embedding with the output head; null: true for gpt2 and
@@ -105,7 +105,7 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling = NoRopeScaling()
     """Scaling of the rotary embedding beyond its original context; not applied in gemma3's layers
     with a window."""
-    window: PositiveInt | None = None
+    window: Tokens32 | None = None
     """Sliding window: number of tokens each token attends to, itself included (mistral, gemma3,
     phi3); null: 512 for gemma3, no window for the others."""
     window_pattern: PositiveInt = 6

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
 from dtt.config.averaging import parse_averaging
-from dtt.config.base import Section, measure, resumable
+from dtt.config.base import Section, measure, must_be, resumable
 from dtt.config.chat import ChatConfig
 from dtt.config.data import (
     DataConfig,
@@ -35,13 +36,19 @@ from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-NAME_PATTERN = rf"^{NAME}(/{NAME}){{0,3}}$"
+JobName = Annotated[
+    str,
+    must_be(
+        rf"{NAME}(/{NAME}){{0,3}}",
+        "letters, digits and . _ -, such as small-2; up to four such names are joined by /",
+    ),
+]
 
 
 class RunConfig(Section):
     """The complete configuration of dtt."""
 
-    name: str = Field(default="run", pattern=NAME_PATTERN)
+    name: JobName = "run"
     """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`, a run
     of `dtt bench` is `bench/<recipe>/<start>/<seed>`."""
     seed: NonNegativeInt = 0

@@ -6,9 +6,10 @@ Layers are merged key by key.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,31 @@ that each key of a stage has its own origin."""
 
 def is_config(argument: str | Path) -> bool:
     """Return True if `argument` is a configuration file; it may have been meant for -c."""
-    return Path(argument).suffix in SUFFIXES and Path(argument).is_file()
+    # Path.is_file raises OSError for text that is too long for a path.
+    return Path(argument).suffix in SUFFIXES and os.path.isfile(argument)  # noqa: PTH113
+
+
+Texts = Mapping[Key, frozenset[type]]
+"""The keys whose values are text, with all types that each value may have: `int` and `NoneType`
+besides text. An item of a list, and a value of a mapping, has the key of the list and `*`."""
+NULLS = ("null", "Null", "NULL", "~")
+
+
+STR, INT, NULL = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null"))
 
 
 class _Loader(yaml.SafeLoader):
     """A loader of YAML 1.1 as PyYAML reads it, except that `3e-4` is a number, as `1_000` is."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node; text that its tag does not fit stays text.
+
+        PyYAML raises ValueError for `0x_` and for integers of more than 4300 digits.
+        """
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, AttributeError):
+            return node.value
 
 
 _Loader.add_implicit_resolver(
@@ -65,10 +86,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-# `12:00:00` is a time limit and stays text; YAML 1.1 would read it as a number in base 60.
-for _digit in "0123456789":
+# `12:00:00` is a time limit, `2026-11-22` a name: both stay text. YAML 1.1 would read the first as
+# a number in base 60 and the second as a date, and neither would be written back as it was.
+for _digit in "-+0123456789":
     _Loader.yaml_implicit_resolvers[_digit].insert(
-        0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d\d?)+$"))
+        0,
+        (STR, re.compile(r"^[-+]?\d[\d_]*(:\d\d?)+(\.[\d_]*)?$|^\d{4}-\d\d?-\d\d?([Tt \t].*)?$")),
     )
 
 
@@ -76,11 +99,11 @@ for _digit in "0123456789":
 # reports the leading zero where a number is expected.
 LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
 for _first in "-+0":
-    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", LEADING_ZERO))
+    _Loader.yaml_implicit_resolvers[_first].insert(0, (STR, LEADING_ZERO))
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of a `key=value` argument, parsed as YAML; an empty one is a string."""
+    """Return the value of a line of YAML; an empty one is a string, as is what is not YAML."""
     if text == "":
         return ""
     try:
@@ -89,20 +112,92 @@ def parse_scalar(text: str) -> Any:
         return text
 
 
-def read_file(path: Path) -> tuple[list[str], Layer]:
-    """Read a config file; return its `extends` list and its values with their lines."""
+def _types(key: Key, texts: Texts) -> frozenset[type] | None:
+    """Return the types of the text at `key`; None if its value is not text."""
+    if key[:1] == STAGES and len(key) > 2:  # stages.NAME.KEY
+        key = key[2:]
+    return texts.get(key) or texts.get((*key[:-1], "*"))
+
+
+def _as_written(text: str, types: frozenset[type]) -> str | int | None:
+    """Return the value of a key that holds text: `007`, `1e3` and `on` are themselves."""
+    if type(None) in types and text in NULLS:
+        return None
+    return int(text) if int in types and re.fullmatch(r"0|-?[1-9]\d{0,17}", text) else text
+
+
+def _typed(
+    node: yaml.Node, key: Key, texts: Texts, origin: Callable[[yaml.Node], str]
+) -> yaml.Node:
+    """Return a copy of `node` in which unquoted values of keys that hold text are text.
+
+    A copy, because an alias may give the same node to a key that holds a number. Raises ConfigError
+    for a name that appears twice in a mapping: PyYAML silently takes the last.
+    """
+    marks = node.start_mark, node.end_mark
+    if isinstance(node, yaml.SequenceNode):
+        inner = () if key == STAGES else (*key, "*") if (*key, "*") in texts else key
+        items = [_typed(item, inner, texts, origin) for item in node.value]
+        return yaml.SequenceNode(node.tag, items, *marks)
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, str] = {}
+        pairs = []
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                why = "a list or a mapping cannot be a key"
+                raise ConfigError("a key is text", where=origin(name), why=why)
+            inner = (*key, *name.value.split("."))
+            if name.value in seen:
+                raise _twice(inner, origin(name), seen[name.value])
+            seen[name.value] = origin(name)
+            pairs.append((name, _typed(value, inner, texts, origin)))
+        return yaml.MappingNode(node.tag, pairs, *marks)
+    assert isinstance(node, yaml.ScalarNode)
+    types = _types(key, texts)
+    if types is None or node.style is not None or node.value == "":
+        return node
+    value = _as_written(node.value, types)
+    return yaml.ScalarNode(
+        NULL if value is None else INT if isinstance(value, int) else STR, node.value, *marks
+    )
+
+
+def _twice(key: Key, here: str, first: str) -> ConfigError:
+    return ConfigError(
+        f"{'.'.join(key)} appears twice",
+        where=here,
+        why=f"it is also set at {first}" if first != here else None,
+        next="delete one of the two",
+    )
+
+
+def read_file(path: Path, texts: Texts) -> tuple[list[str], Layer]:
+    """Read a config file; return its `extends` list and its values with their lines.
+
+    Values of the keys `texts` are text as it is written, unless the file is TOML, where text has
+    quotes. Raises ConfigError for a key that appears twice, nested or dotted.
+    """
     try:
         text = read_small(path).decode()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the config {path}", why=str(error)) from None
+
+    def origin(node: yaml.Node) -> str:
+        return f"{path}:{node.start_mark.line + 1}"
+
     layer: Layer = {}
     try:
         if path.suffix == ".toml":
             _flatten(tomllib.loads(text), (), str(path), layer)
-        else:
-            node = yaml.compose(text, _Loader)
-            if node is not None:
-                _flatten_node(node, (), path, layer)
+        elif (node := yaml.compose(text, _Loader)) is not None:
+            if not isinstance(node, yaml.MappingNode):
+                raise ConfigError(
+                    f"{path} does not contain `key: value` lines",
+                    where=origin(node),
+                    next="`dtt config show` prints one that does",
+                )
+            _flatten_node(_typed(node, (), texts, origin), (), origin, layer)
+            _check_stages(layer)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path} is not TOML", why=str(error), next=f"fix that line of {path}"
@@ -126,6 +221,16 @@ def read_file(path: Path) -> tuple[list[str], Layer]:
     return take_extends(layer)
 
 
+def _check_stages(layer: Layer) -> None:
+    """Raise ConfigError if a file sets `stages.NAME.KEY` besides the KEY of that entry."""
+    listed = layer.get(STAGES, Leaf([], "")).value
+    for entry in listed if isinstance(listed, list) else ():
+        stage = ("stages", str(entry.get(("name",), Leaf("", "")).value))
+        for key, leaf in entry.items():
+            if (*stage, *key) in layer:
+                raise _twice((*stage, *key), layer[(*stage, *key)].origin, leaf.origin)
+
+
 def take_extends(layer: Layer) -> tuple[list[str], Layer]:
     """Return the `extends` list of a layer, and the layer without it."""
     rest = dict(layer)
@@ -141,48 +246,51 @@ def take_extends(layer: Layer) -> tuple[list[str], Layer]:
     return names, rest
 
 
-def _flatten_node(node: yaml.Node, key: Key, path: Path, layer: Layer) -> None:
-    origin = f"{path}:{node.start_mark.line + 1}"
-    if key == STAGES and isinstance(node, yaml.SequenceNode):
-        layer[key] = Leaf([_stage_of_node(entry, path) for entry in node.value], origin)
-        return
-    if not isinstance(node, yaml.MappingNode):
-        if not key:
-            raise ConfigError(
-                f"{path} does not contain `key: value` lines",
-                where=origin,
-                next="`dtt config show` prints one that does",
-            )
-        constructor = _Loader("")
-        layer[key] = Leaf(constructor.construct_object(node, deep=True), origin)
-        return
-    seen: set[str] = set()
-    for name_node, value in node.value:
-        name = str(name_node.value)
-        if name_node.tag == "tag:yaml.org,2002:merge":
-            raise ConfigError(
-                "YAML merge keys (<<) are not supported",
-                where=f"{path}:{name_node.start_mark.line + 1}",
-                why="a value could not be traced to the line that sets it",
-                next="write these keys out, or move them to a separate file: extends: [FILE]",
-            )
-        here = f"{path}:{name_node.start_mark.line + 1}"
-        if name in seen:
-            raise ConfigError(
-                f"{'.'.join((*key, name))} appears twice",
-                where=here,
-                next="delete one of the two lines",
-            )
-        seen.add(name)
-        _flatten_node(value, (*key, *name.split(".")), path, layer)
+def _flatten_node(
+    node: yaml.Node, key: Key, origin: Callable[[yaml.Node], str], layer: Layer
+) -> None:
+    if isinstance(node, yaml.MappingNode) and (node.value or not key):
+        for name, value in node.value:
+            if name.tag == "tag:yaml.org,2002:merge":
+                raise ConfigError(
+                    "YAML merge keys (<<) are not supported",
+                    where=origin(name),
+                    why="a value could not be traced to the line that sets it",
+                    next="write these keys out, or move them to a separate file: extends: [FILE]",
+                )
+            _flatten_node(value, (*key, *name.value.split(".")), origin, layer)
+    elif key == STAGES and isinstance(node, yaml.SequenceNode):
+        layer[key] = Leaf([_stage_of_node(entry, origin) for entry in node.value], origin(node))
+    else:
+        _set(layer, key, Leaf(_construct(node), origin(node)))
 
 
-def _stage_of_node(node: yaml.Node, path: Path) -> Layer:
+def _construct(node: yaml.Node) -> Any:
+    return _Loader("").construct_object(node, deep=True)
+
+
+def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
+    """Add a value of a file; raise ConfigError if an earlier line sets its key, or one above it.
+
+    A section whose value is null has lines that are all commented out, and sets nothing. Keys
+    `stages.NAME.KEY` are not below the list `stages`.
+    """
+    for other, first in layer.items():
+        length = min(len(other), len(key))
+        apart = len(other) != len(key) and (
+            None in (leaf.value, first.value) or STAGES in (key, other)
+        )
+        if other[:length] == key[:length] and not apart:
+            raise _twice(key[:length], leaf.origin, first.origin)
+    layer[key] = leaf
+
+
+def _stage_of_node(node: yaml.Node, origin: Callable[[yaml.Node], str]) -> Layer:
     """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
     if not isinstance(node, yaml.MappingNode):
-        raise _no_stage(node.value, f"{path}:{node.start_mark.line + 1}")
+        raise _no_stage(_construct(node), origin(node))
     layer: Layer = {}
-    _flatten_node(node, (), path, layer)
+    _flatten_node(node, (), origin, layer)
     return layer
 
 
@@ -219,13 +327,25 @@ def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
     return layer
 
 
-def _say(key: Key, text: str, origin: str, layer: Layer) -> None:
-    """Add a value to `layer`; a section such as `{type: wsd, decay: 5%}` is split into its keys."""
-    value = parse_scalar(text)
-    if value == {}:
-        layer[key] = Leaf(value, origin)
-    else:
-        _flatten(value, key, origin, layer)
+def _said(key: Key, text: str, origin: str, texts: Texts) -> Layer:
+    """Return the layer of a value that was typed.
+
+    The text of a key in `texts` is taken as typed, with its quotes. Other values are YAML, and a
+    section such as `{type: wsd, decay: 5%}` is split into its keys. An argument has no comments,
+    which YAML has: `5 # five` stays whole, and validation reports it.
+    """
+    types = _types(key, texts)
+    if types is not None:
+        return {key: Leaf(_as_written(text, types), origin)}
+    try:
+        node = yaml.compose(text, _Loader)
+        if node is not None and not text[node.end_mark.index :].strip():
+            layer: Layer = {}
+            _flatten_node(_typed(node, key, texts, lambda _: origin), key, lambda _: origin, layer)
+            return layer or {key: Leaf({}, origin)}
+    except (yaml.YAMLError, RecursionError):
+        pass
+    return {key: Leaf(text, origin)}
 
 
 def is_key(variable: str) -> bool:
@@ -233,10 +353,11 @@ def is_key(variable: str) -> bool:
     return variable.startswith("DTT_") and not variable.startswith(SWITCHES)
 
 
-def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
+def from_environment(env: Mapping[str, str], sections: Iterable[str], texts: Texts) -> Layer:
     """Return the layer of environment variables: `DTT_TRAIN__STEPS=5` sets `train.steps`.
 
-    Raises ConfigError for a name with the prefix `DTT_` that is neither a key nor one of SWITCHES.
+    Values are taken as those of arguments. Raises ConfigError for a name with the prefix `DTT_`
+    that is neither a key nor one of SWITCHES.
     """
     known = set(sections)
     layer: Layer = {}
@@ -244,7 +365,7 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
         if name.startswith("DTT_"):
             key = tuple(name[4:].lower().split("__"))
             if len(key) > 1 or key[0] in known:
-                _say(key, text, f"environment {name}", layer)
+                layer |= _said(key, text, f"environment {name}", texts)
             elif not name.startswith(SWITCHES):
                 raise ConfigError(
                     f"the environment variable {name} is not a configuration key of dtt",
@@ -254,8 +375,11 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str]) -> Layer:
     return layer
 
 
-def from_arguments(arguments: Iterable[str]) -> Layer:
-    """Return the layer of `key.path=value` arguments."""
+def from_arguments(arguments: Iterable[str], texts: Texts) -> Layer:
+    """Return the layer of `key.path=value` arguments; of several for a key, the last counts.
+
+    Values of the keys `texts` are text as it is typed.
+    """
     layer: Layer = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -267,7 +391,7 @@ def from_arguments(arguments: Iterable[str]) -> Layer:
                 why="arguments after the options have the form key.path=value",
                 next="for example train.steps=500; `dtt config explain` lists the keys",
             )
-        _say(tuple(name.split(".")), text, "argument", layer)
+        layer |= _said(tuple(name.split(".")), text, "argument", texts)
     return layer
 
 

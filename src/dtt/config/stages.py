@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
+from dtt.config.explain import scalar
 from dtt.config.init import MAY_DIFFER
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
@@ -144,9 +145,9 @@ def layers_of(
     later stage has the model and the tokenizer of the first one unless it sets their keys, and
     starts from the job `previous`. Raises ConfigError if it sets `init.from` to another source.
     """
-    if "/" in name.value:
+    if not isinstance(name.value, str) or "/" in name.value:
         raise ConfigError(
-            f"a configuration with stages cannot be named {name.value}",
+            f"a configuration with stages cannot be named {scalar(name.value)}",
             where=name.origin,
             why="the job of a stage is NAME/STAGE, and a trial of a sweep has no stages",
             next="set name=ANOTHER",

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.config import explain, filters, load, source
+from dtt.config import explain, filters, load, source, validation
 from dtt.config.base import Section
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
@@ -282,7 +282,7 @@ def read(path: Path) -> SweepFile:
     values["parameters"] = _parameters(layer)
     if base:
         del values["base"]
-    sweep, problems = load.validate(SweepConfig, values)
+    sweep, problems = validation.validate(SweepConfig, values)
     if sweep is None:
         raise load.Mistakes(problems, layer, "the sweep", next="docs/sweep.md shows each key")
     beside = path.parent / (sweep.base or "")
@@ -311,7 +311,12 @@ def find(name: Path) -> Path:
 
 
 def _from_text(path: Path) -> Layer:
-    extends, layer = source.read_file(path)
+    texts = dict(explain.texts(SweepConfig))
+    for key, types in explain.texts().items():
+        texts["base", *key] = types
+        for word in ((), ("values",), ("choice",)):
+            texts["parameters", *key, *word, "*"] = types
+    extends, layer = source.read_file(path, texts)
     if extends:
         raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     return layer

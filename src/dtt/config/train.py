@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dtt.config.averaging import Averaged
-from dtt.config.base import Section, resumable
+from dtt.config.base import MAX_INT, Processes, Section, Tokens32, resumable
 from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
 from dtt.config.budget import Moment, Stretch
 
@@ -27,7 +27,7 @@ AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 class TrainConfig(Section):
     """The training run: duration, batch sizes, precision, device and intervals."""
 
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Passes over the data, in place of `steps`: the run ends with the first step after which that
     many times the samples of all sources have been trained on. The job records the number of steps
     as `steps`. null: `steps` determines the length."""
@@ -42,7 +42,7 @@ class TrainConfig(Section):
     finish_by: Moment | None = None
     """The same as `budget` as a point in time: `07:00`, the next one after the first start of the
     job, or `2026-11-22 07:00`."""
-    seq_len: PositiveInt = 1024
+    seq_len: Tokens32 = 1024
     """Tokens in one training sequence."""
     context_schedule: Sizes = ()
     """Shorter contexts at the start of the run: pairs of start (steps, a share of the run, or
@@ -136,6 +136,8 @@ class TrainConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
         full, seq_len = self.global_batch_tokens, self.seq_len
+        if self.steps * full > MAX_INT:
+            yield "steps", f"{self.steps} steps of {full} tokens are more than 2^63 tokens"
         if self.stochastic_rounding and self.precision != "bf16-pure":
             yield "stochastic_rounding", "it requires train.precision = bf16-pure"
         if self.precision == "fp8" and seq_len % 16:
@@ -201,7 +203,7 @@ TrackerConfig = Annotated[WandbConfig | TensorBoardConfig, Field(discriminator="
 class PipelineConfig(Section):
     """The number of processes that `dtt pipeline` starts for each stage on this machine."""
 
-    tokenize_processes: NonNegativeInt = resumable(0)
+    tokenize_processes: Processes = resumable(0)
     """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. Without MPI: one."""
-    train_processes: NonNegativeInt = resumable(0)
+    train_processes: Processes = resumable(0)
     """Processes for `train`, under torchrun; 0: one per GPU, or one on a CPU."""

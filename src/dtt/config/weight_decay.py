@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
+
+from dtt.config.base import MAX_FLOAT
 
 FORM = re.compile(r"(?=[ch])(cautious )?(horizon )?(\d+(?:\.\d*)?(?:e-?\d+)?)")
 
@@ -47,7 +48,8 @@ def parse_decay(given: float | str) -> WeightDecay:
         decay = WeightDecay(float(given))
     else:
         raise ValueError(given)
-    if not math.isfinite(decay.value) or decay.value < 0 or (decay.by_horizon and not decay.value):
+    # A horizon far below one step of any run is a decay beyond fp32.
+    if not (1e-9 if decay.by_horizon else 0) <= decay.value <= MAX_FLOAT:
         raise ValueError(given)
     return decay
 
@@ -55,7 +57,7 @@ def parse_decay(given: float | str) -> WeightDecay:
 def _is_decay(value: Any) -> Any:
     try:
         parse_decay(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an int that is no float
         raise PydanticCustomError(
             "weight_decay",
             "must be a finite number of at least 0, or a horizon above 0 as a fraction of the run "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import torch
 
+from dtt.base import host_memory
 from dtt.base.errors import ConfigError
 from dtt.mesh.peak_flops import measured_flops, peak_by_name
 
@@ -94,5 +94,5 @@ def _this_cpu(processes: int) -> Gpu:
     device = torch.device("cpu")
     bf16, fp32 = (measured_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     share = CPU_BYTES_PER_SECOND / processes
-    memory = psutil.virtual_memory().total // processes
+    memory = host_memory.total() // processes
     return Gpu("CPU", memory, bf16 / processes, fp32 / processes, share, share, share, kind="cpu")

@@ -23,6 +23,7 @@ from dtt.optim import groups, schedule
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import clip_gradients
 from dtt.train.assemble import Assembled, assemble
+from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
 from dtt.train.step import forward_backward, next_token, update
 
@@ -45,6 +46,7 @@ class Measurement:
 
 def probe(case: Case, world: World) -> Measurement:
     """Train for `STEPS` steps and measure; all ranks call it together. Nothing is saved."""
+    check_memory(case.cfg, case.arch, case.sizes, case.precision, world)
     _give_freed_memory_back()
     # Optimizers import it in their first step. It takes tens of MB, which are not to be measured.
     import_module("torch._dynamo")

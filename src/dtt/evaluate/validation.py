@@ -228,7 +228,7 @@ class Sampler:
             "temperature": 0.8,
             "top_p": 0.95,
             "stop_ids": self.stop_tokens,
-            "generator": torch.Generator(device).manual_seed(self.seed + step),
+            "generator": torch.Generator(device).manual_seed((self.seed + step) % 2**63),
         }
         if together is None:
             tokens = generate(model, self.prompt, **how)

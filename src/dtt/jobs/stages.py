@@ -19,7 +19,7 @@ from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.checkpoint import store
-from dtt.config import source
+from dtt.config import explain, source
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
@@ -258,7 +258,7 @@ def report_shadowed(stages: Sequence[Stage], arguments: Sequence[str]) -> None:
 
     Raises ConfigError if an argument has no effect on any stage of the configuration.
     """
-    given = source.from_arguments(argument for argument in arguments if "=" in argument)
+    given = source.from_arguments((a for a in arguments if "=" in a), explain.texts())
     for key in (key for key in given if key[:1] != source.STAGES):
         dotted = ".".join(key)
         origins = {stage.name: stage.resolved.origin(dotted) for stage in stages}

@@ -30,8 +30,11 @@ def changed_keys(section: str, own: RunConfig, resolved: Resolved) -> dict[str, 
 
 
 def pairs(values: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` arguments."""
-    return [f"{key}={explain.scalar(value)}" for key, value in values.items()]
+    """Return `key=value` arguments; text is taken as typed, without YAML's quotes."""
+    return [
+        f"{key}={value if isinstance(value, str) else explain.scalar(value)}"
+        for key, value in values.items()
+    ]
 
 
 def eval_options(values: Mapping[str, Any]) -> list[str]:

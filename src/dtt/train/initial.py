@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,10 +237,11 @@ def compare(folder: Path, trained: Trained) -> None:
 
     Skips the comparison, with a warning, if an fp32 model does not fit into free memory.
     """
+    from dtt.base import host_memory
     from dtt.hf.verify import check_import
     from dtt.model import count
 
-    needed, free = 4 * count.parameters(trained.arch), _free_memory()
+    needed, free = 4 * count.parameters(trained.arch), host_memory.free()
     if needed > free:
         log.warning(
             "skipped comparing the logits of %s with transformers: "
@@ -253,25 +253,6 @@ def compare(folder: Path, trained: Trained) -> None:
         return
     difference = check_import(folder, trained)
     log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
-
-
-def _free_memory() -> int:
-    """Return the bytes of host memory that are available, below the limits of all cgroups (v2).
-
-    A Slurm job or a container may use much less than the machine has.
-    """
-    import psutil
-
-    free, root = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    try:
-        cgroup = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-    except OSError:  # no Linux
-        return free
-    for folder in (root / cgroup, *(root / cgroup).parents):
-        with suppress(OSError, ValueError):  # no limit, or outside of the cgroups
-            limit = int((folder / "memory.max").read_text())
-            free = min(free, limit - int((folder / "memory.current").read_text()))
-    return free
 
 
 def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:

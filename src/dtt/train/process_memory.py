@@ -11,10 +11,15 @@ import psutil
 import torch
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base import host_memory
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.log import log
+from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
+from dtt.model import count
+from dtt.model.architecture import Architecture
+from dtt.train.precision import Precision
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of `ru_maxrss` of `getrusage`."""
@@ -64,6 +69,37 @@ def most_held(device: torch.device) -> int:
 
 def _gb(size: int) -> float:
     return round(size / 1e9, 3)
+
+
+def check_memory(
+    cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Precision, world: World
+) -> None:
+    """Raise EnvironmentUnfit if the model cannot fit, before any of it is allocated.
+
+    Counts only what every run holds at once: weights, gradients and optimizer state, sharded over
+    the mesh, against all memory of the device. So a run that fits is never refused; one that is not
+    refused may still run out of memory. On a CPU the processes of this machine share its memory.
+    """
+    # Muon keeps one number per weight of a hidden matrix, AdamW two per weight.
+    copies = 2 + (1 if cfg.optim.type == "muon" else 2)
+    shards = sizes.shard * sizes.context * sizes.tensor
+    needed = copies * precision.weights.itemsize * count.parameters(arch) // shards
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        has = int(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        needed *= world.ranks.local_size
+        has = host_memory.total()
+    if needed > has:
+        raise EnvironmentUnfit(
+            f"the model does not fit into the memory of this {'GPU' if on_gpu else 'machine'}",
+            where="model",
+            why=f"{count.parameters(arch) / 1e6:,.0f}M parameters take at least "
+            f"{needed / 1e9:,.0f} GB with gradients and optimizer state, and there are "
+            f"{has / 1e9:,.0f} GB",
+            next="a smaller model (model.dim, model.n_layers, model.ffn_dim, model.vocab_size), "
+            "or more devices with parallel.shard=-1; dtt plan shows what fits",
+        )
 
 
 @contextmanager

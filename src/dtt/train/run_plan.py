@@ -20,6 +20,7 @@ from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
 from dtt.train.precision import Precision, choose
+from dtt.train.process_memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class RunPlan:
 
 
 def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
-    """Resolve a run for its data and devices; raise ConfigError if they do not fit the config."""
+    """Resolve a run for its data and devices; raise DttError if they do not fit the config."""
     train, stages = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
     compatibility.check_batches(train, sizes.data)
@@ -98,6 +99,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
     arch = scaling.arch
     check_mesh(sizes, arch, train)
     precision = choose(train.precision, world.device)
+    check_memory(cfg, arch, sizes, precision, world)
     return RunPlan(
         sizes=sizes,
         scaling=scaling,

@@ -273,7 +273,7 @@ def restore_rng(
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the random number generators, used for dropout only, differently on every rank."""
-    torch.manual_seed(seed * 1_000_003 + rank)
+    torch.manual_seed((seed * 1_000_003 + rank) % 2**63)  # torch takes no larger seed
 
 
 def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:

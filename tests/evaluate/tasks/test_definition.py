@@ -152,8 +152,6 @@ def test_a_mistake_is_reported_with_its_line_beside_all_others(lines: str, tmp_p
         ("prompt: !!binary aGk=", "tags"),
         ("[" * 5000, "nested too deeply"),
         ("prompt: " + "x" * 70_000, "more than 65,536 bytes"),
-        ("gold: " + "9" * 5000, "4300"),
-        ("gold: 2001-99-99", "month"),
         ('prompt: "\\ud800"', "surrogates"),
         ("prompt: \0", "not YAML"),
         ("a: b: c", "not YAML"),
@@ -161,7 +159,7 @@ def test_a_mistake_is_reported_with_its_line_beside_all_others(lines: str, tmp_p
         ("extends: other.yaml", "cannot extend"),
         ("<<: {a: 1}", "merge keys"),
         ("", "data: field required"),
-        ("a: 1\na.b: 2\ntype: cloze", "unknown key"),
+        ("a: 1\na.b: 2\ntype: cloze", "a appears twice"),
     ],
 )
 def test_yaml_that_is_not_a_plain_small_mapping_is_refused(

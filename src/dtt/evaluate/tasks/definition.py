@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
-from dtt.config import load, source
+from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.patterns import pattern_problem, replacement_problem
@@ -308,7 +308,7 @@ def _suite(value: Any, origin: str, folder: Path) -> Iterator[Task]:
         raise ConfigError("a suite is a list of tasks", where=origin, next="tasks: [hellaswag]")
     for given in value:
         values = given if isinstance(given, Mapping) else {"task": given}
-        entry, problems = load.validate(SuiteEntry, values)
+        entry, problems = validation.validate(SuiteEntry, values)
         if entry is None:
             key, why = problems[0]
             raise ConfigError(
@@ -338,7 +338,7 @@ def _task(layer: Layer, path: Path) -> Task:
     """Return the task of a definition; paths in it are relative to the folder of `path`."""
     if not NAME.fullmatch(path.stem):
         raise _bad_name(path.stem, str(path))
-    task, problems = load.validate(Task, source.nested(source.merge([layer])))
+    task, problems = validation.validate(Task, source.nested(source.merge([layer])))
     if ("name",) in layer:
         problems.append((("name",), "is that of the file; rename the file instead"))
     if task is None or problems:
@@ -368,13 +368,15 @@ def _read(path: Path) -> Layer:
     Raises ConfigError for YAML that is large, deep, or uses aliases and tags: an alias can expand
     a kilobyte to gigabytes.
     """
+    # `gold: 1.5` is no template but an index gone wrong, so `gold` does not count as text.
+    texts = {key: types for key, types in explain.texts(Task).items() if int not in types}
     try:
         text = read_small(path, MAX_BYTES).decode()
         _check_events(text, path)
-        extends, layer = source.read_file(path)
+        extends, layer = source.read_file(path, texts)
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
-    except (ValueError, OverflowError) as error:  # also of YAML's dates and integers
+    except ValueError as error:  # text that is not UTF-8, or a lone surrogate
         raise ConfigError(f"cannot read {path}", why=str(error), next="write plain text") from None
     if extends:
         raise ConfigError(f"{path}: a task cannot extend a file", next="write its keys out")

@@ -1,0 +1,141 @@
+"""Validation of plain values as a section, with a reason in words for each invalid one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dtt.config import explain, source
+from dtt.config.base import Section
+from dtt.config.source import Key
+
+Problem = tuple[Key, str]
+"""A key and the reason why its value is invalid."""
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def validate(
+    cls: type[SectionT], values: Mapping[str, Any]
+) -> tuple[SectionT | None, list[Problem]]:
+    """Validate nested plain values as a `cls`; return (section, []) or (None, all problems)."""
+    try:
+        # Validate as JSON: strict mode then accepts a list for a tuple and a string for a path.
+        section = cls.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        return None, _describe_all(cls, values, error)
+    problems = list(_walk(section))
+    return (None if problems else section), problems
+
+
+def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    for name, why in section.problems():
+        yield (*key, *name.split(".")), why
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Section):
+                yield from _walk(inner, (*key, name))
+
+
+def _describe_all(cls: type[Section], values: Any, error: ValidationError) -> list[Problem]:
+    """Convert pydantic's errors to problems, one for each value.
+
+    For a union without tags, pydantic reports why the value fits none of its members. Only the
+    member that the value comes closest to is of interest: the one whose error is deepest, or else
+    the ones whose type it has.
+    """
+    problems: list[Problem] = []
+    unions: dict[Key, list[tuple[Key, ErrorDetails]]] = {}
+    for details in error.errors():
+        key, union = _locate(values, details["loc"])
+        if union is None:
+            problems.append(_describe(cls, values, key, details))
+        else:
+            unions.setdefault(union, []).append((key, details))
+    for members in unions.values():
+        depth = max(len(key) for key, _ in members)
+        closest = [(key, d) for key, d in members if len(key) == depth]
+        fitting = [(key, d) for key, d in closest if not d["type"].endswith(("_type", "_parsing"))]
+        whys: dict[Key, str] = {}
+        for key, why in (_describe(cls, values, key, d) for key, d in fitting or closest):
+            other = whys.get(key, "").partition(" (got ")[0]
+            whys[key] = f"{other} or {why}" if other else why
+        problems += whys.items()
+    return problems
+
+
+def _locate(values: Any, loc: Sequence[str | int]) -> tuple[Key, Key | None]:
+    """Return the key of an error, and that of the union it is in, if it is one without tags.
+
+    `loc` also contains the tag of each tagged section and the name of a union's member.
+    """
+    key: list[str] = []
+    union: Key | None = None
+    inner, tag = values, True
+    for i, part in enumerate(loc):
+        # The tag comes before the key in its section, and may be the name of one: data.tokens.
+        if isinstance(inner, dict) and tag and part == inner.get("type"):
+            tag = False
+            continue
+        last = i == len(loc) - 1
+        known = part in inner if isinstance(inner, dict) else isinstance(part, int)
+        if isinstance(part, str) and not known and (not isinstance(inner, dict) or not last):
+            union = tuple(key)
+            continue
+        key.append(str(part))
+        tag = True
+        if isinstance(inner, dict):
+            inner = inner.get(part)
+        elif isinstance(inner, list) and isinstance(part, int):
+            inner = inner[part] if part < len(inner) else None
+    return tuple(key), union
+
+
+def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) -> Problem:
+    """Return the key of a pydantic error, and the reason in words."""
+    dotted, given = ".".join(key), error["input"]
+    shown = "" if isinstance(given, dict) else f" (got {_shown(given)})"
+    match error["type"]:
+        case "extra_forbidden":
+            general = ".".join(name for name in key if not name.isdigit())  # of any list entry
+            close = explain.nearest(general, cls, entries=general != dotted)
+            shown = ""
+            why = "unknown key" + (f"; did you mean {close}?" if close else "")
+            if close == general:  # a key of another variant of this section
+                why = "is for another {} than {}".format(*explain.tagged(values, key))
+        case "union_tag_invalid":
+            dotted += ".type"
+            shown = f" (got {error['ctx']['tag']!r})"
+            why = f"must be one of {error['ctx']['expected_tags']}"
+        case "union_tag_not_found":
+            dotted, why, shown = f"{dotted}.type", "is missing: it selects the variant", ""
+        case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections():
+            why = f"is a section: set its keys, such as {dotted}.KEY=VALUE"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            why = "must be names and values, such as {name: value}"
+        case "tuple_type":
+            why = "must be a list, such as [a, b]"
+        case "too_long":
+            why = f"takes at most {error['ctx']['max_length']} values"
+        case "missing" if isinstance(given, list):
+            why = "is missing: the list is too short"
+        case "int_parsing" | "int_type" | "float_type" if _leading_zero(given):
+            why = "a number is written without leading zeros"
+        case _:
+            why = error["msg"][0].lower() + error["msg"][1:]
+    return tuple(dotted.split(".")), why + shown
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it, cut to a line: text in quotes, the rest as in YAML."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _leading_zero(value: Any) -> bool:
+    return isinstance(value, str) and source.LEADING_ZERO.match(value) is not None

@@ -1,0 +1,85 @@
+"""A model that cannot fit is refused before any of it exists; one that may fit never is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtt.base import host_memory
+from dtt.base.errors import EnvironmentUnfit
+from dtt.base.ranks import Ranks
+from dtt.config.load import resolve
+from dtt.config.parallel import Sizes
+from dtt.mesh.dist import World
+from dtt.model import count
+from dtt.model.scaling import scaled
+from dtt.train.precision import Precision
+from dtt.train.process_memory import check_memory
+
+WHOLE = Sizes()
+ALONE = World(Ranks(), torch.device("cpu"), None)
+
+
+def check(
+    share: float,
+    *arguments: str,
+    world: World = ALONE,
+    sizes: Sizes = WHOLE,
+    precision: Precision = Precision.FP32,
+    copies: int = 4,
+) -> None:
+    """Check a model whose weights, gradients and optimizer state take a share of all memory."""
+    cfg = resolve(None, ["model.dim=1024", "optim.type=adamw", *arguments], env={}).config
+    arch = scaled(cfg, 64).arch
+    fixed = count.parameters(replace(arch, vocab_size=0))
+    weights = share * host_memory.total() / (precision.weights.itemsize * copies)
+    rows = (weights - fixed) / (2 * arch.dim)
+    check_memory(cfg, replace(arch, vocab_size=int(rows)), sizes, precision, world)
+
+
+def test_the_limit_is_all_memory_of_the_machine() -> None:
+    check(0.99)
+    with pytest.raises(EnvironmentUnfit) as error:
+        check(1.01)
+    text = str(error.value)
+    assert "does not fit into the memory of this machine" in text
+    assert f"there are {host_memory.total() / 1e9:,.0f} GB" in text
+    assert "model.dim, model.n_layers" in text
+
+
+def test_muon_keeps_one_number_per_weight_and_bf16_weights_are_half_as_large() -> None:
+    check(0.99, "optim.type=muon", copies=3)
+    check(0.99, precision=Precision.PURE_BF16)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.01, "optim.type=muon", copies=3)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.01, precision=Precision.PURE_BF16)
+
+
+def test_shards_are_counted_and_processes_of_a_machine_share_its_memory() -> None:
+    two = World(Ranks(size=2, local_size=2), torch.device("cpu"), None)
+    with pytest.raises(EnvironmentUnfit):
+        check(0.6, world=two, sizes=Sizes(replicate=2))
+    check(0.99, world=two, sizes=Sizes(shard=2))
+    check(0.99, world=two, sizes=Sizes(tensor=2))
+    apart = World(Ranks(size=8, local_size=1), torch.device("cpu"), None)
+    check(7.9, world=apart, sizes=Sizes(shard=8))
+    with pytest.raises(EnvironmentUnfit):
+        check(8.1, world=apart, sizes=Sizes(shard=8))
+
+
+def test_the_limit_of_a_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of cgroups is another one, as in a container; the files are those of Linux."""
+    if not Path("/proc/self/cgroup").exists():
+        pytest.skip("cgroups are a part of Linux")
+    everything = host_memory.total()
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.total() >= everything
+    (tmp_path / "memory.max").write_text(f"{10**9}\n")
+    (tmp_path / "memory.current").write_text(f"{4 * 10**8}\n")
+    assert host_memory.free() == 6 * 10**8
+    assert 10**9 <= host_memory.total() < everything
