@@ -10,8 +10,9 @@
         assert hub.repos["dataset", "org/name"].files == {...}
         assert hub.requests == ["HEAD /datasets/org/name/resolve/…", …]
 
-It serves: who am I, create, preupload, LFS upload, commit, repository info, tree, paths-info, and
-whole-file or ranged reads. A repository can be private (needs the token) or gated (always refused).
+It serves: who am I, create, branches, preupload, LFS upload, commit, repository info, tree,
+paths-info, and whole-file or ranged reads. A repository can be private (needs the token) or gated
+(always refused).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
@@ -32,11 +34,14 @@ TOKEN = "hf_" + "loopback" * 4
 
 @dataclass
 class Repo:
-    """One repository: its files at `main`, and who may read it."""
+    """One repository: its files at `main`, its other branches, and who may read it."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     private: bool = False
     gated: bool = False
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """The files of each branch other than `main`."""
+    tags: set[str] = field(default_factory=set)
 
     @property
     def commit(self) -> str:
@@ -107,6 +112,8 @@ _ROUTES: list[tuple[str, str, str]] = [
     ("GET", r"/api/whoami-v2", "whoami"),
     ("POST", r"/api/repos/create", "create"),
     ("POST", r"/api/validate-yaml", "validate_yaml"),
+    ("POST", rf"{_API}/branch/(?P<branch>[^/]+)", "branch"),
+    ("GET", rf"{_API}/refs", "refs"),
     ("POST", rf"{_API}/preupload/(?P<revision>[^/]+)", "preupload"),
     ("POST", rf"{_API}/commit/(?P<revision>[^/]+)", "commit"),
     ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", "paths_info"),
@@ -138,9 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
         method = {"HEAD": "READ"}.get(self.command, self.command)
         try:
             for verb, pattern, name in _ROUTES:
-                match = re.fullmatch(pattern, unquote(url.path))
+                match = re.fullmatch(pattern, url.path)
                 if match and (verb == method or (verb == "READ" and method == "GET")):
-                    getattr(self, f"_{name}")(**match.groupdict())
+                    parts = {k: v and unquote(v) for k, v in match.groupdict().items()}
+                    getattr(self, f"_{name}")(**parts)
                     return
             raise _Answer(404, f"no route {self.command} {url.path}")
         except _Answer as answer:
@@ -178,6 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Answer(
                 401 if not self._signed_in() else 404, "Repository not found", "RepoNotFound"
             )
+        if revision in found.branches:
+            return Repo(found.branches[revision], found.private, found.gated)
         if revision not in (None, "main", found.commit):
             raise _Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return found
@@ -208,27 +218,44 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._json(url)
 
+    def _branch(self, kind: str, repo: str, branch: str) -> None:
+        self._may_write()
+        found = self._repo(kind, repo)
+        if re.search(r"^refs/|^[-./]|\.\.|[\s~^:?*\[\\]|[/.]$|\.lock$", branch):
+            raise _Answer(400, f"Invalid reference for a branch: {branch}")
+        if branch in {"main", *found.branches, *found.tags}:
+            raise _Answer(409, "Reference already exists")
+        found.branches[branch] = dict(found.files)
+        self._json({}, 201)
+
+    def _refs(self, kind: str, repo: str) -> None:
+        found = self._repo(kind, repo)
+
+        def refs(folder: str, names: Iterable[str]) -> list[dict[str, str]]:
+            ref = {"targetCommit": found.commit}
+            return [ref | {"name": name, "ref": f"refs/{folder}/{name}"} for name in names]
+
+        branches = refs("heads", ["main", *found.branches])
+        self._json({"branches": branches, "tags": refs("tags", found.tags), "converts": []})
+
     def _validate_yaml(self) -> None:
         self._json({"errors": [], "warnings": []})
 
     def _preupload(self, kind: str, repo: str, revision: str) -> None:
         self._may_write()
-        self._repo(kind, repo, revision)
+        found = self._repo(kind, repo, revision)
         asked = json.loads(self.body)["files"]
-        large = (".safetensors", ".bin", ".parquet")
-        self._json(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(large) else "regular",
-                        "shouldIgnore": False,
-                        "oid": None,
-                    }
-                    for file in asked
-                ]
-            }
-        )
+
+        def entry(path: str) -> dict[str, Any]:
+            large = path.endswith((".safetensors", ".bin", ".parquet"))
+            content, oid = found.files.get(path), None
+            if content is not None:  # the client leaves out what is there already
+                blob = b"blob %d\0" % len(content) + content
+                oid = (hashlib.sha256(content) if large else hashlib.sha1(blob)).hexdigest()
+            mode = "lfs" if large else "regular"
+            return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+
+        self._json({"files": [entry(file["path"]) for file in asked]})
 
     def _lfs_batch(self, kind: str | None, repo: str) -> None:
         self._may_write()
@@ -254,6 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
                 found.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 found.files[value["path"]] = self.hub.uploaded[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del found.files[value["path"]]
         url = f"{self.hub.endpoint}/{repo}/commit/{found.commit}"
         self._json({"success": True, "commitOid": found.commit, "commitUrl": url})
 

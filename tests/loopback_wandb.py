@@ -23,6 +23,8 @@ class Run:
     name: str
     group: str | None
     job_type: str | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -121,12 +123,13 @@ class LoopbackWandb:
                 return {"project": {"run": self._public(variables)}}
             case "RunHistoryKeys":
                 rows = self.runs[self._path(variables)].history
-                return {"project": {"run": {"historyKeys": {"lastStep": len(rows) - 1}}}}
+                last = rows[-1]["_step"] if rows else -1
+                return {"project": {"run": {"historyKeys": {"lastStep": last}}}}
             case "RunParquetHistory":
                 live = {"parquetUrls": [], "liveData": [{"_step": 0}]}
                 return {"project": {"run": {"parquetHistory": live}}}
-            case "SampledHistoryPage":
-                return {"project": {"run": {"sampledHistory": [self._sampled(variables)]}}}
+            case "HistoryPage":
+                return {"project": {"run": {"history": self._page(variables)}}}
             case "Runs":
                 edges = [{"node": node, "cursor": ""} for node in self._listed(variables)]
                 page = {"endCursor": None, "hasNextPage": False}
@@ -168,23 +171,26 @@ class LoopbackWandb:
         if run is None:
             return None
         return {
-            "id": self._path(variables), "projectId": "1", "name": run_id, "tags": [],
-            "displayName": run.name, "jobType": run.job_type,
+            "id": self._path(variables), "projectId": "1", "name": run_id, "tags": run.tags,
+            "displayName": run.name, "jobType": run.job_type, "group": run.group,
+            "notes": run.notes,
             "sweepName": None, "state": "finished", "config": json.dumps(run.config),
-            "summaryMetrics": json.dumps(run.summary), "historyLineCount": len(run.history),
+            "summaryMetrics": self._as_stored(run.summary), "historyLineCount": len(run.history),
             "user": {"name": "me", "username": "me"}, "historyKeys": None,
         }  # fmt: skip
 
-    def _sampled(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows from a step to another, inclusive, that have all of some keys."""
-        spec = json.loads(variables["spec"])
+    def _page(self, variables: dict[str, Any]) -> list[str]:
+        """The rows from a step to another, exclusive; a sample of them if that is too small."""
         rows = self.runs[self._path(variables | {"name": variables["run"]})].history
-        return [
-            {key: row[key] for key in spec["keys"]}
-            for row in rows
-            if spec["minStep"] <= row["_step"] <= spec["maxStep"]
-            and set(spec["keys"]) <= row.keys()
-        ]
+        wanted = range(variables["minStep"], variables["maxStep"])
+        page = [self._as_stored(row) for row in rows if row["_step"] in wanted]
+        return page[:: -(-len(page) // variables["pageSize"]) or 1]
+
+    @staticmethod
+    def _as_stored(row: dict[str, Any]) -> str:
+        """JSON as databases keep it, with strings for numbers that are not finite."""
+        values = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+        return json.dumps({name: values.get(str(value), value) for name, value in row.items()})
 
     def _listed(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
         """The runs of a project whose ids match the filter, in no useful order."""
@@ -195,12 +201,17 @@ class LoopbackWandb:
         return [run for run in found if run is not None][::-1]
 
     def _upsert(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables.get("summaryMetrics"):  # from the public API
+            self.runs[variables["id"]].summary = json.loads(variables["summaryMetrics"])
+            return {"bucket": {"id": variables["id"]}}
         path = self._path(variables)
         if path in self.deleted:
             raise ValueError(f"run {path} was previously created and deleted")
         inserted = path not in self.runs
         run = self.runs.setdefault(path, Run(variables["displayName"], variables["groupName"]))
         run.job_type = variables["jobType"] or run.job_type
+        run.tags = variables["tags"] or run.tags
+        run.notes = variables["notes"] or run.notes
         if variables.get("config"):
             run.config = json.loads(variables["config"])
         run.opened += variables["displayName"] is not None

@@ -55,7 +55,8 @@ def test_the_page_plans_the_steps_of_the_recipe() -> None:
     [steps] = [one for one in recipe.overrides if one.startswith("train.steps=")]
     page = (ROOT / "docs/bench.md").read_text()
     for gpus in (1, 8):
-        line = f"dtt plan -c {recipe.config} {steps} --gpu H100 --nodes 1 --gpus-per-node {gpus}"
+        devices = f"launch.nodes=1 launch.gpus_per_node={gpus}"
+        line = f"dtt plan -c {recipe.config} {steps} --gpu H100 {devices}"
         assert f"{line}\n" in page
     assert "4,400 steps" in page
 

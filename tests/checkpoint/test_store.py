@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -21,10 +22,11 @@ import pytest
 import torch
 
 import dtt
+from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint, manifest_text
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base import reading
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
@@ -448,3 +450,38 @@ def test_an_adopted_checkpoint_is_verified_and_outlives_its_first_job(
     assert store.newest(tmp_path / "child") == adopted
     assert {name: (adopted.path / name).read_bytes() for name in FILES} == content
     assert [path.name for path in (tmp_path / "child").iterdir()] == ["step-000005"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "option", "expected"),
+    [
+        ("a", None, ("a", None)),
+        ("a", 5, ("a", 5)),
+        ("a@5", None, ("a", 5)),
+        ("a@5", 5, ("a", 5)),
+        ("a@005", None, ("a", 5)),
+        ("a@5", 6, ConfigError("a@5 names another step than 6")),
+        ("a@", None, InputError("a@ does not name a step")),
+        ("a@x", None, InputError("a@x does not name a step")),
+        ("a@-5", None, InputError("a@-5 does not name a step")),
+        ("a@²", None, InputError("a@² does not name a step")),
+        ("b@2", None, ("b@2", None)),  # a job of this name exists
+        ("b@2@3", None, ("b@2", 3)),
+    ],
+)
+def test_a_reference_and_an_option_name_the_same_step(
+    reference: str,
+    option: int | None,
+    expected: tuple[str, int | None] | DttError,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    JobDir(Path("b@2")).root.mkdir()
+    JobDir(Path("b@2")).config.touch()
+    if isinstance(expected, DttError):
+        with pytest.raises(type(expected), match=re.escape(str(expected))):
+            store.parse(reference, option)
+    else:
+        folder, step = store.parse(reference, option)
+        assert (str(folder.parent), step) == expected

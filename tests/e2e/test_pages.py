@@ -79,8 +79,8 @@ VERDICT = Case(
     },
     instead={
         "coord-check -c": "coord-check --widths 32,64 -c",
-        "transfer": "transfer --widths 16,32 --steps 4 --no-compare",
-        "--steps 200": "",
+        "transfer": "transfer --widths 16,32 --no-compare train.steps=4",
+        "train.steps=200": "",
     },
 )
 """A model that has learned for a few steps may pass or fail a check of muP."""
@@ -141,6 +141,7 @@ CASES = {
     # No server of Weights & Biases can be reached.
     "dtt wandb jobs/stories": NO_WANDB,
     "dtt wandb jobs/lr/* --project sweeps --json": NO_WANDB,
+    "dtt wandb --from team/old/1a2b3c4d --entity team --project new": NO_WANDB,
     # They talk to a job that trains, or to one that Slurm has.
     "dtt job stop jobs/stories": RUNNING,
     "dtt job stop jobs/run": RUNNING,
@@ -159,7 +160,8 @@ CASES = {
     "dtt eval jobs/run --tasks arc_easy --watch": Case((75, 130), interrupt=True),
     # It has a number of steps of its own; and this checkpoint has been set aside by a line before.
     "dtt sweep submit quickstart-lr --local 2": Case(),
-    "dtt export jobs/stories --step 4500 --out exports/stories-4500": LAST_STEP,
+    "dtt export jobs/stories@4500 --out exports/stories-4500": LAST_STEP,
+    "dtt export jobs/stories@4500 --upload org/stories --revision step-4500": LAST_STEP,
 }
 
 

@@ -29,10 +29,11 @@ def planned(
     price: float | None = None,
 ) -> tuple[dict[str, object], str]:
     """The JSON, and the screen."""
-    cfg = resolve(None, [*RUN, *arguments]).config
+    devices = (f"launch.nodes={nodes}", f"launch.gpus_per_node={gpus_per_node}")
+    cfg = resolve(None, [*RUN, *devices, *arguments]).config
     said = []
     for as_json in (True, False):
-        plan.run(cfg, gpu, nodes, gpus_per_node, price, probe=False, as_json=as_json)
+        plan.run(cfg, gpu, price, probe=False, as_json=as_json)
         said.append(capsys.readouterr().out)
     return json.loads(said[0]), said[1]
 
@@ -55,7 +56,7 @@ def test_without_data_the_plan_uses_the_configuration(
 
 
 def test_a_plan_needs_only_a_dataset_name(dtt: Dtt) -> None:
-    plan = dtt("plan", "-d", "tinystories", "--gpu", "H100", "--gpus-per-node", "8", "--json")
+    plan = dtt("plan", "-d", "tinystories", "--gpu", "H100", "launch.gpus_per_node=8", "--json")
     assert json.loads(plan.stdout)["parameters"] > 0
     assert "plan requires a config" in dtt("plan", "--gpu", "H100", expect=2).stderr
 
@@ -101,9 +102,9 @@ def test_llama_3_8b_with_fp32_masters_takes_128_gb_of_state(
         "train.global_batch_tokens=4096", f"train.precision={precision}",
     ]  # fmt: skip
     cfg = resolve("models/llama3-8b", alone).config
-    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=True)
+    plan.run(cfg, gpu, None, probe=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
-    plan.run(cfg, gpu, 1, 1, None, probe=False, as_json=False)
+    plan.run(cfg, gpu, None, probe=False, as_json=False)
     screen = capsys.readouterr().out
     assert facts["fits"] == fits
     assert ("does not fit" in screen) != fits
@@ -136,7 +137,7 @@ def test_the_report_names_the_published_speed(
 def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt) -> None:
     said = dtt(
         "plan", *RUN, "model.vocab_size=512", "train.global_batch_tokens=512", "--gpu", "cpu",
-        "--gpus-per-node", "1", "--probe", "--json",
+        "launch.gpus_per_node=1", "--probe", "--json",
     )  # fmt: skip
     facts = json.loads(said.stdout)
     assert facts["gpu"] == "CPU"
@@ -145,9 +146,9 @@ def test_the_command_plans_for_this_machine_and_measures_its_own_error(dtt: Dtt)
 
 
 def test_a_probe_of_several_devices_is_refused() -> None:
-    cfg = resolve(None, [*RUN, "model.vocab_size=512"]).config
+    cfg = resolve(None, [*RUN, "model.vocab_size=512", "launch.gpus_per_node=8"]).config
     with pytest.raises(ConfigError, match="--probe requires a plan for one device"):
-        plan.run(cfg, "H100", 1, 8, None, probe=True, as_json=False)
+        plan.run(cfg, "H100", None, probe=True, as_json=False)
 
 
 @pytest.mark.gpu
@@ -155,7 +156,7 @@ def test_a_probe_of_several_devices_is_refused() -> None:
 def test_the_plan_of_a_gpu_is_near_what_it_measures(dtt: Dtt) -> None:
     said = dtt(
         "plan", "-c", "models/gpt2-124m", "train.seq_len=1024", "train.micro_batch=8",
-        "train.global_batch_tokens=8192", "--gpus-per-node", "1", "--probe", "--json",
+        "train.global_batch_tokens=8192", "launch.gpus_per_node=1", "--probe", "--json",
     )  # fmt: skip
     facts = json.loads(said.stdout)
     parts = facts["memory"]

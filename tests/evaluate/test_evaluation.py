@@ -28,6 +28,7 @@ from ranks import on_ranks
 from running import Dtt
 from tiny_job import make_model, make_tokenizer, write_chat_job, write_checkpoint, write_job
 
+from dtt.evaluate.run import with_keys
 from dtt.evaluate.tasks.result_files import read
 from dtt.model.decoder import Decoder
 
@@ -118,7 +119,7 @@ def test_a_result_belongs_to_its_model_its_task_and_its_options(dtt: Dtt, job: P
         file(source=f"{job}@5"),
         file("--shots", 2),
         file("--limit", 7),
-        file("--bos", "always"),
+        file("eval.bos=always"),
     ]
     rows = dtt.folder / "sums.jsonl"
     rows.write_text(rows.read_text().replace("one", "1"))
@@ -246,12 +247,28 @@ MISTAKES = [
     (["jobs/tiny", "--tasks", "no-such-task"], 2, "no task or suite"),
     (["jobs/tiny", "--tasks", "sums.yaml", "--step", "7"], 66, "there are: 5, 10"),
     (["jobs/tiny", "--tasks", "sums.yaml", "--step", "x"], 2, "--step x is not a step"),
-    (["jobs/tiny@5", "--tasks", "sums.yaml", "--step", "5"], 2, "names a step"),
+    (["jobs/tiny@5", "--tasks", "sums.yaml", "--step", "6"], 2, "names another step than 6"),
     (["jobs/tiny", "--tasks", "sums.yaml", "--ema"], 66, "no moving average"),
     (["jobs/tiny", "--tasks", "sums.yaml", "--chat"], 2, "has no chat template"),
     (["jobs/nothing", "--tasks", "sums.yaml"], 66, "no model in jobs/nothing"),
     (["compare", "jobs/tiny"], 2, "takes one model, or `compare` and two"),
+    (["jobs/tiny", "piqa", "copa"], 2, "dtt eval jobs/tiny --tasks piqa,copa"),
+    (["jobs/tiny@5", "jobs/tiny@10"], 2, "dtt eval compare JOB[@STEP] JOB[@STEP]"),
+    (["jobs/tiny@5", "--step", "all", "--tasks", "sums.yaml"], 2, "contradict each other"),
+    (["jobs/tiny@5", "--watch", "--tasks", "sums.yaml"], 2, "jobs/tiny@5 is one checkpoint"),
+    (["jobs/tiny", "eval.bos=allways"], 2, "eval.bos"),
+    (["jobs/tiny", "eval.bus=always"], 2, "eval.bos"),
+    (["jobs/tiny", "eval.every=5"], 2, "does not read eval.every"),
+    (["jobs/tiny", "train.steps=5"], 2, "does not read train.steps"),
+    (["jobs/tiny", "--limit", "3", "eval.limit=4"], 2, "--limit and eval.limit are both given"),
 ]
+
+
+def test_a_key_may_remove_what_the_configuration_of_the_job_sets() -> None:
+    assert with_keys(["jobs/a", "eval.limit=null"], {"limit": None}) == (
+        ["jobs/a"],
+        {"limit": None},
+    )
 
 
 @pytest.mark.parametrize(("arguments", "code", "why"), MISTAKES, ids=lambda value: str(value)[:40])
@@ -311,7 +328,7 @@ def test_ranks_of_torchrun_evaluate_together_and_rank_0_prints(dtt: Dtt, job: Pa
 
 def test_a_stop_request_ends_it_and_the_same_command_continues(dtt: Dtt, job: Path) -> None:
     write_tasks(dtt.folder, questions=4000)
-    process = dtt.start("eval", job, "--tasks", "sums.yaml", "--json", "--batch-tokens", "512")
+    process = dtt.start("eval", job, "--tasks", "sums.yaml", "--json", "eval.batch_tokens=512")
     lock = dtt.folder / job / "evals/step-000010"
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in lock.glob("sums-*.jsonl")):

@@ -127,7 +127,7 @@ def test_without_any_checkpoint_left_nothing_is_reported_as_done(job: Path) -> N
 def test_a_lost_rank_is_not_a_bug(dtt: Dtt, job: Path) -> None:
     write_tasks(dtt.folder, questions=4000)
     ranks = forked_runs.start(
-        dtt, "eval", job, "--tasks", "sums.yaml", "--batch-tokens", "512", ranks=2
+        dtt, "eval", job, "--tasks", "sums.yaml", "eval.batch_tokens=512", ranks=2
     )
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in (dtt.folder / job).glob("evals/*/sums-*.jsonl")):

@@ -65,7 +65,7 @@ def test_an_answer_ends_at_the_end_of_a_document_or_at_the_limit_too(dtt: Dtt) -
     write_checkpoint(job, 30, says={newline: a, a: a})
     (stopped,) = answers(dtt, f"{job}@20", "x\n")
     assert (stopped["content"], stopped["finish_reason"]) == ("a", "stop")
-    (limited,) = answers(dtt, job, "x\n", "--max-tokens", 5)
+    (limited,) = answers(dtt, job, "x\n", "--max-new-tokens", 5)
     assert (limited["content"], limited["finish_reason"]) == ("aaaaa", "length")
     (full,) = answers(dtt, job, "x\n")
     assert (full["content"], full["finish_reason"]) == (
@@ -80,7 +80,7 @@ def test_answers_with_a_cache_equal_those_of_transformers_without(dtt: Dtt) -> N
     tokenizer = transformers.AutoTokenizer.from_pretrained(dtt.folder / "exports/tiny")
     model = transformers.AutoModelForCausalLM.from_pretrained(dtt.folder / "exports/tiny")
     questions = ["one", "two?", 'Grüße <|im_end|> {"a"}', "four"]
-    options = ("--system", "Be brief.", "--max-tokens", 24)
+    options = ("--system", "Be brief.", "--max-new-tokens", 24)
     given = answers(dtt, job, "\n".join(questions), *options)
     assert given == answers(dtt, "exports/tiny", "\n".join(questions), *options)
     messages = [{"role": "system", "content": "Be brief."}]
@@ -166,7 +166,7 @@ def test_an_answer_is_printed_on_terminals_that_cannot_show_it(dtt: Dtt) -> None
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(dtt: Dtt) -> None:
     job = write_chat_job(dtt.folder, "ok", seq_len=128)
     lines = "".join(f"{number}{'.' * 20}\n" for number in range(5))
-    options = ("--system", "S", "--max-tokens", 10)
+    options = ("--system", "S", "--max-new-tokens", 10)
     given = answers(dtt, job, lines, *options)
     assert [answer["dropped_messages"] for answer in given] == [0, 0, 2, 2, 2]
     last = TOKENIZER.decode(given[-1]["prompt_ids"])
@@ -177,7 +177,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(dtt: Dtt) -> None
 
 def test_a_seed_fixes_the_answers(dtt: Dtt) -> None:
     job = write_chat_job(dtt.folder)
-    options = ("chat", job, "--max-tokens", 20, "--top-p", 0.9, "--seed")
+    options = ("chat", job, "--max-new-tokens", 20, "--top-p", 0.9, "--seed")
     one, same, other = (dtt(*options, seed, stdin="x\ny\n").stdout for seed in (1, 1, 2))
     assert one == same != other
 
@@ -240,7 +240,7 @@ def test_a_base_model_converses_with_a_template_that_its_tokenizer_has(dtt: Dtt)
         (["jobs/tiny"], "x" * 250, 2, "the message is too long: 269 tokens"),
         (["jobs/tiny", "--system", "s" * 300], "x", 2, "too long"),
         (["jobs/tiny", "--temperature", "-1"], "x", 2, "--temperature"),
-        (["jobs/tiny", "--max-tokens", "0"], "x", 2, "--max-tokens"),
+        (["jobs/tiny", "--max-new-tokens", "0"], "x", 2, "--max-new-tokens"),
         (["jobs/tiny", "--top-p", "2"], "x", 2, "--top-p"),
         (["jobs/tiny", "--json"], '{"role": ', 66, "standard input, line 1"),
         (["jobs/tiny", "--json"], "[" * 10_000, 66, "a line is not JSON"),
@@ -376,7 +376,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_continues(tmp_path: Path) -
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")
     write_checkpoint(job, 20, says={newline: a, a: a})  # an answer without an end
-    with terminal(tmp_path, job, *GREEDY, "--max-tokens", 2**15, "--ids") as chat:
+    with terminal(tmp_path, job, *GREEDY, "--max-new-tokens", 2**15, "--ids") as chat:
         chat.wait_for("> ")
         chat.wait_for("(Ctrl-D or /quit ends the conversation)", press="\x03")
         chat.wait_for("> ")
@@ -422,7 +422,7 @@ def test_a_pipe_gets_text_while_it_is_generated_and_ctrl_c_ends_it(tmp_path: Pat
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")
     write_checkpoint(job, 20, says={newline: a, a: a})
-    command = [sys.executable, "-m", "dtt.main", "chat", job, "--max-tokens", 2**15]
+    command = [sys.executable, "-m", "dtt.main", "chat", job, "--max-new-tokens", 2**15]
     with subprocess.Popen(
         [*map(str, command), "--temperature", "0"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ from dtt.hf import export
 def run_export(
     job: Path, overrides: Sequence[str] = (), *, step: int | None = None, out: Path | None = None
 ) -> ExportManifest:
-    return export.run(job, overrides, step=step, out=out, upload=None, private=False)
+    return export.run(str(job), overrides, step=step, out=out, upload=None, private=False)
 
 
 @pytest.fixture
@@ -92,8 +92,17 @@ def test_an_invalid_upload_is_refused_before_the_export(job: Path, dtt: Dtt) -> 
         env["HF_TOKEN"] = hub.token
         done = dtt("export", "jobs/tiny", "--upload", "org/model", "--json", **env)
         assert json.loads(done.stdout)["url"] == f"{hub.endpoint}/org/model"
-        sent = hub.repos["model", "org/model"].files["model.safetensors"]
+        repo = hub.repos["model", "org/model"]
+        sent = repo.files["model.safetensors"]
         assert sent == Path("exports/tiny/model.safetensors").read_bytes()
+
+        more = ("--upload", "org/model", "--revision", "step-5")
+        dtt("export", "jobs/tiny@5", *more, "--json", **env)
+        branch = repo.branches["step-5"]
+        assert branch == {p.name: p.read_bytes() for p in Path("exports/tiny").iterdir()}
+        assert json.loads(branch["dtt_export.json"])["step"] == 5
+        assert "| Training | 5 steps, " in branch["README.md"].decode()
+        assert json.loads(repo.files["dtt_export.json"])["step"] == 10
 
 
 def test_a_repeated_export_writes_nothing(job: Path) -> None:
@@ -141,6 +150,15 @@ def test_an_export_of_another_job_is_refused(job: Path) -> None:
     with pytest.raises(ConfigError, match="the export of another job: theirs, step 5"):
         run_export(job)
     assert ExportManifest.read(out) == theirs
+
+
+def test_a_step_is_part_of_a_name_or_an_option_and_a_branch_needs_a_repository(
+    dtt: Dtt, job: Path
+) -> None:
+    dtt("export", "jobs/tiny@5")
+    assert ExportManifest.read(Path("exports/tiny")).step == 5
+    assert "names another step" in dtt("export", "jobs/tiny@5", "--step", 10, expect=2).stderr
+    assert "--upload" in dtt("export", "jobs/tiny", "--revision", "x", expect=2).stderr
 
 
 def test_a_missing_step_is_refused_with_a_list_of_steps(job: Path) -> None:

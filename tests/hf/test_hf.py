@@ -150,10 +150,10 @@ def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path)
     out = tmp_path / "run"
     export(trained, out)
     state = {name: value.clone() for name, value in trained.state.items()}
-    verify.check(out, state, trained.arch, trained.tokenizer)
+    verify.check(out, state, trained.arch, trained.open_tokenizer())
     state["layers.1.mlp.down.weight"][3, 5] += 0.2
     with pytest.raises(DamagedError, match="logits of random ids differ"):
-        verify.check(out, state, trained.arch, trained.tokenizer)
+        verify.check(out, state, trained.arch, trained.open_tokenizer())
 
 
 def test_a_model_that_has_diverged_publishes_nothing(llama: Trained, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_verification_finds_another_tokenizer(llama: Trained, tmp_path: Path) ->
     other["model"]["merges"] = []
     (out / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(DamagedError, match="AutoTokenizer returns different ids"):
-        verify.check(out, llama.state, llama.arch, llama.tokenizer)
+        verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_verification_finds_a_wrong_config(
     config = json.loads((out / "config.json").read_text())
     del config["rope_parameters"]
     (out / "config.json").write_text(json.dumps(config))
-    verify.check(out, llama.state, llama.arch, llama.tokenizer)
+    verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
     (out / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(DamagedError, match="reads a different architecture"):
-        verify.check(out, llama.state, llama.arch, llama.tokenizer)
+        verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
 
 
 def test_tied_models_are_saved_without_their_head(trained: Trained, tmp_path: Path) -> None:

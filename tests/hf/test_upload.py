@@ -12,22 +12,26 @@ UPLOAD = """
 import sys
 from pathlib import Path
 from dtt.base.errors import DttError
-from dtt.hf.upload import upload
+from dtt.hf.upload import prepare, upload
+folder, repo, revision = Path(sys.argv[1]), sys.argv[2], (sys.argv[3:] or [None])[0]
 try:
-    print(upload(Path(sys.argv[1]), sys.argv[2], private=True, message="run, step 7"))
+    prepare(repo, revision, private=True)
+    print(upload(folder, repo, revision, message="run, step 7"))
 except DttError as error:
     print(error)
     sys.exit(error.exit_code)
 """
 
 
-def upload(folder: Path, repo: str, endpoint: str, token: str | None) -> tuple[int, str]:
+def upload(
+    folder: Path, repo: str, endpoint: str, token: str | None, *revision: str
+) -> tuple[int, str]:
     """Upload in a process of its own: huggingface_hub reads its environment when imported."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
     env |= {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "none")}
     if token is not None:
         env["HF_TOKEN"] = token
-    command = [sys.executable, "-c", UPLOAD, str(folder), repo]
+    command = [sys.executable, "-c", UPLOAD, str(folder), repo, *revision]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout
@@ -52,6 +56,42 @@ def test_the_hub_receives_every_file_in_a_private_repository(folder: Path) -> No
         assert repo.files == sent
         assert repo.private
         assert upload(folder, "org/model", hub.endpoint, hub.token)[0] == 0
+        assert commits(hub) == 1, "nothing changed"
+
+
+def commits(hub: LoopbackHub) -> int:
+    return sum("/commit/" in request for request in hub.requests)
+
+
+def test_a_branch_holds_the_files_of_its_export_and_no_others(folder: Path) -> None:
+    main = {"model-00001-of-00002.safetensors": b"old", "chat_template.jinja": b"", "plot.png": b""}
+    with LoopbackHub() as hub:
+        repo = hub.add("model", "org/model", main)
+        for revision in ("step-400", "long/step-500", "step-400"):
+            (folder / "config.json").write_text(f'{{"{revision}": 1}}')
+            sent = {path.name: path.read_bytes() for path in folder.iterdir()}
+            url = f"{hub.endpoint}/org/model/tree/{revision}\n"
+            for _ in range(2):
+                assert upload(folder, "org/model", hub.endpoint, hub.token, revision) == (0, url)
+            assert repo.branches[revision] == sent | {"plot.png": b""}
+        assert (repo.files, commits(hub)) == (main, 2)
+        url = f"{hub.endpoint}/org/model/tree/main\n"
+        assert upload(folder, "org/model", hub.endpoint, hub.token, "main") == (0, url)
+        assert repo.files == sent | {"plot.png": b""}
+
+
+@pytest.mark.parametrize("revision", ["", "refs/pr/5", "a..b", "step 400", "-x", "a.lock", "v1"])
+def test_a_branch_that_the_hub_refuses_is_refused_before_an_upload(
+    folder: Path, revision: str
+) -> None:
+    with LoopbackHub() as hub:
+        repo = hub.add("model", "org/model", {})
+        repo.tags.add("v1")
+        code, text = upload(folder, "org/model", hub.endpoint, hub.token, revision)
+        assert (code, commits(hub), repo.branches) == (2, 0, {})
+    assert f"cannot upload to the branch {revision!r} of org/model" in text
+    says = {"": "it is empty", "v1": "it is a tag"}
+    assert says.get(revision, f"Invalid reference for a branch: {revision}") in text
 
 
 def test_a_missing_token_is_reported_with_how_to_get_one(folder: Path) -> None:
@@ -84,7 +124,7 @@ def test_an_unreachable_hub_is_named(folder: Path) -> None:
     code, text = upload(folder, "org/model", endpoint, token)
     assert code == 78
     assert f"cannot reach {endpoint}" in text
-    assert f"complete in {folder}" in text
+    assert "nothing was exported yet" in text
 
 
 def test_an_invalid_repository_name_is_refused(folder: Path) -> None:

@@ -61,13 +61,14 @@ def _facts(path: Path) -> dict[str, Any]:
     }
 
 
-def verify(job: Path, step: int | None, *, as_json: bool) -> None:
-    """Verify all files of all checkpoints, or of that of `step`, against their manifests.
+def verify(source: str, step: int | None, *, as_json: bool) -> None:
+    """Verify all files of all checkpoints, or of that of a step, against their manifests.
 
-    Raises DamagedError, after printing the results, if any file differs.
+    The step is that of `JOB@STEP`, or `step` if `source` is `JOB`. Raises DamagedError, after
+    printing the results, if any file differs.
     """
-    load_job(job)
-    folder = JobDir(job).checkpoints
+    folder, step = store.parse(source, step)
+    load_job(folder.parent)
     steps = store.steps(folder)
     if step is not None and step not in steps:
         store.at_step(folder, step)  # raises InputError with the existing steps

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import LARGEST, FileRecord, manifest_text
 from dtt.artifacts.manifests import CheckpointManifest
-from dtt.base.errors import DamagedError, DttError, InputError
+from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import parse as parse_json
@@ -283,15 +283,20 @@ def find(reference: str) -> Checkpoint:
     return found
 
 
-def parse(reference: str) -> tuple[Path, int | None]:
+def parse(reference: str, step: int | None = None) -> tuple[Path, int | None]:
     """Parse `JOB` or `JOB@STEP` into the checkpoint folder and the step (None: the newest).
 
-    Neither has to exist.
+    Neither has to exist. `step` is that of an option, which may repeat the step of the reference;
+    ConfigError if it contradicts it. InputError if the text after @ is not a number.
     """
-    job, _, step = reference.rpartition("@") if "@" in reference else (reference, "", "")
-    if step and not step.isdigit():
+    job, at, number = reference.rpartition("@")
+    if not at or JobDir(Path(reference)).exists:  # the name of a job may contain @
+        return JobDir(Path(reference)).checkpoints, step
+    if not (number.isascii() and number.isdigit()):
         raise InputError(f"{reference} does not name a step", next=f"a number, such as {job}@500")
-    return JobDir(Path(job)).checkpoints, int(step) if step else None
+    if step not in (None, int(number)):
+        raise ConfigError(f"{reference} names another step than {step}", next="give one of them")
+    return JobDir(Path(job)).checkpoints, int(number)
 
 
 def locate(reference: str) -> tuple[Path, int | None]:

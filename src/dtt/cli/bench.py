@@ -21,7 +21,7 @@ from dtt.mesh.process import command
 def bench(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Shipped recipe, or a YAML file (docs/bench.md)."),
+        typer.Argument(metavar="[RECIPE]", help="Shipped recipe, or a YAML file (docs/bench.md)."),
     ] = None,
     overrides: Overrides = None,
     runs: Annotated[
@@ -36,7 +36,7 @@ def bench(
     """Train a recipe several times, score it, and compare it with earlier and published results.
 
     Downloads the data, writes jobs/bench/<name>/<start>/ with a job per seed and bench.json. The
-    same command continues after an interruption. Without NAME, lists recipes and results.
+    same command continues after an interruption. Without RECIPE, lists recipes and results.
     """
     with command():
         from dtt.bench import run as bench

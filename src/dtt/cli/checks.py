@@ -21,7 +21,9 @@ from dtt.mesh.process import command
     )
 )
 def doctor(
-    path: Annotated[Path, typer.Option(help="Folder on the disk to check.")] = Path("jobs"),
+    path: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder on the disk to check.")
+    ] = Path("jobs"),
     processes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")
     ] = None,
@@ -42,7 +44,7 @@ def doctor(
 @cli.command(
     epilog=examples(
         "dtt plan -c run.yaml",
-        "dtt plan -c run.yaml --gpu H100 --nodes 8 --gpus-per-node 8 --price 2.5",
+        "dtt plan -c run.yaml --gpu H100 --price 2.5 launch.nodes=8 launch.gpus_per_node=8",
         "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
     )
 )
@@ -55,13 +57,6 @@ def plan(
         typer.Option(
             help="GPU model, such as H100 or A100-40, or cpu; default: that of this machine."
         ),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes; default: launch.nodes.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of GPUs per node; default: launch.gpus_per_node."),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,
     stage: Stage = None,
@@ -89,6 +84,6 @@ def plan(
             for name in names or (stage,)
         ]
         if names:
-            body.run_stages(found, gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
+            body.run_stages(found, gpu, price, probe=probe, as_json=json)
         else:
-            body.run(found[0], gpu, nodes, gpus_per_node, price, probe=probe, as_json=json)
+            body.run(found[0], gpu, price, probe=probe, as_json=json)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Job, Json, Overrides, examples
+from dtt.cli.options import Checkpoint, Job, Json, Overrides, examples
 from dtt.cli.parser import Commands
 from dtt.mesh.process import command
 
@@ -29,8 +29,12 @@ def ckpt_ls(job: Job, json: Json = False) -> None:
 
 @ckpt_cli.command("verify")
 def ckpt_verify(
-    job: Job,
-    step: Annotated[int | None, typer.Option(help="Step to verify; default: all.")] = None,
+    source: Annotated[
+        str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default: all of the job.")
+    ],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Step to verify, as in JOB@STEP.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Verify checkpoints against their manifests.
@@ -40,7 +44,7 @@ def ckpt_verify(
     with command():
         from dtt.checkpoint import inspect as ckpt
 
-        ckpt.verify(job, step, as_json=json)
+        ckpt.verify(source, step, as_json=json)
 
 
 @ckpt_cli.command(
@@ -65,9 +69,7 @@ def ckpt_prune(
 
 @ckpt_cli.command("diff", epilog=examples("dtt ckpt diff jobs/run@500 jobs/run@1000"))
 def ckpt_diff(
-    one: Annotated[
-        str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default step: the newest.")
-    ],
+    one: Checkpoint,
     other: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint to compare with.")],
     json: Json = False,
 ) -> None:

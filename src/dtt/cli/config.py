@@ -34,7 +34,9 @@ def show(
 
 @config_cli.command()
 def explain(
-    key: Annotated[str, typer.Argument(help="Dotted key or section; default: all sections.")] = "",
+    key: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="Dotted key or section; default: all sections.")
+    ] = "",
     config: Config = None,
     stage: Stage = None,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Job, Json, Overrides, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
 from dtt.cli.parser import Commands
 from dtt.mesh.process import command
 
@@ -76,7 +76,7 @@ def data_inspect(
 def data_mix(
     overrides: Overrides = None,
     config: Config = None,
-    dataset: Dataset = None,
+    stage: Stage = None,
     json: Json = False,
 ) -> None:
     """Show the share, tokens, epochs and exhaustion step of each data source of a run.
@@ -86,22 +86,30 @@ def data_mix(
     with command():
         from dtt.data.inspect import run as body
 
-        body.mix(resolve(config, overrides, {"download.dataset": dataset}), as_json=json)
+        body.mix(resolve(config, overrides, {}, stage=stage), as_json=json)
 
 
 @data_cli.command(
     "at-step",
     epilog=examples(
         "dtt data at-step jobs/run 1200",
-        "dtt data at-step jobs/run 1200 --rank 3 --of 8 --full",
+        "dtt data at-step jobs/run@1200 --rank 3 --of 8 --full",
     ),
 )
 def data_at_step(
-    job: Job,
-    step: Annotated[int, typer.Argument(metavar="N", help="Step number, as in metrics.jsonl.")],
-    rank: Annotated[int | None, typer.Option(min=0, help="Show one rank; requires --of.")] = None,
-    of: Annotated[int | None, typer.Option(min=1, help="Number of ranks for --rank.")] = None,
-    limit: Annotated[
+    source: Annotated[
+        str, typer.Argument(metavar="JOB[@STEP]", help="Job directory, with the step or before it.")
+    ],
+    step: Annotated[
+        int | None, typer.Argument(metavar="[N]", help="Step, as in metrics.jsonl and JOB@STEP.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Show one rank; requires --of.")
+    ] = None,
+    of: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of ranks for --rank.")
+    ] = None,
+    samples: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Maximum number of samples to show.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show complete texts.")] = False,
@@ -114,4 +122,4 @@ def data_at_step(
     with command():
         from dtt.train import at_step as body
 
-        body.at_step(job, step, rank=rank, ranks=of, limit=limit, full=full, as_json=json)
+        body.at_step(source, step, rank=rank, ranks=of, limit=samples, full=full, as_json=json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,42 +15,37 @@ from dtt.mesh.process import command
 Source = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE",
+        metavar="SOURCE [KEY=VALUE]…",
         help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two of "
-        "these.",
+        "these. Config keys, such as eval.bos=always.",
     ),
 ]
 
 
 Tasks = Annotated[
     str,
-    typer.Option(help="Tasks, separated by commas: names of tasks or suites, or YAML files."),
+    typer.Option(
+        metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
+    ),
 ]
 
 
 Step = Annotated[
     str | None,
-    typer.Option(metavar="N|all", help="Step of the job, or all; default: the newest."),
+    typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
 ]
 
 
 Chat = Annotated[bool, typer.Option("--chat", help="Ask in the model's conversation format.")]
 
 
-Shots = Annotated[int | None, typer.Option(min=0, help="Number of examples in each prompt.")]
-
-
-Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of questions of a task.")]
-
-
-Bos = Annotated[
-    Literal["tokenizer", "always", "never"] | None,
-    typer.Option(help="Beginning-of-sequence token: tokenizer, always or never."),
+Shots = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Number of examples in each prompt.")
 ]
 
 
-BatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of tokens in a batch.")
+Limit = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Maximum number of questions of a task.")
 ]
 
 
@@ -63,7 +58,8 @@ HarnessTasks = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder of the result files; default: evals/ in the job.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder of the result files; default: evals/ in the job."),
 ]
 
 
@@ -90,8 +86,6 @@ def eval_(
     chat: Chat = False,
     shots: Shots = None,
     limit: Limit = None,
-    bos: Bos = None,
-    batch_tokens: BatchTokens = None,
     harness: HarnessTasks = "",
     out: Out = None,
     watch: Watch = False,
@@ -110,18 +104,13 @@ def eval_(
 
         if watch and harness:
             raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
+        named = {"tasks": _names(tasks) or None, "shots": shots, "limit": limit}
+        sources, keys = evaluation.with_keys(arguments, named)
+        if harness:
+            keys["harness"] = _names(harness)
         start = eval_watch.run if watch else evaluation.run
-        start(
-            arguments,
-            tasks=tuple(filter(None, tasks.split(","))),
-            harness=tuple(filter(None, harness.split(","))),
-            step=step,
-            ema=ema,
-            chat=chat,
-            shots=shots,
-            limit=limit,
-            bos=bos,
-            batch_tokens=batch_tokens,
-            out=out,
-            as_json=json,
-        )
+        start(sources, step=step, ema=ema, chat=chat, out=out, as_json=json, **keys)
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(filter(None, given.split(",")))

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, Json, Model, Seed, Temperature, TopK, TopP, examples
+from dtt.cli.options import (
+    Ema,
+    Json,
+    MaxNewTokens,
+    Model,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    examples,
+)
 from dtt.mesh.process import command
 
 
@@ -26,15 +36,17 @@ def generate(
         typer.Option("--prompt", "-p", help="Prompt to continue; - reads stdin; repeatable."),
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(help="File with one prompt per line.")
+        Path | None, typer.Option(metavar="FILE", help="File with one prompt per line.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = 1.0,
     seed: Seed = None,
     ema: Ema = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts per batch.")] = 16,
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of prompts per batch.")
+    ] = 16,
     stream: Annotated[
         bool | None,
         typer.Option(
@@ -81,9 +93,7 @@ def chat(
             help="Chat template (chatml, or a Jinja file) to use instead of the model's own."
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of an answer.")
-    ] = 512,
+    max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = 1.0,
@@ -103,7 +113,7 @@ def chat(
         from dtt.generate import chat
         from dtt.generate.run import Sampling
 
-        sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
+        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
         chat.run(
             source,
             system,

@@ -16,13 +16,18 @@ job_cli = Commands(help="List, inspect and control jobs.")
 cli.add_typer(job_cli, name="job")
 
 Wait = Annotated[
-    float, typer.Option(min=0.0, help="Seconds to wait for the job to acknowledge the request.")
+    float,
+    typer.Option(
+        min=0.0, metavar="SECONDS", help="Time to wait for the job to acknowledge the request."
+    ),
 ]
 
 
 @job_cli.command("ls", epilog=examples("dtt job ls", "dtt job ls jobs/lr --json"))
 def job_ls(
-    folder: Annotated[Path, typer.Argument(help="Folder that contains the jobs.")] = Path("jobs"),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder that contains the jobs.")
+    ] = Path("jobs"),
     tree: Annotated[
         bool, typer.Option("--tree", help="Show branches below their parent job.")
     ] = False,
@@ -56,7 +61,7 @@ def job_stop(
     job: Job,
     wait: Wait = 30.0,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Cancel the job if it is queued.")
+        bool, typer.Option("--yes", "-y", help="Also cancel a job that is queued.")
     ] = False,
 ) -> None:
     """Stop a running job after it has saved a checkpoint.
@@ -140,7 +145,8 @@ def job_logs(
         str | None, typer.Option(help="Node; slurm: the job script. Default: the first node.")
     ] = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Number of lines to print first.")
+        int,
+        typer.Option("--lines", "-n", min=0, metavar="N", help="Number of lines to print first."),
     ] = 50,
 ) -> None:
     """Print the last lines of the newest attempt's log."""

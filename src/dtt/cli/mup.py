@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
 from dtt.cli.parser import Commands
 from dtt.mesh.process import command
 
@@ -26,7 +26,19 @@ Tolerance = Annotated[
 ]
 
 
-MupOut = Annotated[Path, typer.Option(help="Folder to write the results to.")]
+def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
+    """Return the other overrides, and `train.steps` if the command line sets it, or the default.
+
+    That of a configuration file is for training, which is too long for many runs.
+    """
+    given = [one for one in overrides if one.startswith("train.steps=")]
+    others = [one for one in overrides if one not in given]
+    if not given:
+        return others, default
+    return others, resolve(None, [*given, "schedule.warmup=0"], {}).train.steps
+
+
+MupOut = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the results to.")]
 
 
 @mup_cli.command(
@@ -39,11 +51,10 @@ MupOut = Annotated[Path, typer.Option(help="Folder to write the results to.")]
 def mup_coord_check(
     overrides: Overrides = None,
     config: Config = None,
-    dataset: Dataset = None,
     widths: Annotated[
         str, typer.Option(help="Comma-separated values of model.dim.")
     ] = "64,128,256,512",
-    steps: Annotated[int, typer.Option(min=1, help="Number of steps of each run.")] = 5,
+    stage: Stage = None,
     tolerance: Tolerance = 0.35,
     compare: Compare = True,
     out: MupOut = Path("mup"),
@@ -51,16 +62,17 @@ def mup_coord_check(
 ) -> None:
     """Check that the size of activations does not depend on the model width.
 
-    Trains small models of several widths. Reads the token files of the run, writes
-    mup/coord-check.png and .json. Exits with 76 if the check fails. The base width is
-    scaling.base_dim, or the smallest of --widths.
+    Trains small models of several widths for train.steps, by default 5. Reads the token files of
+    the run, writes mup/coord-check.png and .json. Exits with 76 if the check fails. The base width
+    is scaling.base_dim, or the smallest of --widths.
     """
     with command():
         from dtt.mup import run as mup
 
         # Train at the peak rate without warm-up: that of the run may be longer than `steps`.
-        options = {"download.dataset": dataset, "train.steps": steps, "schedule.warmup": 0}
-        cfg = resolve(config, overrides, options)
+        others, steps = _take_steps(overrides or [], 5)
+        options = {"train.steps": steps, "schedule.warmup": 0}
+        cfg = resolve(config, others, options, stage=stage)
         mup.coord_check(cfg, widths, tolerance=tolerance, compare=compare, out=out, as_json=json)
 
 
@@ -68,13 +80,12 @@ def mup_coord_check(
     "transfer",
     epilog=examples(
         "dtt mup transfer -c run.yaml",
-        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3,8e-3 --steps 200 --seeds 3",
+        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 --runs 3 train.steps=200",
     ),
 )
 def mup_transfer(
     overrides: Overrides = None,
     config: Config = None,
-    dataset: Dataset = None,
     widths: Annotated[
         str, typer.Option(help="Comma-separated values of model.dim.")
     ] = "64,128,256",
@@ -84,8 +95,10 @@ def mup_transfer(
             help="Comma-separated values of optim.lr; default: 1/8 to 8 times that of the config."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Number of steps of each run.")] = 60,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of runs per width and rate.")] = 1,
+    stage: Stage = None,
+    runs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of runs per width and rate.")
+    ] = 1,
     tolerance: Tolerance = 0.35,
     compare: Compare = True,
     out: MupOut = Path("mup"),
@@ -93,21 +106,21 @@ def mup_transfer(
 ) -> None:
     """Check that the best learning rate does not depend on the model width.
 
-    Trains a small model for each width and rate, one after the other; all other learning rates are
-    scaled in proportion. Reads the token files of the run, writes mup/transfer.png and .json. Exits
-    with 76 if the check fails.
+    Trains a small model for each width and rate, one after the other, for train.steps, by default
+    60; all other learning rates are scaled in proportion. Reads the token files of the run, writes
+    mup/transfer.png and .json. Exits with 76 if the check fails.
     """
     with command():
         from dtt.mup import run as mup
 
-        options = {"download.dataset": dataset, "train.steps": steps}
-        configured = resolve(config, overrides, {"download.dataset": dataset})
-        options |= mup.short_warmup(configured, steps)
+        others, steps = _take_steps(overrides or [], 60)
+        options: dict[str, object] = {"train.steps": steps}
+        options |= mup.short_warmup(resolve(config, others, {}, stage=stage), steps)
         mup.transfer(
-            resolve(config, overrides, options),
+            resolve(config, others, options, stage=stage),
             widths,
             lrs,
-            seeds=seeds,
+            seeds=runs,
             tolerance=tolerance,
             compare=compare,
             out=out,

@@ -76,6 +76,11 @@ Quiet = Annotated[
 ]
 
 
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default step: the newest.")
+]
+
+
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, such as jobs/quickstart.")]
 
 
@@ -87,18 +92,25 @@ Model = Annotated[
 ]
 
 
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of a text or an answer.")
+]
+
+
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")
 ]
 
 
-TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the K most likely tokens.")]
+TopK = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="Sample from the K most likely tokens.")
+]
 
 
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")]
 
 
-Seed = Annotated[int | None, typer.Option(help="Random seed, for reproducible text.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed, for reproducible text.")]
 
 
 Ema = Annotated[bool, typer.Option("--ema", help="Use the averaged weights (train.ema_decay).")]

@@ -9,8 +9,10 @@ import typer
 
 from dtt.cli.app import cli
 from dtt.cli.options import (
+    Checkpoint,
     Config,
     Dataset,
+    Ema,
     Json,
     Overrides,
     Quiet,
@@ -26,14 +28,13 @@ from dtt.mesh.process import command, leave
     epilog=examples(
         "dtt download -d python-stdlib",
         "dtt download -d ~/books",
-        "dtt download -d HuggingFaceFW/fineweb-edu --name sample-10BT",
+        "dtt download -d HuggingFaceFW/fineweb-edu download.name=sample-10BT",
     )
 )
 def download(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
-    name: Annotated[str | None, typer.Option(help="Subset of a Hub dataset.")] = None,
     stage: Stage = None,
     quiet: Quiet = False,
 ) -> None:
@@ -44,8 +45,7 @@ def download(
     with command():
         from dtt.data.corpus import run_download as download
 
-        options = {"download.dataset": dataset, "download.name": name}
-        cfg = resolve(config, overrides, options, stage=stage)
+        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
         if cfg.eval.tasks:
             from dtt.evaluate.evaluation import fetch_questions
 
@@ -59,7 +59,7 @@ def download(
         "dtt tokenize -c run.yaml",
         "mpirun -n 8 dtt tokenize -c run.yaml",
         "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
-        "dtt tokenize -c run.yaml --explain          # print what would be reused",
+        "dtt tokenize -c run.yaml --dry-run          # print what would be reused",
     )
 )
 def tokenize(
@@ -72,8 +72,8 @@ def tokenize(
             "--overwrite", help="Replace token files made from other text or with other settings."
         ),
     ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print what would be reused and why; write nothing.")
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be reused and why; write nothing.")
     ] = False,
     stage: Stage = None,
     json: Json = False,
@@ -88,7 +88,7 @@ def tokenize(
         from dtt.data.tokenize import run as tokenize
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-        if explain:
+        if dry_run:
             tokenize.explain(cfg, as_json=json)
         else:
             tokenize.run(cfg, overwrite=overwrite, as_json=json)
@@ -116,7 +116,9 @@ def train(
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option(help="Resume from this checkpoint; newer ones are renamed, not deleted."),
+        typer.Option(
+            metavar="N", help="Resume from this checkpoint; newer ones are renamed, not deleted."
+        ),
     ] = None,
     branch: Annotated[
         str | None,
@@ -143,21 +145,27 @@ def train(
 
 @cli.command(
     epilog=examples(
-        "dtt export jobs/run", "dtt export jobs/run --step 500 --upload org/name --private"
+        "dtt export jobs/run",
+        "dtt export jobs/run@500 --upload org/name --private",
+        "dtt export jobs/run@500 --upload org/name --revision step-500",
     )
 )
 def export(
-    job: Annotated[Path, typer.Argument(help="Job directory, such as jobs/quickstart.")],
+    source: Checkpoint,
     overrides: Overrides = None,
     step: Annotated[
-        int | None, typer.Option(help="Step to export; default: the newest checkpoint.")
+        int | None, typer.Option(metavar="N", help="Step to export, as in JOB@STEP.")
     ] = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Export the averaged weights (train.ema_decay).")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    ema: Ema = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
     upload: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="Also upload to this Hub repository.")
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BRANCH", help="Branch of that repository, created if absent; default: main."
+        ),
     ] = None,
     private: Annotated[
         bool, typer.Option("--private", help="Create a new Hub repository as private.")
@@ -174,12 +182,13 @@ def export(
         from dtt.hf import export
 
         export.run(
-            job,
+            source,
             overrides or [],
             step=step,
             ema=ema,
             out=out,
             upload=upload,
+            revision=revision,
             private=private,
             as_json=json,
         )

@@ -26,13 +26,17 @@ def report(
         typer.Argument(metavar="[JOB]…", help="Job directories, sweeps, or folders of stages."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default: report.html in the job directory.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File to write; default: report.html in the job directory."
+        ),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve live pages on 127.0.0.1 instead.")
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for --serve; 0 chooses a free one.")
+        int,
+        typer.Option(min=0, max=65535, metavar="N", help="Port for --serve; 0 chooses a free one."),
     ] = 0,
 ) -> None:
     """Write a report: curves, tasks, time, interruptions, samples, configuration.

@@ -138,7 +138,8 @@ def sweep_plot(
     name: SweepName,
     key: Annotated[str | None, typer.Option(help="Plot against this key only.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write to; default: jobs/<sweep>/plots.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder to write to; default: jobs/<sweep>/plots."),
     ] = None,
 ) -> None:
     """Plot the metric against each key, and the curves of all trials.

@@ -12,7 +12,7 @@ from dtt.estimate.case import Case, make_case
 from dtt.estimate.memory import fits
 
 Change = dict[str, Any]
-"""New values by key, such as `train.micro_batch`; the key `nodes` is the number of nodes."""
+"""New values by key, such as `train.micro_batch`; the key `nodes` stands for `launch.nodes`."""
 MOST_NODES = 4096
 
 
@@ -107,5 +107,5 @@ def described(case: Case, change: Change) -> str:
     now = {"nodes": case.nodes, "train.remat_every": case.cfg.train.remat_every}
     changed = {key: value for key, value in change.items() if now.get(key) != value}
     return " ".join(
-        f"--nodes {v}" if key == "nodes" else f"{key}={v}" for key, v in changed.items()
+        f"{'launch.nodes' if key == 'nodes' else key}={v}" for key, v in changed.items()
     )

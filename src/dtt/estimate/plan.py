@@ -63,8 +63,6 @@ class Estimate:
 def run(
     cfg: RunConfig,
     gpu: str | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
     price: float | None,
     *,
     probe: bool,
@@ -74,7 +72,7 @@ def run(
 
     With `probe`, also trains three steps on this machine and prints the error of the estimate.
     """
-    estimate = make_estimate(cfg, gpu, nodes, gpus_per_node, price)
+    estimate = make_estimate(cfg, gpu, price)
     measured = probed(estimate.case) if probe else None
     if as_json:
         probe_facts = {} if measured is None else {"probe": asdict(measured)}
@@ -88,8 +86,6 @@ def run(
 def run_stages(
     stages: Sequence[RunConfig],
     gpu: str | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
     price: float | None,
     *,
     probe: bool,
@@ -105,7 +101,7 @@ def run_stages(
     estimates: list[Estimate] = []
     for cfg in stages:  # the tokenizer of a later stage may not exist before the first is tokenized
         size = estimates[0].case.arch.vocab_size if estimates else None
-        estimates.append(make_estimate(cfg, gpu, nodes, gpus_per_node, price, size))
+        estimates.append(make_estimate(cfg, gpu, price, size))
     found = dict(zip(names, map(facts, estimates), strict=True))
     total = {
         key: sum(one[key] for one in found.values())
@@ -155,8 +151,6 @@ def _device(name: str, per_node: int) -> gpus.Gpu:
 def make_estimate(
     cfg: RunConfig,
     gpu: str | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
     price: float | None,
     expected_size: int | None = None,
 ) -> Estimate:
@@ -164,10 +158,10 @@ def make_estimate(
 
     `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet.
     """
-    per_node = gpus_per_node or cfg.launch.processes
+    per_node = cfg.launch.processes
     device = _device(gpu or gpus.here(), per_node)
     vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
-    case = make_case(cfg, device, nodes or cfg.launch.nodes, per_node, vocab_size, steps)
+    case = make_case(cfg, device, cfg.launch.nodes, per_node, vocab_size, steps)
     peak, step = memory(case), step_of(case)
     estimate = Estimate(case, peak, step, run_of(case, step), None, price)
     if estimate.fits:
@@ -192,7 +186,7 @@ def probed(case: Case) -> Measurement:
     if case.devices > 1:
         raise ConfigError(
             f"--probe requires a plan for one device, and this one is for {case.devices}",
-            next="set --nodes 1 --gpus-per-node 1 and a train.global_batch_tokens for one device",
+            next="launch.nodes=1 launch.gpus_per_node=1, and a batch for one device",
         )
     world = dist.start(Ranks(), case.gpu.kind)
     return measure(case, world)

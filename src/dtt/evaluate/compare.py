@@ -47,9 +47,10 @@ def run(
     asked different questions or for any of the other `options`.
     """
     for name, value in options.items():
+        flag = f"--{name}" if name in ("step", "out", "harness") else f"eval.{name}"
         if value not in (None, ()):
             raise ConfigError(
-                f"dtt eval compare does not take --{name.replace('_', '-')}",
+                f"dtt eval compare does not take {flag}",
                 why="it reads recorded results, and evaluates nothing",
                 next=f"dtt eval compare {one} {other}; the step is part of a name: JOB@STEP",
             )
@@ -85,7 +86,7 @@ def _folders(source: str) -> list[Path]:
     """Return the folders that may have the results of a model; of a job, the newest step first."""
     folder, job = Path(source), job_of(source)
     if job.exists:
-        step = None if job.root == folder else store.parse(source)[1]
+        step = store.parse(source)[1]
         steps = [one for one in store.steps(job.evals) if step in (None, one)]
         return [store.folder_of(job.evals, one) for one in reversed(steps)]
     return [folder, folder_results(source)]

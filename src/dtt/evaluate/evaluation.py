@@ -47,11 +47,11 @@ def evaluate(
     """Evaluate the model that `source` names, and print the results.
 
     `load_model` describes `source` and `ema`; `step` is a step of a job, or `all`. `options` are
-    keys of the section `eval`; those that are None or empty have the values of the job's
-    configuration. With `chat`, prompts are messages in the model's conversation format. The result
-    files are in the folder `out`, by default in the job or in `evals/`; those that exist are not
-    computed again. Damaged checkpoints are named and skipped if there are others; with `all`,
-    DamagedError is raised at the end.
+    keys of the section `eval`; the others have the values of the job's configuration. With `chat`,
+    prompts are messages in the model's conversation format. The result files are in the folder
+    `out`, by default in the job or in `evals/`; those that exist are not computed again. Damaged
+    checkpoints are named and skipped if there are others; with `all`, DamagedError is raised at the
+    end.
     """
     from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
@@ -90,16 +90,15 @@ def evaluate(
 def configured(source: str, options: dict[str, Any]) -> EvalConfig:
     """Return the section `eval` of the job that `source` names, changed by `options`.
 
-    Options that are None or empty change nothing. Relative paths in the configuration start from
+    Relative paths in the configuration start from
     the folder that contains `jobs/`. For other models, returns the defaults changed by `options`.
     """
-    changed = {key: value for key, value in options.items() if value not in (None, ())}
     if find_folder(source) is not None:
-        return EvalConfig().model_copy(update=changed)
+        return EvalConfig().model_copy(update=options)
     root = job_of(source).root
     cfg, home = load_job(root).eval, job_paths.home(root)
     files = {"data": home / cfg.data, "tasks": tuple(_from(home, name) for name in cfg.tasks)}
-    return cfg.model_copy(update=files | changed)
+    return cfg.model_copy(update=files | options)
 
 
 def _from(home: Path, task: str) -> str:

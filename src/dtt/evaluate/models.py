@@ -77,23 +77,21 @@ def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int]
                 next=f"dtt eval {source}",
             )
         return None
-    job = job_of(source)
-    at = None if job.root == Path(source) else store.parse(source)[1]
-    if at is not None and step is not None:
-        raise ConfigError(
-            f"{source} names a step, and so does --step {step}", next=f"dtt eval {source}"
-        )
+    number = None
     if step not in (NEWEST, ALL):
-        if not step.isdigit():
+        if not (step.isascii() and step.isdigit()):
             raise ConfigError(f"--step {step} is not a step", next="--step 500, or --step all")
-        at = int(step)
+        number = int(step)
+    folder, at = store.parse(source, number)
+    if at is not None and step == ALL:
+        raise ConfigError(f"{source} and --step all contradict each other", next="give one of them")
     if at is not None:
-        store.existing(job.checkpoints, at)
+        store.existing(folder, at)
         return [at]
-    steps = store.steps(job.checkpoints)
+    steps = store.steps(folder)
     if not steps:
         raise InputError(
-            f"no checkpoint in {job.checkpoints}",
+            f"no checkpoint in {folder}",
             why="training has not saved one yet",
             next="continue training, or touch control/save in the job directory to save one now",
         )

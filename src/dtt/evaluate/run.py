@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dtt.base.errors import ConfigError
+from dtt.config.load import resolve
 from dtt.evaluate.evaluation import evaluate
 
 
@@ -29,5 +32,37 @@ def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any
             raise ConfigError(
                 "dtt eval takes one model, or `compare` and two",
                 why=f"got {' '.join(arguments)}",
-                next="dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]",
+                next=_meant(arguments),
             )
+
+
+def _meant(arguments: Sequence[str]) -> str:
+    """Return the command that someone meant who named several models, or tasks without --tasks."""
+    source, *rest = arguments
+    if source == "compare" or any(Path(name.partition("@")[0]).is_dir() for name in rest):
+        return "dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]"
+    return f"dtt eval {source} --tasks {','.join(rest)}"
+
+
+def with_keys(
+    arguments: Sequence[str], named: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Split arguments into models and `eval.KEY=VALUE`; return the models, and the values by key.
+
+    The values include those of the options `named` that are not None. Raises ConfigError for keys
+    of other sections, which do not affect an evaluation, and for keys that are given twice.
+    """
+    given = [one for one in arguments if re.match(r"[a-z_.]+=", one) and not Path(one).exists()]
+    sources = [one for one in arguments if one not in given]
+    options = {key: value for key, value in named.items() if value is not None}
+    if not given:
+        return sources, options
+    section = resolve(None, given).config.eval
+    for key in dict.fromkeys(one.partition("=")[0] for one in given):
+        name = key.removeprefix("eval.")
+        if name == key or name == "every":
+            raise ConfigError(f"dtt eval does not read {key}", next="dtt config explain eval")
+        if name in options:
+            raise ConfigError(f"--{name} and {key} are both given", next="give one of them")
+        options[name] = getattr(section, name)
+    return sources, options

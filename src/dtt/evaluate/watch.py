@@ -33,7 +33,7 @@ from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
 from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, saved_steps, weights_of
-from dtt.hf.model_source import find_folder, job_of
+from dtt.hf.model_source import find_folder
 from dtt.jobs import job_files, job_state
 from dtt.jobs.job_state import State
 from dtt.track import jsonl
@@ -106,6 +106,12 @@ def _watched_job(
             why=f"got {' '.join(arguments)}",
             next="dtt eval jobs/run --watch",
         )
+    checkpoints, at = store.parse(arguments[0])
+    if at is not None:
+        raise ConfigError(
+            f"{arguments[0]} is one checkpoint, and --watch evaluates all of a job",
+            next=f"dtt eval {checkpoints.parent} --watch",
+        )
     if step is not None or out is not None:
         raise ConfigError(
             f"{'--step' if step is not None else '--out'} and --watch are mutually exclusive",
@@ -117,7 +123,7 @@ def _watched_job(
             f"--watch runs in one process, not in {ranks.size}",
             next="start it once per GPU, without torchrun: several watches share the checkpoints",
         )
-    return job_of(arguments[0])
+    return JobDir(checkpoints.parent)
 
 
 @dataclass(frozen=True)

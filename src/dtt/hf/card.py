@@ -40,6 +40,7 @@ def model_card(
     cfg: RunConfig,
     arch: Architecture,
     data: DataManifest,
+    step: int,
     tokens: int,
     *,
     evaluation: Mapping[str, Any] | None,
@@ -47,7 +48,8 @@ def model_card(
 ) -> str:
     """Return Markdown with the Hub's metadata: facts on the model and its data, and how to use it.
 
-    `tokens` is the number of training tokens, `evaluation` the last `eval` record if there is one.
+    `step` and `tokens` are the numbers of training steps and tokens, `evaluation` is the last
+    `eval` record if there is one.
     """
     corpora = [source.corpus for source in data.sources if source.corpus is not None]
     facts = ModelCardData(
@@ -57,7 +59,7 @@ def model_card(
         datasets=[corpus.id for corpus in corpora if corpus.kind == "hub"] or None,
         tags=["dtt", arch.family],
     )
-    rows = _facts(cfg, arch, data, tokens, evaluation, ema=ema)
+    rows = _facts(cfg, arch, data, step, tokens, evaluation, ema=ema)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return str(
         ModelCard(
@@ -91,6 +93,7 @@ def _facts(
     cfg: RunConfig,
     arch: Architecture,
     data: DataManifest,
+    step: int,
     tokens: int,
     evaluation: Mapping[str, Any] | None,
     *,
@@ -106,7 +109,7 @@ def _facts(
         "Trained on": ", ".join(
             f"{_public_name(source)} ({source.tokens:,} tokens)" for source in data.sources
         ),
-        "Training": f"{tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
+        "Training": f"{step:,} steps, {tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
         "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
     }
     if evaluation is not None:

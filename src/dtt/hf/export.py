@@ -12,6 +12,7 @@ from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import ConfigError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
+from dtt.checkpoint import store
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.jobs.job_paths import home
@@ -24,45 +25,48 @@ if TYPE_CHECKING:
 
 
 def run(
-    job: Path,
+    source: str,
     overrides: Sequence[str],
     *,
     step: int | None,
     out: Path | None,
     upload: str | None,
     private: bool,
+    revision: str | None = None,
     ema: bool = False,
     as_json: bool = False,
 ) -> ExportManifest:
-    """Export the checkpoint of `step` (default: the newest), unless it is exported already.
+    """Export a checkpoint, unless it is exported already.
 
+    `source` is `JOB`, whose checkpoint of `step` (default: the newest) is exported, or `JOB@STEP`.
     With `ema`, exports the exponential moving average of the weights. Replaces an earlier export of
     the same job. Prints the folder and the largest difference between the logits of `transformers`
     and of dtt, or the manifest if `as_json` is set. `upload` names a Hub repository to upload the
-    folder to; a new repository is created `private` if asked.
+    folder to, `revision` a branch of it; a new repository is created `private` if asked.
     """
+    if revision is not None and upload is None:
+        raise ConfigError("--revision is a branch of the repository that --upload names")
+    checkpoints, step = store.parse(source, step)
+    job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
-
-    if upload is not None:
-        from dtt.hf.upload import check
-
-        check(upload)  # before the export, which takes minutes
     from dtt.hf import hf
+    from dtt.hf import upload as hub
     from dtt.hf.read import find_checkpoint
 
     folder = cfg.export.out or Path("exports") / cfg.name
     configured = load_job(job).export.out
     if configured is not None and cfg.export.out == configured:  # not given on this command line
         folder = home(job) / configured
-    files = JobDir(job)
-    checkpoint = find_checkpoint(files.checkpoints, step)
+    checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     origin = hf.Origin(cfg.name, checkpoint.step, identity, ema)
     manifest = hf.already_done(folder, origin, cfg.export.dtype)
+    if upload is not None:
+        hub.prepare(upload, revision, private=private)
     if manifest is not None:
         log.info("export: already done, %s contains this checkpoint", folder)
     else:
-        manifest = _export(cfg, files, checkpoint, origin, folder)
+        manifest = _export(cfg, JobDir(job), checkpoint, origin, folder)
     averaged = ", averaged weights" if ema else ""
     if not as_json:
         print(
@@ -72,9 +76,7 @@ def run(
         )
     url = None
     if upload is not None:
-        from dtt.hf.upload import upload as send
-
-        url = send(folder, upload, private=private, message=f"{cfg.name}, step {manifest.step}")
+        url = hub.upload(folder, upload, revision, message=f"{cfg.name}, step {manifest.step}")
     if as_json:
         print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
     elif url is not None:
@@ -105,6 +107,7 @@ def _export(
             cfg,
             trained.arch,
             DataManifest.read(job.root),
+            checkpoint.step,
             checkpoint.position()["tokens"],
             evaluation=_evaluation(job, checkpoint.step),
             ema=origin.ema,

@@ -72,8 +72,6 @@ def job_of(source: str) -> JobDir:
     """Return the job directory of `JOB` or `JOB@STEP`, which need not exist."""
     from dtt.checkpoint import store
 
-    if JobDir(Path(source)).exists:  # the name of a job may contain @
-        return JobDir(Path(source))
     return JobDir(store.parse(source)[0].parent)
 
 
@@ -81,9 +79,9 @@ def _read_job(source: str, ema: bool) -> Trained:
     from dtt.checkpoint import store
     from dtt.hf.read import find_checkpoint, read_checkpoint
 
-    job = job_of(source)
-    step = None if job.root == Path(source) else store.parse(source)[1]
-    checkpoint = find_checkpoint(job.checkpoints, step)
+    folder, step = store.parse(source)
+    job = JobDir(folder.parent)
+    checkpoint = find_checkpoint(folder, step)
     return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from huggingface_hub import HfApi, errors, get_token
 
@@ -14,36 +15,70 @@ from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
-def check(repo: str) -> None:
-    """Raise the errors of `upload` to `repo` that can be detected before anything is sent."""
-    _require_token(repo)
-    api = HfApi(library_name="dtt")
-    with _translated_errors(api, repo, "nothing was exported yet"):
-        api.repo_exists(repo)  # raises for an invalid name
-        api.whoami()
+STALE = ["model*.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+"""Files of an earlier export that an upload deletes if the new one lacks them.
+
+`transformers` prefers model.safetensors to shards: after an upload of shards it would still load
+the old weights."""
 
 
-def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload `folder` as the model `repo` (`org/name`, created if absent) and return its URL.
+def prepare(repo: str, revision: str | None, *, private: bool) -> None:
+    """Create the repository `repo` and its branch `revision`, unless they exist.
 
-    Files that the Hub already has are not sent again. Raises EnvironmentUnfit if there is no token,
-    the Hub refuses the token, or the Hub cannot be reached; ConfigError if `repo` is not a valid
-    name.
+    An export takes minutes, and only the Hub knows which names it accepts and what a token may do,
+    so this asks it before. Raises the errors of `upload`, and ConfigError if the Hub refuses the
+    name of the branch, or if that is the name of a tag.
     """
-    _require_token(repo)
-    api = HfApi(library_name="dtt")
-    with _translated_errors(api, repo, f"the export itself is complete in {folder}"):
-        url = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-        return str(url)
-
-
-def _require_token(repo: str) -> None:
     if get_token() is None:
         raise EnvironmentUnfit(
             f"cannot upload to {repo}: no Hugging Face token",
             next="`hf auth login`, or HF_TOKEN=hf_… in the environment, then the same command",
         )
+    api = HfApi(library_name="dtt")
+    with _translated_errors(api, repo, "nothing was exported yet"):
+        api.whoami()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            _create_branch(api, repo, revision)
+
+
+def _create_branch(api: HfApi, repo: str, revision: str) -> None:
+    why = "it is a tag, and a tag does not change"
+    try:
+        if revision:  # an empty name would be another address
+            api.create_branch(repo, branch=revision, exist_ok=True)
+            # The client takes any conflict for an existing branch, also one with a tag.
+            if any(branch.name == revision for branch in api.list_repo_refs(repo).branches):
+                return
+        else:
+            why = "it is empty"
+    except errors.BadRequestError as error:
+        why = error.server_message or "the Hub does not accept this name"
+    raise ConfigError(
+        f"cannot upload to the branch {revision!r} of {repo}",
+        why=why,
+        next="--revision NAME, such as step-400",
+    )
+
+
+def upload(folder: Path, repo: str, revision: str | None, *, message: str) -> str:
+    """Upload `folder` to the prepared model `repo` (`org/name`), and return its URL.
+
+    `revision` is a branch, by default `main`. Files that the Hub already has are not sent again,
+    and without a difference there is no commit. Raises EnvironmentUnfit if there is no token, the
+    Hub refuses the token, or the Hub cannot be reached; ConfigError if `repo` is not a valid name.
+    """
+    api = HfApi(library_name="dtt")
+    with _translated_errors(api, repo, f"the export itself is complete in {folder}"):
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            revision=revision,
+            commit_message=message,
+            delete_patterns=STALE,
+        )
+        branch = "" if revision is None else f"/tree/{quote(revision)}"
+        return f"{api.endpoint}/{repo}{branch}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive, write_atomically
+from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
 from dtt.config.load import find, load_job, resolve, shipped_configs, stage_names
@@ -30,7 +31,7 @@ from dtt.jobs.job_paths import enter
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.job_arguments import changed_keys, eval_options, pairs
+from dtt.launch.job_arguments import changed_keys, pairs
 from dtt.train.initial import model_of
 from dtt.train.run import find_job, find_stages
 
@@ -141,11 +142,12 @@ def prepare(
             resolved = with_epochs_resolved(resolved)
             job, argv = trained, ["train"]
         case "eval" | "export":
-            resolved, trained = _trained_job(command, base, folders, overrides)
+            resolved, trained, step = _trained_job(command, base, folders, overrides)
             job = _beside(trained, command)
-            argv = [command, str(trained.root)]
+            argv = [command, f"{trained.root}" if step is None else f"{trained.root}@{step}"]
             changed = changed_keys(command, load_job(trained.root), resolved)
-            argv += ["--watch", *eval_options(changed)] if command == "eval" else pairs(changed)
+            changed.pop("eval.every", None)  # for training only
+            argv += ["--watch"] * (command == "eval") + pairs(changed)
         case "download" | "tokenize" | "pipeline":
             if folders:
                 named = folders[0] if is_config(folders[0]) else "CONFIG"
@@ -275,14 +277,20 @@ def _job_to_train(
 
 def _trained_job(
     command: str, base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
-) -> tuple[Resolved, JobDir]:
-    """Return the job that a command reads, given by its folder or the config of its training."""
+) -> tuple[Resolved, JobDir, int | None]:
+    """Return the job that a command reads, by its folder or configuration, and its @STEP."""
     if len(folders) > 1 or not (folders or base or overrides):
         next = f"dtt submit {command} jobs/run"
         raise ConfigError(f"{command} requires one job directory", next=next)
-    trained = JobDir(Path(folders[0]) if folders else resolve(base, overrides).config.job_dir)
+    reference = folders[0] if folders else str(resolve(base, overrides).config.job_dir)
+    checkpoints, step = store.parse(reference)
+    trained = JobDir(checkpoints.parent)
     load_job(trained.root)  # InputError if it is not a job
-    return resolve(base, overrides, job_config=trained.config), trained
+    if step is not None and command == "eval":
+        raise ConfigError("submit eval evaluates all checkpoints of a job", next="omit the step")
+    if step is not None:
+        store.existing(checkpoints, step)
+    return resolve(base, overrides, job_config=trained.config), trained, step
 
 
 def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:

@@ -219,7 +219,7 @@ def _finish(results: dict[str, Any], plot_file: Path, *, as_json: bool) -> None:
             where=plot_file,
             why="; ".join(results["mup"]["faults"]),
             next="see the plot: narrow models and few steps are noisy; try other --widths, more "
-            "--steps or lower rates (optim.lr, --lrs), and report a failure that persists",
+            "train.steps or lower rates (optim.lr, --lrs), and report a failure that persists",
         )
 
 

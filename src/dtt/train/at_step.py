@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
@@ -31,8 +30,8 @@ SAMPLE_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 
 
 def at_step(
-    job: Path,
-    step: int,
+    source: str,
+    step: int | None,
     *,
     rank: int | None,
     ranks: int | None,
@@ -40,14 +39,18 @@ def at_step(
     full: bool,
     as_json: bool,
 ) -> None:
-    """Print the samples of step `step` (from 1) and the documents in them.
+    """Print the samples of a step (from 1) and the documents in them.
 
-    With `rank` and `ranks`, prints the samples of one rank out of `ranks`. Raises DamagedError if
-    metrics.jsonl records that the step was trained on different samples.
+    The step is that of `JOB@STEP`, or `step` if `source` is `JOB`. With `rank` and `ranks`, prints
+    the samples of one rank out of `ranks`. Raises DamagedError if metrics.jsonl records that the
+    step was trained on different samples.
     """
     if (rank is None) != (ranks is None) or (rank is not None and not 0 <= rank < (ranks or 0)):
         raise ConfigError("--rank R and --of N require each other, with R from 0 to N - 1")
-    job, _ = enter(job)
+    checkpoints, step = store.parse(source, step)
+    job, _ = enter(checkpoints.parent)
+    if step is None:
+        raise ConfigError("at-step needs a step", next=f"dtt data at-step {job}@1")
     dataset = open_dataset(load_job(job))
     if not 1 <= step <= dataset.steps:
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")

@@ -143,6 +143,29 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
                 log.info("report: %s", page)
 
 
+def _job_to_resume(
+    folder: str, overrides: Sequence[str], stage: str | None
+) -> tuple[JobDir, list[str]]:
+    """Return the job in `folder`, and the overrides as seen from its home."""
+    from dtt.checkpoint import store
+
+    if stage is not None:
+        raise ConfigError(
+            f"--stage {stage} and {folder} are mutually exclusive",
+            next=f"dtt train {Path(folder).parent / stage} resumes the job of a stage",
+        )
+    checkpoints, step = store.parse(folder)
+    if step is not None:
+        raise ConfigError(
+            f"{folder} is a checkpoint, and dtt train resumes a job",
+            next=f"--branch {folder} for a new job from there, or dtt train "
+            f"{checkpoints.parent} --from-step {step} to drop the later ones",
+        )
+    root, overrides = enter(checkpoints.parent, overrides)
+    load_job(root)  # InputError if it is not a job
+    return JobDir(root), overrides
+
+
 def find_job(
     config: str | Layer | None,
     arguments: Sequence[str],
@@ -165,14 +188,7 @@ def find_job(
             next="run dtt train -c quickstart, or dtt train jobs/quickstart",
         )
     if folders:
-        if stage is not None:
-            raise ConfigError(
-                f"--stage {stage} and {folders[0]} are mutually exclusive",
-                next=f"dtt train {Path(folders[0]).parent / stage} resumes the job of a stage",
-            )
-        root, overrides = enter(Path(folders[0]), overrides)
-        job = JobDir(root)
-        load_job(job.root)  # InputError if it is not a job
+        job, overrides = _job_to_resume(folders[0], overrides, stage)
     else:
         job = JobDir(resolve(config, overrides, stage=stage).config.job_dir)
     for key in allow_change:
@@ -245,7 +261,6 @@ def train(start: Start, this: Attempt, world: World) -> None:
 
     Raises Preempted if a stop was requested before the last step.
     """
-    from dtt.train.data_hash import check_nodes
     from dtt.train.process_memory import exhaustion_explained
 
     this.start.end_phase("imports")
@@ -261,7 +276,6 @@ def train(start: Start, this: Attempt, world: World) -> None:
         if resume is not None and cfg.train.timed:
             plan = plan.with_decay(branch.timed_decay(job, resume))
             watchdog.expect(plan.steps)
-        check_nodes(dataset, world)
         if resume is not None and world.first:
             warn_of_rate_jump(job, resume, plan)
             warn_of_decay_change(job, cfg)
@@ -308,8 +322,12 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new job.
 
-    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if its data hash differs.
+    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if its data hash differs, and
+    DamagedError if the data is not the same on every rank.
     """
+    from dtt.train.data_hash import check_nodes
+
+    check_nodes(dataset, world)
     resume = world.from_first(choose_checkpoint(this, from_step) if world.first else None)
     if resume is not None:
         compatibility.check_data_key(resume.manifest, dataset.manifest.key, this.job)

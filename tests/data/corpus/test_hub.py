@@ -145,7 +145,7 @@ def test_a_subset_a_split_and_a_number_of_files_can_be_chosen(downloads: Downloa
     [
         ({"dataset": "org/none"}, 66, ["no dataset org/none", "hf auth login"]),
         ({"dataset": "org/gated"}, 66, ["gated", "request access", "hf auth login"]),
-        ({"dataset": "org/multi"}, 2, ["subset", "'en', 'de'", "--name"]),
+        ({"dataset": "org/multi"}, 2, ["subset", "'en', 'de'", "download.name="]),
         ({"dataset": "org/multi", "name": "fr"}, 2, ["'fr' not found", "'en', 'de'"]),
         ({"dataset": "org/plain", "split": "dev"}, 2, ["no split 'dev'", "train, test"]),
         ({"dataset": "org/plain", "revision": "v9"}, 2, ["no revision 'v9'"]),

@@ -235,7 +235,7 @@ def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     assert len({s["sample"] for found in seen.values() for s in found["samples"]}) == 3 * 8
     of_one_rank = facts(dtt, "at-step", job, 9, "--rank", 1, "--of", 4)["samples"]
     assert of_one_rank == seen[9]["samples"][1::4]
-    stdout = dtt("data", "at-step", job, 12, "--limit", 2).stdout
+    stdout = dtt("data", "at-step", job, 12, "--samples", 2).stdout
     assert "8 samples, the same as in metrics.jsonl" in stdout
     assert stdout.count("\nsample ") == 2
     assert "and 6 more" in stdout

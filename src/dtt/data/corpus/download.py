@@ -98,7 +98,7 @@ def _check_options(cfg: DownloadConfig, kind: str) -> None:
             raise ConfigError(
                 f"download.{option} ({value}) applies only to datasets on the Hub",
                 why=f"{cfg.dataset} is not a dataset on the Hub",
-                next=f"omit --{option}, or set download.{option}=null",
+                next=f"set download.{option}=null",
             )
 
 

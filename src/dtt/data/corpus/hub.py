@@ -84,7 +84,7 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
                 f"cannot choose a subset of {repo}",
                 where="download.name",
                 why=" ".join(str(error).split("Example")[0].split()),
-                next="--name SUBSET",
+                next="download.name=SUBSET",
             ) from None
         except RuntimeError as error:  # of `datasets`: the repository is a script
             raise InputError(f"{repo} has no plain data files", why=str(error)) from None
