@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("one", "two"):
         Path(name).mkdir()
         write_documents(Path(name, "docs.jsonl"))
+    with Path("two/docs.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
     configured = resolve(None, [FIRST]).config
     download(configured.download, configured.corpus_dir)
     return tmp_path
@@ -98,3 +101,14 @@ def test_token_files_are_used_without_their_text_and_after_a_move(corpora: Path)
     check_tokens(cfg, cfg.tokenize_dir, tokens)
     moved = resolve(None, ["download.dataset=three/docs.jsonl", *SMALL])
     check_tokens(moved.config, moved.config.tokenize_dir, tokens)
+
+
+def test_a_copy_of_a_project_uses_its_token_files(
+    corpora: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Dtt(corpora)("tokenize", "-d", "one/docs.jsonl", *SMALL)
+    copy = tmp_path_factory.mktemp("copy") / "project"
+    shutil.copytree(corpora, copy)
+    monkeypatch.chdir(copy)
+    cfg = resolve(None, [FIRST, *SMALL]).config
+    check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))

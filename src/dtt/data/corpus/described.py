@@ -7,6 +7,7 @@ Default names of folders contain only the last component of a dataset, so `one/d
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 from dtt.artifacts.corpus import CorpusDescription, CorpusManifest, CorpusSource
@@ -15,6 +16,8 @@ from dtt.base.errors import ConfigError
 from dtt.config.data import DownloadConfig
 from dtt.config.run import RunConfig
 
+SAMPLED = 2**20
+"""Bytes that are compared at both ends of a file."""
 OPTIONS = ("name", "split", "revision", "text_column", "txt_documents", "max_files")
 """Keys of the section `download` that decide which documents there are."""
 
@@ -86,9 +89,27 @@ def _is_same_dataset(dataset: str, source: CorpusSource) -> bool:
 
     here, there = Path(dataset).expanduser(), Path(source.id)
     if here.exists() and there.exists():
-        return real_path(here) == there
+        return real_path(here) == there or _samples(here) == _samples(there)
     # The text was moved together with the project, or is not on this machine.
     return here.name == there.name
+
+
+def _samples(path: Path) -> dict[str, tuple[int, bytes]]:
+    """Return the size, and a hash of both ends, of each file.
+
+    They are equal for a copy of a project, whose data has moved with it. Hashing terabytes of text
+    at each start would take hours.
+    """
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    found = {}
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            ends = stream.read(SAMPLED)
+            stream.seek(max(0, size - SAMPLED))
+            ends += stream.read(SAMPLED)
+        found[str(file.relative_to(path.parent))] = size, sha256(ends).digest()
+    return found
 
 
 def _shown(value: object) -> str:

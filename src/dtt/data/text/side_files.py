@@ -40,7 +40,10 @@ def tokenizer_content(path: Path) -> bytes:
     config = _object(folder / CONFIG)
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
-    own = Tokenizer.from_buffer(content)
+    try:
+        own = Tokenizer.from_buffer(content)
+    except Exception:  # noqa: BLE001 - it raises nothing more specific; the caller reports it
+        return content
     known = {token.content: i for i, token in own.get_added_tokens_decoder().items()}
     missing = sorted(
         token

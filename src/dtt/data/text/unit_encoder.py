@@ -115,10 +115,11 @@ class PlainText:
         if not isinstance(tokenizer, GivenTokenizerConfig):
             return {}
         content = given_tokenizer(tokenizer)
+        parsed = parse_tokenizer(content, tokenizer.path)
         check_special_tokens(find_tokenizer(tokenizer), content)
         if tokenizer.bos == "never":
             return {}
-        begin = begin_of_document(parse_tokenizer(content, tokenizer.path), tokenizer.path)
+        begin = begin_of_document(parsed, tokenizer.path)
         # Absent without one, so that the token files of most tokenizers keep their key.
         return {} if begin is None else {"begin_of_document": begin}
 
