@@ -127,7 +127,7 @@ MISTAKES = {
     "stages: {a: {seed: 1}}": r"stages.a.seed: no such stage",
     "stages: [pretrain]": "a section with a name(.|\n)*'pretrain'",
     "stages: [{seed: 1}]": "a stage needs a name(.|\n)*it has none",
-    "stages: [{name: [3]}]": r"a stage needs a name(.|\n)*got \['3'\]",
+    "stages: [{name: [3]}]": r'a stage needs a name(.|\n)*got \["3"\]',
     "stages: [{name: a/b}]": "a stage needs a name",
     "stages: [{name: a}, {name: a}]": "no stage can be named a(.|\n)*two stages have it",
     "stages: [{name: logs}]": "no stage can be named logs",
@@ -164,5 +164,5 @@ def test_two_stages_cannot_write_other_text_into_one_folder(tiny: Path) -> None:
 
 
 def test_a_name_with_a_slash_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be named sweep/one"):
+    with pytest.raises(ConfigError, match="cannot be named 'sweep/one'"):
         stages(tiny, "name=sweep/one")

@@ -306,10 +306,12 @@ def locate(reference: str) -> tuple[Path, int | None]:
     """
     folder, step = parse(reference)
     if not steps(folder):
+        why = "that job has not saved one" if folder.parent.is_dir() else "there is no such job"
         raise InputError(
             f"no checkpoint in {folder}",
-            why="that job has not saved one" if folder.parent.is_dir() else "there is no such job",
-            next="specify a job directory, such as jobs/base or jobs/base@500",
+            why="it is not a job" if (folder.parent / "config.json").is_file() else why,
+            next="specify a job, such as jobs/base or jobs/base@500, or released weights: "
+            "hf:ORG/NAME or hf:FOLDER",
         )
     if step is not None:
         existing(folder, step)

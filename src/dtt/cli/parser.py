@@ -71,7 +71,7 @@ def _translated(command: Any, ctx: Any, args: Sequence[str]) -> list[str]:
 
 
 def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
-    """Raise BadParameter if an option that takes one value is repeated, or for --verbose."""
+    """Raise BadParameter for a repeated option that takes one value, --verbose or --KEY."""
     try:
         _, _, order = command.make_parser(ctx).parse_args(args=list(args))
     except Exception:  # noqa: BLE001  Typer parses again and reports the error
@@ -81,6 +81,12 @@ def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
                 "traceback of an error",
                 ctx=ctx,
             ) from None
+        for key in (arg[2:].partition("=")[0] for arg in args if arg.startswith("--")):
+            if "." in key:
+                raise typer.BadParameter(
+                    f"there is no --{key}: keys of the configuration are arguments, {key}=VALUE",
+                    ctx=ctx,
+                ) from None
         return
     for option, count in Counter(order).items():
         if count > 1 and option.param_type_name == "option" and not _repeatable(option):

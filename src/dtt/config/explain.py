@@ -24,6 +24,28 @@ from dtt.config.run import RunConfig
 from dtt.config.source import Key, Layer, Texts, parse_scalar
 
 WIDTH = 100
+ELSEWHERE = {
+    "batch_size": "train.global_batch_tokens",
+    "per_device_train_batch_size": "train.micro_batch",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "max_length": "train.seq_len",
+    "block_size": "train.seq_len",
+    "gradient_checkpointing": "train.remat",
+    "d_model": "model.dim",
+    "hidden_size": "model.dim",
+    "n_embd": "model.dim",
+    "num_hidden_layers": "model.n_layers",
+    "n_head": "model.n_heads",
+    "num_attention_heads": "model.n_heads",
+    "num_key_value_heads": "model.n_kv_heads",
+    "intermediate_size": "model.ffn_dim",
+    "output_dir": "name",
+}
+"""Names that transformers and nanoGPT give to keys, for which a similar name would mislead."""
+COMMON = ("train", "model", "optim")
+"""Sections that a key without its section most probably belongs to."""
 WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true | false"}
 
 
@@ -173,10 +195,13 @@ def nearest(key: str, cls: type[Section] = RunConfig, *, entries: bool = False) 
     With `entries`, keys of list entries are known too, without an index: `data.sources.path`.
     """
     known = sorted({".".join(k) for k, _, _ in all_fields(cls, entries=entries)})
-    section, _, name = key.rpartition(".")
+    section, _, name = key.lower().rpartition(".")
+    if ELSEWHERE.get(name) in known:
+        return ELSEWHERE[name]
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     elsewhere: dict[str, str] = {}
-    for candidate in sorted(known, key=lambda k: k.count(".")):  # optim.lr before optim.adamw.lr
+    # optim.lr before optim.adamw.lr, train.steps before profile.steps
+    for candidate in sorted(known, key=lambda k: (k.count("."), k.split(".")[0] not in COMMON)):
         elsewhere.setdefault(candidate.rpartition(".")[2], candidate)
     for names in (siblings, elsewhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)

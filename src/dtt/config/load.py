@@ -21,7 +21,7 @@ from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
-from dtt.config.source import STAGES, Layer, Leaf
+from dtt.config.source import STAGES, Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
 
@@ -203,15 +203,33 @@ def load_job(job: Path) -> RunConfig:
             sorted(str(config.parent) for config in folder.glob("*/config.yaml"))
             for folder in (job, job.parent)
         )
-        close = below[:3] or difflib.get_close_matches(str(job), beside, n=3)
+        # The name of a job without its folder, or a folder within a job, such as a checkpoint.
+        near = [folder for folder in (Path("jobs") / job, *job.parents) if is_job(folder)]
+        close = below[:3] or [str(folder) for folder in near[:1]]
+        close = close or difflib.get_close_matches(str(job), beside, n=3)
+        if not close and (shipped_configs() / job.with_suffix(".yaml")).is_file():
+            raise InputError(
+                f"{job} is not a job directory",
+                why="it is the name of a shipped configuration",
+                next=f"dtt train -c {job.with_suffix('')} starts its job",
+            )
         raise InputError(
             f"{job} is not a job directory",
-            why="it does not contain config.yaml" if job.is_dir() else "there is no such folder",
+            why="it does not contain config.yaml"
+            if job.is_dir()
+            else "it is a file"
+            if job.exists()
+            else "there is no such folder",
             next=f"did you mean {' or '.join(close)}?"
             if close
             else "specify a folder such as jobs/quickstart",
         )
     return resolve(env={}, job_config=path).config
+
+
+def is_job(folder: Path) -> bool:
+    """Return True if `folder` is that of a job."""
+    return (folder / "config.yaml").is_file()
 
 
 def find(config: str | Path) -> Path:
@@ -223,7 +241,7 @@ def find(config: str | Path) -> Path:
     for candidate in (folder / path, folder / f"{path}.yaml"):
         if candidate.is_file():
             return candidate
-    if (path / "config.yaml").is_file():
+    if is_job(path):
         raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
     if path.is_dir():
         inside = sorted(str(p) for p in path.glob("*") if p.suffix in source.SUFFIXES)
@@ -293,7 +311,7 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
         {key: leaf for key, leaf in layer.items() if key[:2] in decided} for layer in layers[last:]
     )
     problems = [
-        (key, f"{leaf.value!r} here, {section[key].value!r} in the model of init.from")
+        (key, f"{shown(leaf.value)} here, {shown(section[key].value)} in the model of init.from")
         for key, leaf in said.items()
         if key in section and leaf.value != section[key].value
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtt.base.errors import ConfigError
-from dtt.config.source import Key, Layer, Leaf
+from dtt.config.source import Key, Layer, Leaf, shown
 
 CAUTIOUS: Key = ("optim", "cautious_weight_decay")
 DECAY: Key = ("optim", "weight_decay")
@@ -75,7 +75,7 @@ def _replaced(layer: Layer, *, of_job: bool) -> Layer:
             raise ConfigError(
                 f"{'.'.join(key)} no longer exists",
                 where=leaf.origin,
-                why=f"it is {leaf.value!r} here",
+                why=f"it is {shown(leaf.value)} here",
                 next=removed.next,
             )
         changed = removed.convert(layer, leaf)

@@ -6,6 +6,7 @@ Layers are merged key by key.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -100,6 +101,12 @@ for _digit in "-+0123456789":
 LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
 for _first in "-+0":
     _Loader.yaml_implicit_resolvers[_first].insert(0, (STR, LEADING_ZERO))
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it, cut to a line: text in quotes, the rest as in YAML."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 def parse_scalar(text: str) -> Any:
@@ -205,10 +212,12 @@ def read_file(path: Path, texts: Texts) -> tuple[list[str], Layer]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(
-            f"{path} is not YAML",
+            f"{path} is not {'JSON' if path.suffix == '.json' else 'YAML'}",
             where=f"{path}:{line}",
             why=str(error.problem),
-            next="fix that line or the one above: indent with spaces, close quotes and brackets",
+            next="fix that line or the one above: indent with spaces, close quotes and brackets"
+            if path.suffix in SUFFIXES
+            else "specify a configuration file; -d takes a dataset",
         ) from None
     except RecursionError:
         raise ConfigError(
@@ -235,12 +244,12 @@ def take_extends(layer: Layer) -> tuple[list[str], Layer]:
     """Return the `extends` list of a layer, and the layer without it."""
     rest = dict(layer)
     leaf = rest.pop(("extends",), Leaf([], ""))
-    names = [leaf.value] if isinstance(leaf.value, str) else leaf.value
+    names = [leaf.value] if isinstance(leaf.value, str) else leaf.value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             "extends must be a list of files or shipped configs",
             where=leaf.origin,
-            why=f"got {leaf.value!r}",
+            why=f"got {shown(leaf.value)}",
             next="for example extends: [models/llama-tiny.yaml]",
         )
     return names, rest
@@ -305,7 +314,7 @@ def _no_stage(value: Any, origin: str) -> ConfigError:
     return ConfigError(
         "an entry of stages is a section with a name",
         where=origin,
-        why=f"got {value!r}",
+        why=f"got {shown(value)}",
         next="for example - {name: sft, train: {steps: 500}}",
     )
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
-from dtt.config.explain import scalar
 from dtt.config.init import MAY_DIFFER
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
-from dtt.config.source import STAGES, Key, Layer, Leaf
+from dtt.config.source import STAGES, Key, Layer, Leaf, shown
 
 if TYPE_CHECKING:
     from dtt.config.run import RunConfig
@@ -72,13 +71,13 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
         raise ConfigError(
             "stages must be a list with at least one stage",
             where=leaf.origin,
-            why=f"got {leaf.value!r}",
+            why=f"got {shown(leaf.value)}",
             next=f"omit it, or define a stage, {EXAMPLE}",
         )
     for entry in leaf.value:
         name = entry.get(("name",), Leaf(None, _first_origin(entry, leaf.origin)))
         if not isinstance(name.value, str) or not re.fullmatch(NAME, name.value):
-            given = "it has none" if name.value is None else f"got {name.value!r}"
+            given = "it has none" if name.value is None else f"got {shown(name.value)}"
             raise ConfigError(
                 "a stage needs a name of letters, digits and . _ -",
                 where=name.origin,
@@ -147,7 +146,7 @@ def layers_of(
     """
     if not isinstance(name.value, str) or "/" in name.value:
         raise ConfigError(
-            f"a configuration with stages cannot be named {scalar(name.value)}",
+            f"a configuration with stages cannot be named {shown(name.value)}",
             where=name.origin,
             why="the job of a stage is NAME/STAGE, and a trial of a sweep has no stages",
             next="set name=ANOTHER",
@@ -194,7 +193,7 @@ def problems(stage: Resolved, first: Resolved) -> Iterator[tuple[Key, str]]:
             if value != other and not (section == "model" and name in MAY_DIFFER):
                 yield (
                     (section, name),
-                    f"{value!r} here, {other!r} {where}: all stages train the same model",
+                    f"{shown(value)} here, {shown(other)} {where}: all stages train the same model",
                 )
     same_folder = stage.config.tokenize_dir == first.config.tokenize_dir
     if same_folder and stage.config.corpus_dir != first.config.corpus_dir:

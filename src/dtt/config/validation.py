@@ -99,7 +99,7 @@ def _locate(values: Any, loc: Sequence[str | int]) -> tuple[Key, Key | None]:
 def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) -> Problem:
     """Return the key of a pydantic error, and the reason in words."""
     dotted, given = ".".join(key), error["input"]
-    shown = "" if isinstance(given, dict) else f" (got {_shown(given)})"
+    shown = "" if isinstance(given, dict) else f" (got {source.shown(given)})"
     match error["type"]:
         case "extra_forbidden":
             general = ".".join(name for name in key if not name.isdigit())  # of any list entry
@@ -129,12 +129,6 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
         case _:
             why = error["msg"][0].lower() + error["msg"][1:]
     return tuple(dotted.split(".")), why + shown
-
-
-def _shown(value: Any) -> str:
-    """Return a value as messages show it, cut to a line: text in quotes, the rest as in YAML."""
-    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 def _leading_zero(value: Any) -> bool:

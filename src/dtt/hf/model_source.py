@@ -58,13 +58,14 @@ def find_folder(source: str) -> Path | None:
         return folder
     if job_of(source).config.is_file():
         return None
-    missing = not folder.exists()
+    why = "it has neither config.yaml (a job) nor config.json (a Hugging Face folder)"
+    if not folder.is_dir():
+        why = "it is a file" if folder.exists() else "there is no such folder"
+    close = [path for path in (Path("jobs") / source, Path("exports") / source) if path.is_dir()]
     raise InputError(
         f"no model in {source}",
-        why="there is no such folder"
-        if missing
-        else "it has neither config.yaml (a job) nor config.json (a Hugging Face folder)",
-        next=f"name {SOURCES}",
+        why=why,
+        next=f"did you mean {' or '.join(map(str, close))}?" if close else f"name {SOURCES}",
     )
 
 

@@ -315,7 +315,7 @@ def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:
             f"{len(others)} of {len(before)} token ids decode to different text than in the "
             "previous stage",
             where=ours,
-            why=f"{i} is {now.get(i)!r} here, {before[i]!r} in {theirs}",
+            why=f"{i} is {repr(now[i]) if i in now else 'unknown'} here, {before[i]!r} in {theirs}",
             next=f"tokenize this text with tokenizer.type=file tokenizer.path={theirs}",
         )
 

@@ -180,6 +180,13 @@ def find_job(
     """
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
+    for name in (folder.rstrip(":") for folder in folders):
+        if "." in name and explain.explain(name, RunConfig(), {}) is not None:
+            raise ConfigError(
+                f"the key {name} has no value",
+                why="a key and its value are one argument, without spaces",
+                next=f"{name}=VALUE",
+            )
     named = len(folders) + (config is not None)
     if named > 1 or not (named or overrides):
         raise ConfigError(

@@ -246,7 +246,7 @@ def test_changes_of_the_template_and_its_options_are_refused_by_name(workshop: W
         workshop.run(chat=ChatConfig(template=str(template)))
     with pytest.raises(ConfigError, match=r"chat\.train_on is 'assistant' there, 'all' now"):
         workshop.run(chat=ChatConfig(train_on="all"))
-    with pytest.raises(ConfigError, match=r"chat\.kwargs\.x is None there, 1 now"):
+    with pytest.raises(ConfigError, match=r"chat\.kwargs\.x is null there, 1 now"):
         workshop.run(chat=ChatConfig(kwargs={"x": 1}))
     assert workshop.run(chat=ChatConfig(too_long="stop")).units == 0  # matters to packing alone
     workshop.run("fresh", ChatConfig(template=str(template)))

@@ -244,8 +244,8 @@ def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Pat
         why="it is a folder without a manifest of token files, and without .idx, .ds, .bin or .npy"
         if path.is_dir()
         else "there is no such file or folder, nor a pair of that name with .bin and .idx",
-        next="specify a folder that `dtt tokenize` created, a Megatron pair or a folder of pairs,"
-        " datatrove's .ds files, or files of ids: raw, of llm.c, or of numpy.save",
+        next="`dtt tokenize` creates or finishes them; or specify a Megatron pair or a folder of"
+        " pairs, datatrove's .ds files, or files of ids: raw, of llm.c, or of numpy.save",
     )
 
 

@@ -19,6 +19,7 @@ from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.base.rendezvous import RENDEZVOUS
 from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
+from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.pretokens import count_pre_tokens, sum_over_ranks
@@ -309,7 +310,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     """Return a message for each entry in which two keys differ."""
     old, new = dict(_flat(there)), dict(_flat(asked))
     return [
-        f"{key} is {old.get(key)!r} there, {new.get(key)!r} now"
+        f"{key} is {shown(old.get(key))} there, {shown(new.get(key))} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
