@@ -16,7 +16,7 @@ from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import open_dataset
-from dtt.evaluate.validation import Sampler
+from dtt.evaluate.validation import Sampler, _opening, first_words
 from dtt.model import families
 from dtt.model.decoder import Decoder
 
@@ -31,7 +31,7 @@ def test_a_diverged_model_yields_no_sample_and_does_not_end_the_run(
     with caplog.at_level(logging.WARNING, logger="dtt"):
         tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
         record = Sampler(train, tokenizer, [1, 2], "one", (0,), seed=0).record(model, 3)
-    assert record == {"kind": "sample", "step": 3, "text": "one"}
+    assert record == {"kind": "sample", "step": 3, "prompt": "one", "text": "one"}
     assert "no sample: the model's logits are not finite" in caplog.text
 
 
@@ -50,9 +50,37 @@ def test_bits_per_byte_are_those_of_the_tokens_that_were_evaluated(
     assert source is not None
     rows = source.read(np.arange(2, dtype=np.uint64)).ids[:, 1:]
     targets = rows[rows >= 0].tolist()
-    text = Tokenizer.from_file(str(job / "tokenizer.json")).decode(targets)
+    tokenizer = Tokenizer.from_file(str(job / "tokenizer.json"))
+    text = tokenizer.decode(targets)
+    prompt = first_words([source], tokenizer, dataset.manifest.end_of_document)
+    assert len(prompt) >= 6
+    ids = source.read(np.arange(8, dtype=np.uint64)).ids
+    assert prompt in tokenizer.decode(ids[ids >= 0].tolist())
     bits = record["loss"] * len(targets) / math.log(2)
     assert record["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-6)
     assert source.bytes_per_token is not None
     whole = bits / (len(targets) * source.bytes_per_token)
     assert abs(record["bits_per_byte"] / whole - 1) > 1e-3
+
+
+OPENINGS = {
+    "Once upon a time there lived a miller": "Once upon a time there",
+    "  \n\n  It was late.\nThe end": "It was late.",
+    '"""\nTests for heaps\n"""': "Tests for heaps",
+    "#!/bin/sh\n# Copyright 2020 by the authors of it": "# Copyright 2020 by the",
+    "----\nTitle of the book\n": "Title of the book",
+    "Donaudampfschifffahrtsgesellschaftskapitän": "Donaudampfschifffahrtsgesellscha",
+    "internationalization of characters everywhere": "internationalization of",
+    'it\'s $HOME `x` "y" !z': 'it\'s $HOME `x` "y" !z',
+    "今天天气很好，我们去公园散步吧。": "今天天气很好，我们去公园散步吧。",
+    "tab\tseparated values": "",
+    "a cut charac\ufffd": "a cut charac",
+    "\x00\x01binary text\nand words": "and words",
+    "\n\n": "",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("text", OPENINGS)
+def test_the_prompt_of_samples_is_short_and_on_one_line(text: str) -> None:
+    assert _opening(text) == OPENINGS[text]

@@ -77,6 +77,35 @@ def test_a_rank_that_fails_ends_all_at_once_with_its_code(
     assert "never" not in run.stdout
 
 
+@pytest.mark.parametrize("failing", ["True", "comm.rank == 0", "comm.rank == 2"])
+def test_an_error_of_all_ranks_or_of_one_that_the_others_wait_for_ends_without_an_abort(
+    mpirun: MpiRun, failing: str
+) -> None:
+    run = mpirun(
+        3, "-c", "from dtt.base.errors import ConfigError\n"
+        f"from dtt.mesh.process import command\n{OPEN}"
+        "with command():\n"
+        "    comm.barrier()\n"
+        f"    if {failing}: raise ConfigError('a mistake')\n"
+        "    print('never', comm.broadcast(1))"
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert {*run.stderr.splitlines()} == {"dtt: a mistake"}
+    assert run.stdout == ""
+
+
+def test_a_rank_that_still_works_is_ended_by_the_error_of_another(mpirun: MpiRun) -> None:
+    run = mpirun(
+        2, "-c", "import signal; from dtt.base.errors import ConfigError\n"
+        f"from dtt.mesh.process import command\n{OPEN}"
+        "with command():\n"
+        "    if comm.rank == 0: raise ConfigError('a mistake')\n"
+        "    signal.pause()"
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "dtt: a mistake" in run.stderr
+
+
 @pytest.mark.parametrize("first", ["", "from mpi4py import MPI\n"], ids=["no MPI", "one rank"])
 def test_outside_an_mpi_job_abort_does_nothing(first: str) -> None:
     code = f"{first}from dtt.mesh.comm import abort_peers; abort_peers(3, ''); print('goes on')"

@@ -20,6 +20,7 @@ from tokenized_conversations import conversations as rows
 from tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import ExportManifest
 from dtt.config.load import load_job
 from dtt.jobs.goodput import goodput
 from dtt.jobs.job_state import examine
@@ -49,6 +50,25 @@ def test_the_verdict_has_the_reason_and_the_command_to_type_next(tmp_path: Path)
     assert "cannot write step-000100 (exit code 74" in verdict["text"]
     assert verdict["why"] == ["why:   no space left on device"]
     assert verdict["next"] == "free some space"
+
+
+def test_the_next_command_after_an_export_uses_the_exported_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = write_finished_job(tmp_path)
+    cfg, steps = load_job(root), SyntheticRun().steps
+    manifest = ExportManifest(
+        job=cfg.name, step=steps - 50, checkpoint_sha256="0", dtype="bf16", parameters=1,
+        max_logit_difference=0.0, files=(),
+    )  # fmt: skip
+    for step, command in ((steps - 50, f"dtt export {root}"),
+                          (steps, f"dtt generate -p TEXT exports/{cfg.name}")):  # fmt: skip
+        folder = tmp_path / "exports" / cfg.name
+        folder.mkdir(parents=True, exist_ok=True)
+        content = manifest.model_copy(update={"step": step}).dump()
+        (folder / manifest.filename).write_text(content)
+        assert read(root)["verdict"]["next"] == command  # type: ignore[index]
 
 
 def test_the_command_to_resume_a_job_that_was_killed_is_safe_to_paste(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 from dtt.base.log import log, setup_logging
 from dtt.base.ranks import Ranks
@@ -93,8 +95,25 @@ def test_on_a_terminal_the_progress_line_is_rewritten_and_reports_stay() -> None
     seen = os.read(here, 100_000).decode()
     os.close(here)
     assert run.stdout == ""
-    assert FIRST in seen  # it stood there …
+    bar = "─" * 20  # ten of 2000 steps
+    assert f"{bar} step 10/2000  loss 3.9000  12.3ktok/s  eta 1h06m" in seen
     screen = on_screen(seen)
     assert screen[:4] == SAID  # … and gave way
     assert screen[4:6] == ["    def f():", "        pass"]
-    assert not any(FIRST in line or SECOND in line for line in screen[:4])
+    assert not any("/2000" in line for line in screen[:4])
+    assert all(len(line) < 100 for line in screen)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_the_progress_line_fits_the_terminal(columns: int) -> None:
+    here, there = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT], stderr=there, env=os.environ | {"COLUMNS": str(columns)},
+        check=True,
+    )  # fmt: skip
+    os.close(there)
+    seen = os.read(here, 100_000).decode()
+    os.close(here)
+    lines = re.findall(r"\x1b\[K([━─]+ [^\r\n]*)", seen)
+    assert lines
+    assert max(map(len, lines)) == columns - 1

@@ -29,10 +29,10 @@ def test_first_last_and_median_are_taken(tmp_path: Path) -> None:
     assert summarize(path) == RunSummary(
         steps=3, tokens=192, tokens_per_second=30.0, first_eval=records[0],
         last_eval=records[8], last_tasks=(records[11], records[12]),
-        first_sample="x\0", last_sample="yy",
+        first_sample="x\0", last_sample="yy", sample_prompt=None,
     )  # fmt: skip
 
 
 def test_missing_measurements_are_none(tmp_path: Path) -> None:
-    nothing = RunSummary(0, 0, None, None, None, (), None, None)
+    nothing = RunSummary(0, 0, None, None, None, (), None, None, None)
     assert summarize(tmp_path / "metrics.jsonl") == nothing

@@ -112,8 +112,8 @@ class TrainConfig(Section):
     sample_every: NonNegativeInt = resumable(0)
     """Steps between printed samples; 0: only at the start and the end."""
     sample_prompt: str = resumable("")
-    """Prompt of the samples, with `data.type: chat` the message of a user; empty: the start of a
-    document, or a held-out conversation up to its first answer."""
+    """Prompt of the samples, with `data.type: chat` the message of a user; empty: the first words
+    of a held-out document, or a held-out conversation up to its first answer."""
     sample_tokens: NonNegativeInt = resumable(64)
     """Tokens per sample; 0: no samples."""
     hang_seconds: NonNegativeFloat | None = resumable(600.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,4 +244,46 @@ class Sampler:
                 log.warning("no sample: %s", error)
                 ids = []
         text = self.shown + self.tokenizer.decode(ids)
-        return {"kind": "sample", "step": step, "text": text}
+        return {"kind": "sample", "step": step, "prompt": self.shown, "text": text}
+
+
+PROMPT = re.compile(r"(?:\S+ +){0,4}\S+")
+"""The first five words of a line."""
+MAX_PROMPT = 32
+"""Maximum number of characters of a prompt from held-out text: it must fit in a command line."""
+
+MIN_LETTERS = 6
+"""Minimum number of letters and digits of such a prompt; a line of dashes has none."""
+
+
+def first_words(sources: Sequence[Source], tokenizer: Tokenizer, end: int) -> str:
+    """Return the first words of a document, as the prompt of samples; "" if there are none.
+
+    It is the first document with printable text in the first samples of the sources, so it does
+    not change during a run or when a run resumes. `end` is the end-of-document token.
+    """
+    for source in sources:
+        for number in range(min(8, len(source))):
+            ids = source.read(np.array([number], dtype=np.uint64)).ids[0]
+            ids = ids[ids >= 0]  # without padding
+            starts = [0] if number == 0 else []
+            starts += [int(i) + 1 for i in np.flatnonzero(ids == end)]
+            for start in starts:
+                following = ids[start : start + 64].tolist()
+                document = following[: following.index(end)] if end in following else following
+                if prompt := _opening(tokenizer.decode(document)):
+                    return prompt
+    return ""
+
+
+def _opening(text: str) -> str:
+    """Return the first words of the first line with some text; "" if there is none."""
+    text = text.split("\ufffd")[0]  # the tokens may end inside of a character
+    for line in text.splitlines():
+        found = PROMPT.match(line.strip())
+        words = found.group() if found is not None else ""
+        if len(words) > MAX_PROMPT:
+            words = words[: MAX_PROMPT + 1].rpartition(" ")[0].rstrip() or words[:MAX_PROMPT]
+        if words.isprintable() and sum(map(str.isalnum, words)) >= MIN_LETTERS:
+            return words
+    return ""

@@ -304,7 +304,7 @@ def closing_summary(
             lines += ["", f"  a sample {title} training:"]
             for line in text.splitlines():
                 lines += [f"    | {part}" for part in textwrap.wrap(line, 90) or [""]]
-    prompt = shlex.quote(cfg.train.sample_prompt or "Once")
+    prompt = shlex.quote(cfg.train.sample_prompt or summary.sample_prompt or "Once")
     text_only = f"dtt generate {export} -p {prompt}"
     own_text = f"dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine           # your text"
     lines += [

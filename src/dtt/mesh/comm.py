@@ -6,9 +6,11 @@ file system. Values are JSON. Bulk data is never sent: each rank writes its own 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +20,8 @@ from dtt.base.rendezvous import RENDEZVOUS, Files, launch_name
 
 T = TypeVar("T")
 
+PATIENCE = 2.0
+"""Seconds for which a rank that failed waits for the others to end by themselves."""
 FORWARDING = 0.3
 """Seconds for mpirun to forward a rank's last output: an abort drops what mpirun has not yet
 read."""
@@ -78,8 +82,10 @@ class Mpi:
         self.size: int = self._world.Get_size()
 
     def barrier(self) -> None:
-        """Wait until every rank has reached the barrier."""
-        _wait(self._world.Ibarrier())
+        """Wait until every rank has reached the barrier; exit if one of them has failed instead."""
+        code = self._largest(0)
+        if code:
+            sys.exit(code)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
@@ -97,16 +103,37 @@ class Mpi:
         """Finalise MPI."""
         self._mpi.Finalize()
 
+    def fail(self, code: int, reason: str) -> None:
+        """End the other ranks with exit code `code`; `reason` has been printed.
 
-def _wait(request: Any) -> None:
-    pause = 1e-5
-    while not request.Test():
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
+        Most errors are found by all ranks, or by rank 0 while the others wait for it at a barrier.
+        Then all exit by themselves, without the message of MPI_Abort, which looks like a crash.
+        Ranks that still work do not arrive in time, so MPI_Abort ends them.
+        """
+        if self._largest(code, PATIENCE) is None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(FORWARDING)
+            self._world.Abort(code)
+
+    def _largest(self, code: int, timeout: float = math.inf) -> int | None:
+        """Return the largest `code` of all ranks; None if they do not arrive in time.
+
+        This is the barrier: its value tells the ranks that wait that another one has failed.
+        """
+        mine, largest = array("i", [code]), array("i", [0])
+        arrived = self._world.Iallreduce(mine, largest, op=self._mpi.MAX)
+        pause, deadline = 1e-5, time.monotonic() + timeout
+        while not arrived.Test():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        return largest[0]
 
 
-_rendezvous: list[Files] = []
-"""The open file-based group, at most one, through which `abort_peers` ends the others."""
+_groups: list[Files | Mpi] = []
+"""The open group of ranks, at most one, through which `abort_peers` ends the others."""
 
 
 def open_comm(ranks: Ranks, work: Path) -> Comm:
@@ -124,9 +151,11 @@ def open_comm(ranks: Ranks, work: Path) -> Comm:
         )
     comm = _mpi(ranks)
     if comm is not None:
+        _groups.append(comm)
         return comm
-    _rendezvous.append(Files(ranks.rank, ranks.size, work / RENDEZVOUS / launch_name(os.environ)))
-    return _rendezvous[-1]
+    group = Files(ranks.rank, ranks.size, work / RENDEZVOUS / launch_name(os.environ))
+    _groups.append(group)
+    return group
 
 
 def _mpi(ranks: Ranks) -> Mpi | None:
@@ -165,14 +194,5 @@ def abort_peers(code: int, reason: str) -> None:
 
     A rank that merely exits would leave the others waiting for it.
     """
-    if _rendezvous:
-        _rendezvous[-1].fail(code, reason)
-        return
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if mpi.COMM_WORLD.Get_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(FORWARDING)
-        mpi.COMM_WORLD.Abort(code)
+    if _groups:
+        _groups[-1].fail(code, reason)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import DataManifest
+from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import DttError
 from dtt.base.reading import Kind, fits, is_kind, read_small, tolerant
 from dtt.base.secrets import redacted
@@ -121,12 +121,26 @@ def verdict(status: Status) -> dict[str, Any]:
 
 def _next_command(status: Status) -> str:
     if status.state is State.DONE:
+        cfg = configuration_of(status.job)
+        if cfg is not None and (folder := _export_folder(cfg, status.files.step)) is not None:
+            chats = cfg.data.type in ("chat", "preference")
+            return shlex.join(["dtt", *(["chat"] if chats else ["generate", "-p", "TEXT"]), folder])
         command = ["export"]
     elif status.alive or status.queued:
         command = ["job", "status"]
     else:
         command = ["job", "resume"]  # it prints the command, or submits the job again
     return shlex.join(["dtt", *command, str(status.job.root)])
+
+
+def _export_folder(cfg: RunConfig, step: int | None) -> str | None:
+    """Return the folder to which `dtt export` wrote this step of a job, if it exists."""
+    folder = cfg.export.out or Path("exports") / cfg.name
+    try:
+        manifest = ExportManifest.read(folder)
+    except DttError:
+        return None
+    return str(folder) if (manifest.job, manifest.step) == (cfg.name, step) else None
 
 
 def name_of(job: JobDir, cfg: RunConfig | None) -> str:

@@ -13,7 +13,7 @@ A record is a dict with `kind` and `step`:
     task    task (its name) and its scores, such as acc, acc_stderr, bits_per_byte; one record per
             benchmark task
     data    epochs by source
-    sample  text
+    sample  text, which starts with prompt
     start   seconds from the command to the end of the first step, by phase; matmul_flops
     perf    steps (expected total of the run), tokens_per_second, seconds_per_step, mfu and other
             utilisation figures, memory, seconds by part, the slowest rank

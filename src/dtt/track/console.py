@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from dtt.base.log import ERASE_LINE, log
 from dtt.track.base import Record
 
+BAR = 20
+"""Characters of the progress bar."""
 NOTABLE = 0.05
 """Minimum share of the time for which a cost is shown on the progress line."""
 
@@ -15,8 +18,13 @@ class ConsoleTracker:
     """Tracker that prints to stderr: progress per `perf` record, evaluations, samples, skips."""
 
     def __init__(self) -> None:
-        """Create a tracker; on a terminal it rewrites one progress line."""
+        """Create a tracker; on a terminal it rewrites one progress line.
+
+        Unlike the bars of `dtt.base.log.progress`, it draws the line itself: a thread of rich
+        would take the GIL from the training loop ten times a second.
+        """
         self._train: Record = {}
+        self._shown = ""
         self._live = sys.stderr.isatty()
 
     def log(self, record: Record) -> None:
@@ -26,14 +34,19 @@ class ConsoleTracker:
                 self._train = record
             case "guard" if record["action"] != "stop":  # a stop raises an error
                 log.warning("step %d: skipped (%s)", record["step"], _reason(record))
+            case "perf" if self._live:
+                self._shown = self._live_line(record)
             case "perf":
-                self._progress(self._line(record))
+                log.info("%s", self._line(record))
             case "eval":
                 log.info("step %d: validation loss %s", record["step"], _found(record))
             case "task":
                 log.info("step %d: %s %s", record["step"], record["task"], _scores(record))
             case "sample":
                 log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
+        if self._shown:  # a log line has erased it
+            sys.stderr.write(f"{ERASE_LINE}{self._shown}")
+            sys.stderr.flush()
 
     def flush(self) -> None:
         """Do nothing: output is not buffered."""
@@ -58,12 +71,18 @@ class ConsoleTracker:
             f"{_losses(perf)}"
         )
 
-    def _progress(self, line: str) -> None:
-        if self._live:
-            sys.stderr.write(f"{ERASE_LINE}{line}")
-            sys.stderr.flush()
-        else:
-            log.info("%s", line)
+    def _live_line(self, perf: Record) -> str:
+        """Return a bar and the figures of `_line`, the most important first, cut to the terminal.
+
+        A line that wraps could not be erased.
+        """
+        parts = self._line(perf).split("  ")
+        parts.sort(
+            key=lambda part: not part.startswith(("step", "loss", "eta")) and "/s" not in part
+        )
+        full = round(BAR * self._train["step"] / perf["steps"])
+        bar = "━" * full + "─" * (BAR - full)
+        return f"{bar} {'  '.join(parts)}"[: shutil.get_terminal_size().columns - 1]
 
 
 def _losses(perf: Record) -> str:

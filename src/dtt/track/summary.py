@@ -34,6 +34,8 @@ class RunSummary:
     """Scores of the newest evaluation of benchmark tasks, one record per task."""
     first_sample: str | None
     last_sample: str | None
+    sample_prompt: str | None
+    """Prompt of the samples; None in records of earlier versions."""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that `--json` prints: all except the samples."""
@@ -49,6 +51,7 @@ def summarize(metrics: Path) -> RunSummary:
     train, evals, tasks = by_kind["train"], by_kind["eval"], by_kind["task"]
     # `fits` rejects NUL, which an untrained byte-level model generates.
     samples = [r["text"] for r in by_kind["sample"] if isinstance(r.get("text"), str)]
+    prompts = [record.get("prompt") for record in reversed(by_kind["sample"])]
     rates = [record["tokens_per_second"] for record in by_kind["perf"]]
     return RunSummary(
         steps=train[-1]["step"] if train else 0,
@@ -59,4 +62,5 @@ def summarize(metrics: Path) -> RunSummary:
         last_tasks=tuple(r for r in tasks if r["step"] == tasks[-1]["step"]),
         first_sample=samples[0] if samples else None,
         last_sample=samples[-1] if samples else None,
+        sample_prompt=next((p for p in prompts if isinstance(p, str)), None),
     )

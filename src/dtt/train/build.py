@@ -336,24 +336,28 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     """Return the sampler of texts during training, or None if `train.sample_tokens` is 0.
 
     In a run on conversations, it answers `train.sample_prompt` as the message of a user, or the
-    first conversation of the held-out ones.
+    first conversation of the held-out ones. In a run on text, it continues `train.sample_prompt`,
+    or the first words of a held-out document.
     """
     from dtt.data.text.tokenizer import add_in_front, open_tokenizer
     from dtt.evaluate.answers import first_prompts
-    from dtt.evaluate.validation import Sampler
+    from dtt.evaluate.validation import Sampler, first_words
 
     train, chat = cfg.train, dataset.manifest.chat
     if train.sample_tokens == 0:
         return None
     tokenizer, end = open_tokenizer(dataset.tokenizer), dataset.manifest.end_of_document
     add_in_front(tokenizer, dataset.manifest.begin_of_document)
+    held_out = [source for source in dataset.validation if source is not None]
     if chat is None:
-        encoded = tokenizer.encode(train.sample_prompt, add_special_tokens=True).ids
-        return Sampler(train, tokenizer, encoded or [end], train.sample_prompt, (end,), cfg.seed)
+        # On-the-fly text has no beginning to go back to.
+        begun = held_out or (dataset.sources if cfg.data.reads_token_files else ())
+        text = train.sample_prompt or first_words(begun, tokenizer, end)
+        encoded = tokenizer.encode(text, add_special_tokens=True).ids
+        return Sampler(train, tokenizer, encoded or [end], text, (end,), cfg.seed)
     if train.sample_prompt:
         prompt = chat_prompt(cfg, dataset)
     else:
-        held_out = [source for source in dataset.validation if source is not None]
         prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [end])
     shown = tokenizer.decode(prompt, skip_special_tokens=False)
     return Sampler(train, tokenizer, prompt, shown, chat.stop_tokens, cfg.seed)

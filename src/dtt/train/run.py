@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, Preempted
-from dtt.base.files import append, write_atomically
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import waiting_for_space
-from dtt.base.secrets import redacted
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
 from dtt.config.optim import horizon_keys
@@ -39,6 +35,7 @@ from dtt.report import run as report
 from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.build import build
+from dtt.train.description import write_description, write_provenance
 from dtt.train.initial import describe_adopted, model_of
 from dtt.train.start import Start, prepare, recorded_refusal
 from dtt.train.supervise.lost_rank import lost_rank_named
@@ -429,30 +426,3 @@ def warn_of_decay_change(job: JobDir, cfg: RunConfig) -> None:
             "  next:  set a number to keep a decay whatever the length of the run",
             *(cfg.train.steps / before, key, cfg.train.steps, before),
         )
-
-
-def write_description(start: Start, resume: Checkpoint | None) -> None:
-    """Write the files of the job directory that describe the run; rank 0 calls it."""
-    job, resolved = start.job, start.resolved
-    if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
-        start.stage.record(start.dataset.manifest.key, start.predecessor)
-    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
-    copy_data_files(job, start.dataset)
-
-
-def copy_data_files(job: JobDir, dataset: Dataset) -> None:
-    """Copy the tokenizer, the chat template and the data manifest into the job directory.
-
-    With them, the model can be used without the token files.
-    """
-    compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
-    write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
-    if dataset.chat_template is not None:
-        write_atomically(job.chat_template, dataset.chat_template)
-    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
-
-
-def write_provenance(job: JobDir) -> None:
-    """Record the environment and the command line of this attempt in the job directory."""
-    job.write_environment()
-    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")

@@ -1,0 +1,45 @@
+"""The files of a job directory that describe its run and what it needs to be used."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.files import append, write_atomically
+from dtt.base.secrets import redacted
+from dtt.config import explain
+from dtt.data.samples import compatibility
+from dtt.train.start import Start
+
+if TYPE_CHECKING:
+    from dtt.checkpoint.store import Checkpoint
+    from dtt.data.samples.dataset import Dataset
+
+
+def write_description(start: Start, resume: Checkpoint | None) -> None:
+    """Write the files of the job directory that describe the run; rank 0 calls it."""
+    job, resolved = start.job, start.resolved
+    if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
+        start.stage.record(start.dataset.manifest.key, start.predecessor)
+    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+    copy_data_files(job, start.dataset)
+
+
+def copy_data_files(job: JobDir, dataset: Dataset) -> None:
+    """Copy the tokenizer, the chat template and the data manifest into the job directory.
+
+    With them, the model can be used without the token files.
+    """
+    compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
+    if dataset.chat_template is not None:
+        write_atomically(job.chat_template, dataset.chat_template)
+    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
+
+
+def write_provenance(job: JobDir) -> None:
+    """Record the environment and the command line of this attempt in the job directory."""
+    job.write_environment()
+    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")
