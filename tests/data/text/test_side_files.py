@@ -16,7 +16,15 @@ from dtt.data.text.side_files import check_special_tokens, tokenizer_content
 from dtt.data.text.tokenizer import add_in_front, begin_of_document
 
 STEP = "<|step|>"
-TEXTS = ("go<|step|>on", " <|step|> ", "a<|step|>\n<|step|>b", "<|tool|>x", "plain text")
+TEXTS = (
+    "go<|step|>on",
+    " <|step|> ",
+    "a<|step|>\n<|step|>b",
+    "<|tool|>x",
+    "plain text",
+    "a <|endoftext|> b",
+    "e\u0301",
+)
 
 
 def make(folder: Path, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Tokenizer:
@@ -40,6 +48,7 @@ def declared(special: bool, **flags: bool) -> dict[str, Any]:
 
 
 STRIPPING = declared(True, lstrip=True)
+ENDING = declared(True, lstrip=True, rstrip=True) | {"content": "<|endoftext|>"}
 SIDE_FILES: dict[str, dict[str, Any]] = {
     "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"259": declared(True)}}},
     "not special": {"tokenizer_config.json": {"added_tokens_decoder": {"259": declared(False)}}},
@@ -51,6 +60,9 @@ SIDE_FILES: dict[str, dict[str, Any]] = {
     "a role in the map": {"special_tokens_map.json": {"pad_token": STEP}},
     "added": {"added_tokens.json": {STEP: 259}},
     "prefix space": {"tokenizer_config.json": {"add_prefix_space": True}},
+    "by name": {"tokenizer_config.json": {"model_specific_special_tokens": {"step_token": STEP}}},
+    "known, strips": {"tokenizer_config.json": {"added_tokens_decoder": {"257": ENDING}}},
+    "rebuilt": {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}},
     "nothing new": {"tokenizer_config.json": {"eos_token": "</s>", "add_bos_token": False}},
     "malformed": {"tokenizer_config.json": {"added_tokens_decoder": ["a"], "eos_token": 7}},
 }  # fmt: skip

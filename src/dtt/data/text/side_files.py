@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
@@ -25,7 +25,14 @@ CHANGES_IDS = (
     "add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "split_special_tokens",
 )  # fmt: skip
 """Options of tokenizer_config.json with which `transformers` may yield other ids."""
-PROBES = ("a b", "Hello, world!  two\n\nlines", " x", "ÀÉ 12", "")
+SEVERAL = (
+    "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
+)  # fmt: skip
+"""Keys that declare several tokens, in a list or by name."""
+PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that take tokenizer.json as it is; LlamaTokenizer and others rebuild parts of it."""
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+PROBES = ("a b", "Hello, world!  two\n\nlines", " x", "ÀÉ 12", "e\u0301", "")
 
 
 def tokenizer_content(path: Path) -> bytes:
@@ -40,17 +47,28 @@ def tokenizer_content(path: Path) -> bytes:
     config = _object(folder / CONFIG)
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
+<<<<<<< HEAD
     try:
         own = Tokenizer.from_buffer(content)
     except Exception:  # noqa: BLE001 - it raises nothing more specific; the caller reports it
         return content
     known = {token.content: i for i, token in own.get_added_tokens_decoder().items()}
+=======
+    own = Tokenizer.from_buffer(content)
+    added = own.get_added_tokens_decoder()
+    known = {token.content: i for i, token in added.items()}
+>>>>>>> 9bcb9a3 (Tokenizers: honour flags of known tokens, classes that rebuild and tokens declared by name, as AutoTokenizer does)
     missing = sorted(
         token
         for token, i in _declared(folder, config)
         if known.get(token) is None or i not in (None, known[token])
     )
-    if not missing and not any(config.get(name) is not None for name in CHANGES_IDS):
+    changes = (
+        any(config.get(name) is not None for name in CHANGES_IDS)
+        or config.get("tokenizer_class") not in PLAIN_CLASSES
+        or _other_flags(config, added)
+    )
+    if not missing and not changes:
         return content
     found = _as_transformers(folder, missing)
     if found is None:
@@ -103,6 +121,9 @@ def _as_transformers(folder: Path, missing: list[str]) -> Tokenizer | None:
         try:
             found: PreTrainedTokenizerBase = reader.from_pretrained(folder)
             backend = getattr(found, "backend_tokenizer", None)
+            if isinstance(backend, Tokenizer):
+                for text in PROBES:  # a class may build a tokenizer that lacks its unknown token
+                    backend.encode(text)
         except Exception as error:  # noqa: BLE001 - its readers raise anything
             problem = problem or " ".join(str(error).split())[:200]
             continue
@@ -129,7 +150,7 @@ def _declared(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, int |
             yield text, int(number)
     for facts in (config, _object(folder / MAP)):
         for key, value in facts.items():
-            if key in ("additional_special_tokens", "extra_special_tokens"):
+            if key in SEVERAL:
                 several = value.values() if isinstance(value, dict) else value
                 for token in several if isinstance(value, list | dict) else ():
                     if (text := _text(token)) is not None:
@@ -139,6 +160,17 @@ def _declared(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, int |
     for text, number in _object(folder / ADDED).items():
         if isinstance(number, int):
             yield text, number
+
+
+def _other_flags(config: dict[str, Any], added: dict[int, AddedToken]) -> bool:
+    """Return whether tokenizer_config.json matches a token of tokenizer.json in another way."""
+    decoder = config.get("added_tokens_decoder")
+    return any(
+        isinstance(token, dict)
+        and any(flag in token and token[flag] != getattr(known, flag) for flag in FLAGS)
+        for i, known in added.items()
+        for token in ((decoder.get(str(i)),) if isinstance(decoder, dict) else ())
+    )
 
 
 def _text(token: object) -> str | None:
