@@ -47,17 +47,12 @@ def tokenizer_content(path: Path) -> bytes:
     config = _object(folder / CONFIG)
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
-<<<<<<< HEAD
     try:
         own = Tokenizer.from_buffer(content)
     except Exception:  # noqa: BLE001 - it raises nothing more specific; the caller reports it
         return content
-    known = {token.content: i for i, token in own.get_added_tokens_decoder().items()}
-=======
-    own = Tokenizer.from_buffer(content)
     added = own.get_added_tokens_decoder()
     known = {token.content: i for i, token in added.items()}
->>>>>>> 9bcb9a3 (Tokenizers: honour flags of known tokens, classes that rebuild and tokens declared by name, as AutoTokenizer does)
     missing = sorted(
         token
         for token, i in _declared(folder, config)
