@@ -49,7 +49,8 @@ NASTY = [
 
 
 def test_values_survive_the_manifest_and_the_trials_own_config() -> None:
-    plan = planned({"train.sample_prompt": NASTY, "optim.lr": [1e-3, 5e-324, 1e30]}, max_trials=200)
+    rates = [1e-3, 1.234567890123456e-38, 1e30]
+    plan = planned({"train.sample_prompt": NASTY, "optim.lr": rates}, max_trials=200)
     made = plan.write()
     assert len(made.manifest.trials) == 3 * len(NASTY)
     assert Sweep(made.root, SweepManifest.read(made.root)) == made

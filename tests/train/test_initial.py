@@ -23,6 +23,7 @@ from running import ROOT, Dtt
 from tiny_job import make_tokenizer, write_job
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, DataManifest
+from dtt.base import host_memory
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.ranks import Ranks
 from dtt.config.load import load_job
@@ -34,7 +35,6 @@ from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.train import initial as command
 from dtt.train.initial import initialise_from, model_of, untrained_tokens
 
 TUTORIAL = (ROOT / "docs/tutorial-laptop.md").read_text()
@@ -134,7 +134,7 @@ def test_logits_are_compared_if_the_limits_of_all_cgroups_leave_memory_for_it(
     def of_system(name: str) -> Path:
         return tmp_path / f"system{name}" if name.startswith(("/proc/", "/sys/")) else Path(name)
 
-    monkeypatch.setattr(command, "Path", of_system)
+    monkeypatch.setattr(host_memory, "Path", of_system)
     with caplog.at_level(logging.INFO, logger="dtt"):
         begin(make(), released, tokens / "tokenizer.json")
     assert ("differ from those of transformers by" in caplog.text) == compared

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path("/sys/fs/cgroup")
-
 
 def free() -> int:
     """Return the bytes that are available."""
@@ -20,19 +18,20 @@ def free() -> int:
     return min([psutil.virtual_memory().available, *within])
 
 
-def total() -> int:
-    """Return the bytes that a process may use at most, and swap."""
-    # A cgroup limits swap on its own. All of it counts, so that this is never too little.
-    limits = [limit for _, limit in _limits()]
-    return int(min([psutil.virtual_memory().total, *limits]) + psutil.swap_memory().total)
+def total(*, swap: bool = False) -> int:
+    """Return the bytes that a process may use at most, and optionally all swap."""
+    limits = [limit for _, limit in _limits()]  # of memory; a cgroup limits swap on its own
+    bytes_ = min([psutil.virtual_memory().total, *limits])
+    return int(bytes_ + (psutil.swap_memory().total if swap else 0))
 
 
 def _limits() -> Iterator[tuple[Path, int]]:
     """Yield the folder of each cgroup with a limit, and the limit in bytes."""
+    root = Path("/sys/fs/cgroup")
     try:
         cgroup = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
     except OSError:  # no Linux
         return
-    for folder in (ROOT / cgroup, *(ROOT / cgroup).parents):
+    for folder in (root / cgroup, *(root / cgroup).parents):
         with suppress(OSError, ValueError):  # no limit, or outside of the cgroups
             yield folder, int((folder / "memory.max").read_text())

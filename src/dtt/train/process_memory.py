@@ -89,7 +89,7 @@ def check_memory(
         has = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         needed *= world.ranks.local_size
-        has = host_memory.total()
+        has = host_memory.total(swap=True)
     if needed > has:
         raise EnvironmentUnfit(
             f"the model does not fit into the memory of this {'GPU' if on_gpu else 'machine'}",

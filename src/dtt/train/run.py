@@ -163,6 +163,17 @@ def _job_to_resume(
     return JobDir(root), overrides
 
 
+def _check_keys_have_values(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a key that was typed apart from its value, as in `train.steps = 5`."""
+    for name in (argument.rstrip(":") for argument in arguments):
+        if "." in name and explain.explain(name, RunConfig(), {}) is not None:
+            raise ConfigError(
+                f"the key {name} has no value",
+                why="a key and its value are one argument, without spaces",
+                next=f"{name}=VALUE",
+            )
+
+
 def find_job(
     config: str | Layer | None,
     arguments: Sequence[str],
@@ -177,13 +188,7 @@ def find_job(
     """
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    for name in (folder.rstrip(":") for folder in folders):
-        if "." in name and explain.explain(name, RunConfig(), {}) is not None:
-            raise ConfigError(
-                f"the key {name} has no value",
-                why="a key and its value are one argument, without spaces",
-                next=f"{name}=VALUE",
-            )
+    _check_keys_have_values(folders)
     named = len(folders) + (config is not None)
     if named > 1 or not (named or overrides):
         raise ConfigError(
