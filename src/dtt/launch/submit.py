@@ -6,15 +6,13 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DttError
-from dtt.base.files import exclusive, write_atomically
+from dtt.base.files import exclusive
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
@@ -32,34 +30,13 @@ from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
 from dtt.launch.job_arguments import changed_keys, pairs
+from dtt.launch.submission import Submission, configurations, restored
 from dtt.train.initial import model_of
 from dtt.train.run import find_job, find_stages
 
 SIGNAL_EARLY = 60
 """Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
 COMMANDS = ("download", "tokenize", "train", "eval", "export", "pipeline")
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A submission that was prepared in memory; nothing is written to disk yet."""
-
-    command: str
-    resolved: Resolved
-    job: JobDir
-    """Job directory of the command: script, logs and configuration are written there."""
-    trained: JobDir
-    """Job directory of the training: `train` creates it and `export` reads it."""
-    script: job_script.Script
-    stages: tuple[Stage, ...] = ()
-    """The stages of training that are not done, if the configuration defines stages."""
-    text: str = ""
-    """The configuration of all stages, which a pipeline reads."""
-
-    @property
-    def config(self) -> RunConfig:
-        """The validated configuration."""
-        return self.resolved.config
 
 
 def run(
@@ -402,52 +379,14 @@ def submit(submission: Submission, *, copy_code: bool, send: bool = True) -> str
     existing one is restored.
     """
     job = submission.job
-    folders = {job.root, *(path.parent for path in _configurations(submission))}
+    folders = {job.root, *(path.parent for path in configurations(submission))}
     new = [folder for folder in folders if not folder.exists()]
-    with exclusive(job.root, "dtt train or dtt submit"), _restored(submission, new):
+    with exclusive(job.root, "dtt train or dtt submit"), restored(submission, new):
         job.write_environment()
         job.make_control()
         if copy_code:
             _copy_code(job.root / "code")
         return submissions.submit(submission.script, send=send)
-
-
-@contextmanager
-def _restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
-    """Write the configurations of a submission; undo it if Slurm rejects the job.
-
-    `new` are the job directories that did not exist before.
-    """
-    texts = _configurations(submission)
-    before = {path: path.read_bytes() if path.exists() else None for path in texts}
-    for stage in submission.stages:
-        stage.create()
-    for path, text in texts.items():
-        write_atomically(path, text)
-    try:
-        yield
-    except job_script.Unanswered:  # the job may be queued and needs its files
-        raise
-    except DttError:
-        for path, content in before.items():
-            if content is None:
-                path.unlink()
-            else:
-                write_atomically(path, content)
-        for root in new:
-            shutil.rmtree(root, ignore_errors=True)
-        raise
-
-
-def _configurations(submission: Submission) -> dict[Path, str]:
-    """Return the text of each configuration file that the Slurm job reads."""
-    if submission.stages and submission.command == "train":
-        return {
-            stage.job.config: explain.show(stage.config, stage.resolved.layer)
-            for stage in submission.stages
-        }
-    text = submission.text or explain.show(submission.config, submission.resolved.layer)
-    return {submission.job.config: text}
 
 
 def _copy_code(folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""A submission that is prepared in memory, and the files that it writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import DttError
+from dtt.base.files import write_atomically
+from dtt.config import explain
+from dtt.config.resolved import Resolved
+from dtt.config.run import RunConfig
+from dtt.jobs.slurm import job_script
+from dtt.jobs.stages import Stage
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A submission that was prepared in memory; nothing is written to disk yet."""
+
+    command: str
+    resolved: Resolved
+    job: JobDir
+    """Job directory of the command: script, logs and configuration are written there."""
+    trained: JobDir
+    """Job directory of the training: `train` creates it and `export` reads it."""
+    script: job_script.Script
+    stages: tuple[Stage, ...] = ()
+    """The stages of training that are not done, if the configuration defines stages."""
+    text: str = ""
+    """The configuration of all stages, which a pipeline reads."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The validated configuration."""
+        return self.resolved.config
+
+
+@contextmanager
+def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
+    """Write the configurations of a submission; undo it if Slurm rejects the job.
+
+    `new` are the job directories that did not exist before.
+    """
+    texts = configurations(submission)
+    before = {path: path.read_bytes() if path.exists() else None for path in texts}
+    for stage in submission.stages:
+        stage.create()
+    for path, text in texts.items():
+        write_atomically(path, text)
+    try:
+        yield
+    except job_script.Unanswered:  # the job may be queued and needs its files
+        raise
+    except DttError:
+        for path, content in before.items():
+            if content is None:
+                path.unlink()
+            else:
+                write_atomically(path, content)
+        for root in new:
+            shutil.rmtree(root, ignore_errors=True)
+        raise
+
+
+def configurations(submission: Submission) -> dict[Path, str]:
+    """Return the text of each configuration file that the Slurm job reads."""
+    if submission.stages and submission.command == "train":
+        return {
+            stage.job.config: explain.show(stage.config, stage.resolved.layer)
+            for stage in submission.stages
+        }
+    text = submission.text or explain.show(submission.config, submission.resolved.layer)
+    return {submission.job.config: text}
