@@ -188,7 +188,6 @@ def test_max_files_takes_the_first_by_name(corpora: Any) -> None:
         ({"a.docx": b"x"}, InputError, "no file of .* has a format"),
         ({"a.parquet.gz": b"x"}, InputError, "no file of .* has a format"),
         ({"a.txt": b""}, InputError, "is empty"),
-        ({"a.json": b'[\n{"text": "x"}\n]'}, ConfigError, "array is not JSON lines"),
         ({"a.jsonl": b"no json\n"}, InputError, "no JSON object"),
         ({"a.jsonl": b'{"a": "x", "b": "y"}\n'}, ConfigError, "which column contains the text"),
         ({"a.csv": b"x,y\n1,2\n"}, ConfigError, "columns: x, y"),

@@ -27,6 +27,7 @@ from dtt.data.corpus.formats import (
     open_csv,
     open_stream,
 )
+from dtt.data.corpus.json_array import elements, is_array_file
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
 
@@ -233,8 +234,12 @@ def json_objects(
 ) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
     """Yield the location, the bytes and the content of each line that is a JSON object.
 
-    Other lines are recorded in `bad`, except for blank ones.
+    Other lines are recorded in `bad`, except for blank ones. If the file is a JSON array, its
+    elements take the place of lines.
     """
+    if span.start == 0 and starts_with_array(path):
+        yield from _array_objects(path, span, bad)
+        return
     for where, line in raw_lines(path, span, bad):
         if line.isspace():
             continue
@@ -251,6 +256,37 @@ def json_objects(
                 yield where, line, value
             else:
                 bad.add(where, "not a JSON object")
+
+
+def starts_with_array(path: Path) -> bool:
+    """Return True if a file contains one JSON array; False if it cannot be read."""
+    try:
+        with open_stream(path) as stream:
+            return is_array_file(path, stream)
+    except OSError as error:
+        raise_if_refused(error)
+        return False
+
+
+def _array_objects(
+    path: Path, span: Span, bad: BadDocuments
+) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
+    stream, line, used = None, 1, 0
+    try:
+        with open_stream(path) as stream:
+            for line, text, value in elements(stream, MAX_DOCUMENT_BYTES):
+                where = partial("{}:{}".format, path, line)
+                content = text.encode(errors="surrogatepass")
+                used += len(content)
+                if isinstance(value, dict):
+                    yield where, content, value
+                else:
+                    bad.add(where, "not a JSON object")
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            raise_if_refused(error)
+        why = f"the rest of the file cannot be read: {error}"
+        bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
 
 
 def _json(path: Path, span: Span, key: str, bad: BadDocuments) -> Iterator[bytes]:

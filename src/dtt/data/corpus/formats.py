@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
 from dtt.data.corpus.compressed import CHUNK_BYTES, MAX_ZSTD_WINDOW, Decompressed, zstd_window
+from dtt.data.corpus.json_array import elements, is_array_file
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 
@@ -31,7 +32,10 @@ SUFFIXES: dict[str, FileFormat] = {
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"))
 """Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = "parquet, jsonl, json (one object per line), csv and txt, the last four also as .gz or .zst"
+KNOWN = (
+    "parquet, jsonl, json (an array, or one object per line), csv and txt, "
+    "the last four also as .gz or .zst"
+)
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -132,7 +136,7 @@ def holds_conversations(paths: Sequence[Path]) -> bool:
 def check_rows(paths: Sequence[Path]) -> None:
     """Check that files hold rows of columns; log those that cannot be read.
 
-    Raises ConfigError for a JSON array, and DamagedError or InputError if no file can be read.
+    Raises DamagedError or InputError if no file can be read.
     """
     unreadable: dict[Path, DamagedError | InputError] = {}
     for path in paths:
@@ -270,7 +274,7 @@ def _json_kinds(path: Path, wanted: str | None) -> Kinds:
             "no JSON object at the start of the file",
             where=path,
             why=f"searched the first {FIRST_LINES} lines",
-            next='check that each line is an object such as {"text": "…"}',
+            next='check that each line is an object such as {"text": "…"}, or the file an array',
         )
     return kinds
 
@@ -291,28 +295,32 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the first FIRST_LINES lines.
+    """Yield the JSON objects in the first FIRST_LINES lines, or elements of an array.
 
-    Other lines are skipped here; the reader of documents reports them. Raises ConfigError if the
-    file starts with a JSON array.
+    Others are skipped here; the reader of documents reports them.
     """
-    any_yet = False
     with open_stream(path) as stream:
-        for line in islice(stream, FIRST_LINES):
+        if is_array_file(path, stream):
+            with suppress(ValueError):  # what comes before the damage can be used
+                for element in islice(elements(stream, MAX_DOCUMENT_BYTES), FIRST_LINES):
+                    if isinstance(element.value, dict):
+                        yield element.value
+            return
+        for number, line in enumerate(islice(stream, FIRST_LINES)):
             content = line.removeprefix(BYTE_ORDER_MARK).strip()
-            if not any_yet and content.startswith(b"["):
-                raise ConfigError(
-                    "a JSON array is not JSON lines",
+            # Its inner lines may be objects, too, of which most would end with a comma.
+            if number == 0 and content.startswith(b"{") and not content.endswith(b"}"):
+                raise InputError(
+                    "one JSON object is not a list of documents",
                     where=path,
-                    why="one object per line can be read in parallel and in bounded memory",
-                    next=f"jq -c '.[]' {path.name} > {path.with_suffix('.jsonl').name}",
+                    why="it goes on in the next line",
+                    next=f"take the list out of it: jq -c '.data[]' {path.name} > NEW.jsonl",
                 )
             try:
                 value = json.loads(content)
             except ValueError:
                 continue
             if isinstance(value, dict):
-                any_yet = True
                 yield value
 
 

@@ -18,6 +18,7 @@ from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.safe_names import checked_file
 from dtt.data.corpus.formats import is_compressed
+from dtt.data.corpus.json_array import is_array_file
 from dtt.mesh.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
@@ -97,6 +98,14 @@ class Corpus:
             )
         return self._text_bytes(path) if self.manifest.file_format == "parquet" else []
 
+    def _is_array(self, file: int) -> bool:
+        """Return True if the file is a JSON array, which cannot be divided."""
+        path = self.path(file)
+        if path.suffix.lower() != ".json" or self.manifest.file_format != "jsonl":
+            return False
+        with path.open("rb") as stream:
+            return is_array_file(path, stream)
+
     def _text_bytes(self, path: Path) -> list[int]:
         try:
             groups = text_chunks(path, self.manifest.text_column)
@@ -141,7 +150,11 @@ class Corpus:
                     yield Span(file, group, group + 1, text_bytes)
             elif is_compressed(self.path(file)):
                 yield Span(file, 0, record.bytes, COMPRESSION_RATIO * record.bytes)
-            elif self.manifest.file_format == "csv" or self.manifest.txt_documents == "file":
+            elif (
+                self.manifest.file_format == "csv"
+                or self.manifest.txt_documents == "file"
+                or self._is_array(file)
+            ):
                 yield Span(file, 0, record.bytes, record.bytes)
             else:
                 for start in range(0, max(record.bytes, 1), unit_bytes):

@@ -55,7 +55,9 @@ def inspect(
     wishes = InspectOptions(
         samples=samples, everything=everything, hashes=hashes, tokenizer=tokenizer, dtype=dtype
     )
-    cfg = load_config(str(path), []).config if is_config(path) else None
+    # A .json is data: configurations of runs are YAML.
+    is_run = is_config(path) and path.suffix != ".json"
+    cfg = load_config(str(path), []).config if is_run else None
     paths = [path] if cfg is None else [*dict.fromkeys(cfg.token_paths)] or [cfg.corpus_dir]
     reports = [inspect_path(one, wishes) for one in paths]
     if as_json:

@@ -1,0 +1,110 @@
+"""Files that contain one JSON array, as most fine-tuning sets do (alpaca, LLaMA-Factory).
+
+Such a file has no line per document, so it is one unit of work and is read from its start. It is
+read in pieces: memory holds one piece and one element, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PIECE = 2**18
+"""Bytes that are read at once. An element that is longer doubles it, so that the time to parse it
+stays proportional to its length."""
+SPACE = " \t\n\r"
+DELIMITERS = frozenset(SPACE + ",]")
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class Element(NamedTuple):
+    """One element of an array."""
+
+    line: int
+    """Line on which it starts, from 1."""
+    text: str
+    """JSON text of the element."""
+    value: Any
+
+
+def is_array_file(path: Path, stream: io.BufferedReader) -> bool:
+    """Return True if `path` is a .json file (maybe compressed) that starts with an array.
+
+    `stream` has the decompressed content; its position does not change.
+    """
+    if ".json" not in [suffix.lower() for suffix in path.suffixes[-2:]]:
+        return False
+    start = stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()
+    return start.startswith(b"[")
+
+
+def elements(stream: io.BufferedReader, longest: int) -> Iterator[Element]:
+    """Yield the elements of the array in a stream of UTF-8.
+
+    Raises ValueError, with the line in its message, where the content is no JSON, or an element has
+    more than `longest` characters: without knowing where it ends, nothing after it can be read.
+    Raises OSError if the stream does.
+    """
+    text = _Text(stream, longest)
+    text.skip(SPACE + BYTE_ORDER_MARK)
+    text.at += 1  # the bracket
+    separators = SPACE
+    while text.skip(separators) != "]":
+        yield text.element()
+        separators = SPACE + ","
+
+
+class _Text:
+    """The decoded part of a stream that is not parsed yet."""
+
+    def __init__(self, stream: io.BufferedReader, longest: int) -> None:
+        self._stream, self._longest = stream, longest
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._parse = json.JSONDecoder().raw_decode
+        self._text, self._ended = "", False
+        self.at, self._line = 0, 1
+
+    def skip(self, separators: str) -> str:
+        """Skip separators; return the next character, "" at the end."""
+        while True:
+            while self.at < len(self._text) and self._text[self.at] in separators:
+                self._line += self._text[self.at] == "\n"
+                self.at += 1
+            if self.at < len(self._text) or self._ended:
+                return self._text[self.at : self.at + 1]
+            self._read()
+
+    def element(self) -> Element:
+        """Parse and return the next element."""
+        value, end = None, self.at
+        while True:
+            try:
+                value, end = self._parse(self._text, self.at)
+            except RecursionError:
+                raise ValueError(f"line {self._line}: nested too deeply") from None
+            except ValueError as error:
+                # The parser cannot tell an element that goes on in the next piece from a mistake.
+                if self._ended:
+                    raise ValueError(f"line {self._line}: not JSON: {error.args[0]}") from None
+            else:
+                # `0.5` is parsed as 0 if its piece ends after the point.
+                if self._ended or self._text[end : end + 1] in DELIMITERS:
+                    break
+            if len(self._text) - self.at > self._longest:
+                size = self._longest // 2**20
+                raise ValueError(f"line {self._line}: longer than {size} MiB, or not JSON")
+            self._read()
+        found = Element(self._line, self._text[self.at : end], value)
+        self._line += self._text.count("\n", self.at, end)
+        self.at = end
+        return found
+
+    def _read(self) -> None:
+        """Append a piece to the text, without the part that is done with."""
+        piece = self._stream.read(max(PIECE, len(self._text) - self.at))
+        self._text = self._text[self.at :] + self._decode(piece, final=not piece)
+        self.at, self._ended = 0, not piece

@@ -1,0 +1,103 @@
+"""One JSON array in a .json file is read like JSON lines, in pieces and with the line of each."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus import json_array
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.download import download
+from dtt.data.corpus.json_array import elements
+from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.units import Corpus
+
+ALPACA = [{"instruction": f"Frage ü {i}", "input": "", "output": "a\n" * i} for i in range(40)]
+TEXTS = [{"text": f"document ü {i}"} for i in range(40)]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def read(content: bytes) -> list[Any]:
+    return [one.value for one in elements(io.BufferedReader(io.BytesIO(content)), 10**6)]
+
+
+@settings(deadline=None)
+@given(st.lists(VALUES, max_size=6), st.sampled_from([None, 1, "\t"]), st.integers(1, 40))
+def test_the_elements_are_those_of_json_in_pieces_of_any_size(
+    values: list[Any], indent: Any, piece: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "PIECE", piece)
+        for text in (json.dumps(values, indent=indent), json.dumps(values, ensure_ascii=False)):
+            content = text.encode(errors="surrogatepass")
+            if "\\ud" in text or b"\xed" in content:  # lone surrogates are not UTF-8
+                continue
+            assert read(b"\xef\xbb\xbf \n" + content + b"\n") == values
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'[{"a": 1}, {"a": }]', "line 1: not JSON"),
+        (b'[{"a": 1},\n{"a": 2}', "line 2: not JSON"),
+        (b'[\n{"a": 1},\n{"a"', "line 3: not JSON"),
+        (b'["' + b"x" * 2 * 10**6 + b'"]', "line 1: longer than 0 MiB"),
+        (b'[{"a": "\xff"}]', "invalid start byte"),
+        (b"[" * 100_000, "nested too deeply|not JSON"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_line_after_what_comes_before(
+    content: bytes, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        read(content)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "A.JSON"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_documents_and_rows_of_an_array_are_those_of_json_lines(
+    tmp_path: Path, name: str, indent: int | None
+) -> None:
+    for values, rows in ((TEXTS, False), (ALPACA, True)):
+        content = json.dumps(values, indent=indent, ensure_ascii=False).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        out = tmp_path / f"corpus-{rows}"
+        download(DownloadConfig(dataset=str(tmp_path / name)), out, rows=rows)
+        corpus, bad = Corpus(out), BadDocuments()
+        units = corpus.units(4096)
+        assert len(units) == 1
+        if rows:
+            found = [
+                row for unit in units for batch in read_rows(corpus, unit, bad) for row in batch
+            ]
+            assert [row.value for row in found] == values
+            assert found[3].where() == f"{tmp_path / name}:{1 if indent is None else 17}"
+        else:
+            texts = [text for unit in units for text in read_unit(corpus, unit, bad)]
+            assert texts == [value["text"].encode() for value in values]
+        assert bad.count == 0
+
+
+def test_what_comes_before_a_mistake_is_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
+    good = json.dumps(TEXTS, indent=1)
+    (tmp_path / "a.json").write_text(good[:-2] + ",\n 7, {broken")
+    download(DownloadConfig(dataset=str(tmp_path / "a.json")), tmp_path / "corpus")
+    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
+    found = [text for unit in corpus.units(4096) for text in read_unit(corpus, unit, bad)]
+    assert len(found) == len(TEXTS)
+    assert bad.count == 2
+    assert "not a JSON object" in bad.examples[0]
+    assert "the rest of the file cannot be read: line 122: not JSON" in bad.examples[1]
