@@ -86,7 +86,7 @@ VERDICT = Case(
 """A model that has learned for a few steps may pass or fail a check of muP."""
 CASES = {
     "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q tests/test_house.py"}),
-    "./env.sh pytest tests/model tests/export tests/parallel/test_tensor.py": Case(
+    "./env.sh pytest tests/model tests/hf tests/parallel/test_tensor.py": Case(
         env={"PYTEST_ADDOPTS": "--collect-only -q"}
     ),
     "./env.sh dtt pipeline -c configs/quickstart.yaml": FEW,
