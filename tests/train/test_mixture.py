@@ -153,7 +153,7 @@ def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[
 
 
 @pytest.mark.slow
-def test_ranks_that_read_other_data_than_each_other_stop_at_the_first_save(
+def test_ranks_that_read_other_data_than_each_other_stop_before_the_first_step(
     dtt: Dtt, mixed: list[str], tokens: Path, other: Path
 ) -> None:
     """As when a folder on each node's own disk is not the same on all."""
@@ -168,10 +168,10 @@ def test_ranks_that_read_other_data_than_each_other_stop_at_the_first_save(
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--no-python")
     done = dtt.wait(dtt.start_python(*launcher, "sh", "-c", command, sys.executable))
     assert done.returncode != 0
-    assert "the processes of this run do not read the same data" in done.stderr
+    assert "the nodes of this run do not have the same data" in done.stderr
     ended = json.loads((dtt.folder / "jobs/t/attempts/1/exit.json").read_text())
     assert ended["code"] == ExitCode.DAMAGED
-    assert metrics(dtt.folder / "jobs/t", "train")[-1]["step"] == 5
+    assert not metrics(dtt.folder / "jobs/t", "train")
     assert not list((dtt.folder / "jobs/t/checkpoints").glob("step-*"))
 
 

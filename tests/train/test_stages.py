@@ -22,6 +22,7 @@ from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
 from dtt.track import jsonl
+from dtt.train import at_step
 from dtt.train import run as command
 from dtt.train.start import prepare
 
@@ -127,7 +128,9 @@ def test_what_a_step_was_trained_on_is_found_again(
 ) -> None:
     samples = []
     for step, size in enumerate(SIZES, start=1):
-        data.at_step(str(whole), step, rank=None, ranks=None, limit=None, full=False, as_json=True)
+        at_step.at_step(
+            str(whole), step, rank=None, ranks=None, limit=None, full=False, as_json=True
+        )
         reported = json.loads(capsys.readouterr().out)
         assert reported["ledger_agrees"]
         assert reported["samples_of_step"] == size // 32

@@ -14,7 +14,7 @@ from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import Conversation, RefusedRow
-from dtt.data.conversations.template import CHATML
+from dtt.data.conversations.template import CHATML, ChatTemplate
 
 TOKENIZERS = ("gpt2", "gpt-neox-20b", "mistral-v1", "qwen")
 
@@ -32,9 +32,12 @@ def oracle(content: bytes) -> Any:
 
 def expected_ids(tokenizer: Any, text: str, conversation: Conversation) -> list[int] | None:
     """Return the ids of `apply_chat_template`; None if the template refuses the conversation."""
+    # a template that would print the arguments of a call as a Python dict gets them as JSON
+    template = ChatTemplate(text, NAMED)
+    messages = [template._message(message) for message in conversation.messages]
     try:
         ids: list[int] = tokenizer.apply_chat_template(
-            list(conversation.messages), tools=conversation.tools, chat_template=text,
+            messages, tools=conversation.tools, chat_template=text,
             tokenize=True, return_dict=False,
         )  # fmt: skip
     except Exception:  # noqa: BLE001 - templates raise anything

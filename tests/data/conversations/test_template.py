@@ -24,9 +24,12 @@ def expected(text: str, conversation: Conversation, prompt: bool, **kwargs: Any)
     """Return what `transformers` renders; None if it refuses."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    # a template that would print the arguments of a call as a Python dict gets them as JSON
+    template = ChatTemplate(text, NAMED)
+    messages = [template._message(message) for message in conversation.messages]
     try:
         rendered, _ = render_jinja_template(
-            [list(conversation.messages)], tools=conversation.tools, chat_template=text,
+            [messages], tools=conversation.tools, chat_template=text,
             add_generation_prompt=prompt, **NAMED, **kwargs,
         )  # fmt: skip
     except Exception:  # noqa: BLE001 - templates raise anything
