@@ -354,7 +354,7 @@ def _loss_gradients(
 def memory(session: Session) -> None:
     """Check the out-of-memory message, and measure the time blocked by saves."""
     with session.part("out of memory") as figures:
-        dim, layers = (2**20, 2) if session.tiny else (2**14, 64)
+        dim, layers = (983_040, 2) if session.tiny else (2**14, 64)
         huge: dict[str, object] = {"model__dim": dim, "model__n_layers": layers}
         keys = small_keys(session, "huge", model__n_heads=128, **huge)
         output = session.dtt("train", *keys, expect=78)
