@@ -19,7 +19,7 @@ from malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
 from running import ROOT, Dtt
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import ConfigError, DamagedError, DttError
+from dtt.base.errors import DamagedError, DttError
 from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.download import download
@@ -42,7 +42,14 @@ Each row of the table is a dataset of two files: a valid file of three documents
 with one fault. With `tokenize.on_bad_document=skip`, the default, dtt counts the documents that it
 cannot read, reports the first five, and tokenizes the rest. With `stop`, the first one ends
 `dtt tokenize` with exit code 65 and the same message. If `dtt download` detects the fault, it
-refuses the dataset with exit code 2. A document of more than 64 MiB counts as a fault.
+refuses the dataset with exit code 2 or 66. A document of more than 64 MiB counts as a fault.
+
+`dtt download` looks at the first 64 KiB of each text, CSV and JSON file. It refuses a file in
+another encoding than UTF-8, and prints the `iconv` command that converts it: a file with the byte
+order mark or the zeros of UTF-16 or UTF-32, or one with more than 10 invalid bytes that outnumber
+its other non-ASCII characters. Fewer invalid bytes cost only the documents that contain them. Half
+of a surrogate pair in JSON is replaced by U+FFFD; `dtt tokenize` and `dtt data inspect` print the
+number of such documents.
 
 The result does not depend on the position of the file in the dataset, and it is the same for
 `dtt download`, `dtt tokenize`, `dtt data inspect` and a run with `data.type=text`. If a compressed
@@ -201,9 +208,10 @@ def test_the_verdict_does_not_depend_on_the_place_of_the_file(
 def test_a_refusal_does_not_depend_on_the_place_of_the_file(fault: Fault, tmp_path: Path) -> None:
     write_source(fault, tmp_path / "source")
     (tmp_path / f"source/b.{fault.suffix}").rename(tmp_path / f"source/A.{fault.suffix}")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(DttError) as refused:
         download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
-    assert "download.text_column" in str(refused.value) or "jq" in str(refused.value)
+    remedies = ("download.text_column=", "choose files with a column of text", "iconv -f ")
+    assert any(remedy in str(refused.value) for remedy in remedies)
 
 
 # ---- the command, with real processes ------------------------------------------------------------

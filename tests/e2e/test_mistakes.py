@@ -338,7 +338,7 @@ DATA = (
     Mistake("a file of an unknown format", "dtt download -d a.pdf", MISSING,
             ("a.pdf", "parquet, jsonl"), text("a.pdf", "x")),
     Mistake("an object for a list of documents", "dtt download -d a.json", MISSING,
-            ("one JSON object is not a list", "jq -c '.data[]'"),
+            ("a JSON object spans several lines", "jq -c '.data[]'"),
             text("a.json", '{\n "data": [\n  {"text": "x"}\n ]\n}')),
     Mistake("another dataset into the same folder",
             "dtt download -d b.txt download.out=data/corpus/book", USAGE,

@@ -126,6 +126,8 @@ class TokensManifest(Manifest):
     """Number of rows that are not valid conversations, by reason."""
     unread: dict[str, int] = Field(default_factory=dict)
     """Number of rows by key that dtt does not use, such as `source` or `messages[].id`."""
+    replaced_documents: int = 0
+    """Number of documents in which U+FFFD replaces lone surrogates."""
     nulls: int = 0
     """Number of rows whose tools, or arguments of calls, have keys with null."""
     chat: ChatFacts | None = None

@@ -56,6 +56,7 @@ def test_the_elements_are_those_of_json_in_pieces_of_any_size(
         (b'[\n{"a": 1},\n{"a"', "line 3: not JSON"),
         (b'["' + b"x" * 2 * 10**6 + b'"]', "line 1: longer than 0 MiB"),
         (b'[{"a": "\xff"}]', "invalid start byte"),
+        (b'[{"a": 1}]\n{"a": 2}', "line 2: after the array comes other text"),
         (b"[" * 100_000, "nested too deeply|not JSON"),
     ],
 )
@@ -101,3 +102,17 @@ def test_what_comes_before_a_mistake_is_kept_and_the_rest_is_counted(tmp_path: P
     assert bad.count == 2
     assert "not a JSON object" in bad.examples[0]
     assert "the rest of the file cannot be read: line 122: not JSON" in bad.examples[1]
+
+
+@pytest.mark.parametrize("between", ["", "\n", " \n\ufeff"])
+@pytest.mark.parametrize("before", ["", " " * 300])
+def test_arrays_that_follow_each_other_are_read_to_the_last(
+    tmp_path: Path, between: str, before: str
+) -> None:
+    arrays = [json.dumps(TEXTS[start : start + 10]) for start in range(0, 40, 10)]
+    (tmp_path / "a.json").write_text(before + between.join([*arrays, "[]\n"]))
+    download(DownloadConfig(dataset=str(tmp_path / "a.json")), tmp_path / "corpus")
+    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
+    found = [text for unit in corpus.units(4096) for text in read_unit(corpus, unit, bad)]
+    assert found == [value["text"].encode() for value in TEXTS]
+    assert bad.count == 0

@@ -262,7 +262,6 @@ BAD = [
     (b'{"messages": [{"role": "user", "content": "no answer"}]}', "no message has the role"),
     (b'{"messages": [{"role": "alien", "content": "x"}]}', "unknown role"),
     (b'{"text": "plain"}', "no messages"),
-    (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "not Unicode text"),
     (b"\xff\xfe", "not UTF-8"),
     (b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", "deep"),
 ]
@@ -287,6 +286,15 @@ def test_bad_rows_are_counted_with_line_and_reason_and_end_nothing(workshop: Wor
         workshop.run(validation_fraction=0, on_bad_document="stop")
     with pytest.raises(DamagedError, match=r"rows\.jsonl:1[1-9]"):
         workshop.run("stopped", validation_fraction=0, on_bad_document="stop")
+
+
+def test_lone_surrogates_are_replaced_and_counted_in_the_manifest(workshop: Workshop) -> None:
+    row = b'{"messages": [{"role": "assistant", "content": "%s"}]}\n'
+    workshop.corpus(row % b"cut \\ud83d here" + row % b"whole \\ud83d\\ude00")
+    manifest = workshop.run(validation_fraction=0).manifest
+    assert (manifest.replaced_documents, manifest.left_out) == (1, 0)
+    written = json.loads((row % b"cut \xef\xbf\xbd here").decode())
+    assert encoded(workshop.tokenizer, [written])[0] in workshop.sequences()["train"]
 
 
 def test_the_reasons_of_refused_rows_are_counted_without_their_numbers(workshop: Workshop) -> None:
@@ -345,7 +353,7 @@ def test_text_and_conversations_are_not_confused(workshop: Workshop) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"hi", "text files contain no conversations"),
-        ("a.json", b'[{"messages": []}]', "a JSON array is not JSON lines"),
+        ("a.json", b"[7]", "no JSON object at the start"),
         ("a.jsonl", b"nothing\n", "no JSON object at the start"),
     ],
 )

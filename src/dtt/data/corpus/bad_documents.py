@@ -12,6 +12,7 @@ MAX_REASONS = 50
 """Maximum number of different reasons that are counted; further ones count as OTHER."""
 OTHER = "other reasons"
 NUMBER = re.compile(r"\d+")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadDocuments:
@@ -30,9 +31,20 @@ class BadDocuments:
         """Number of documents by reason, in which `N` replaces every number."""
         self.unread: Counter[str] = Counter()
         """Number of usable rows by key that is not used."""
+        self.replaced = 0
+        """Number of usable documents in which U+FFFD replaces lone surrogates."""
         self.nulls = 0
         """Number of usable rows whose tools have keys with null."""
         self._stop, self._shown, self._what = stop, shown, what
+
+    def without_surrogates(self, text: str) -> str:
+        """Return `text` with U+FFFD in place of each lone surrogate, and count the document.
+
+        JSON can express half of a pair, which programs write that cut strings at UTF-16 units. It
+        has no UTF-8; one character is not worth the document.
+        """
+        self.replaced += 1
+        return SURROGATE.sub("\ufffd", text)
 
     def add(
         self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1

@@ -294,7 +294,7 @@ def _json(path: Path, span: Span, key: str, bad: BadDocuments) -> Iterator[bytes
         if key not in value:
             bad.add(where, f"no key {key!r}")
         else:
-            yield from _encoded(value[key], where, bad)
+            yield from _encoded(value[key], where, bad, is_json=True)
 
 
 def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
@@ -370,10 +370,13 @@ def _value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Ite
         yield from _encoded(text, where, bad)
 
 
-def _encoded(value: object, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
+def _encoded(
+    value: object, where: Callable[[], str], bad: BadDocuments, *, is_json: bool = False
+) -> Iterator[bytes]:
     """Yield `value` as UTF-8 if it is a string that can be encoded; record it in `bad` otherwise.
 
-    A string longer than MAX_DOCUMENT_BYTES is recorded too.
+    A lone surrogate stands for an invalid byte (see `open_csv`) unless `is_json` is set; then it
+    was written as such, and is replaced. A string longer than MAX_DOCUMENT_BYTES is recorded too.
     """
     if not isinstance(value, str):
         bad.add(where, f"the text is {'null' if value is None else type(value).__name__}")
@@ -381,8 +384,10 @@ def _encoded(value: object, where: Callable[[], str], bad: BadDocuments) -> Iter
     try:
         content = value.encode()
     except UnicodeEncodeError as error:
-        bad.add(where, f"not Unicode text: {error.reason} at character {error.start}")
-        return
+        if not is_json:
+            bad.add(where, f"not UTF-8: invalid byte at character {error.start}")
+            return
+        content = bad.without_surrogates(value).encode()
     if len(content) > MAX_DOCUMENT_BYTES:
         bad.add(where, TOO_LONG)
     else:

@@ -16,6 +16,7 @@ from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import stdlib, stdlib_chat
+from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.formats import (
     check_rows,
     check_windows,
@@ -221,6 +222,8 @@ def _manifest(
         )
     file_format = one_format(paths, source.id)
     check_windows(paths)
+    if file_format != "parquet":
+        check_encodings(paths)
     is_txt = file_format == "txt"
     if is_txt and rows:
         raise ConfigError(

@@ -194,7 +194,9 @@ def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
         what,
         where=path,
         why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
-        next=f"download.text_column={texts[0] if texts else 'NAME'}",
+        next=f"download.text_column={texts[0]}"
+        if texts
+        else 'choose files with a column of text, such as lines {"text": "…"}',
     )
 
 
@@ -214,7 +216,10 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
             case "csv":
                 stream, rows = open_csv(path)
                 with stream:
-                    return {name: TEXT for name in rows.fieldnames or () if name}
+                    names = [name for name in rows.fieldnames or () if name]
+                    # Invalid bytes must end here, not where a name is written to a manifest.
+                    "".join(names).encode(errors="surrogateescape").decode()
+                    return dict.fromkeys(names, TEXT)
             case _:
                 return _json_kinds(path, wanted)
     except UNREADABLE as damage:
@@ -311,10 +316,10 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
             # Its inner lines may be objects, too, of which most would end with a comma.
             if number == 0 and content.startswith(b"{") and not content.endswith(b"}"):
                 raise InputError(
-                    "one JSON object is not a list of documents",
+                    "a JSON object spans several lines",
                     where=path,
-                    why="it goes on in the next line",
-                    next=f"take the list out of it: jq -c '.data[]' {path.name} > NEW.jsonl",
+                    why="dtt reads an object per line, or one array of objects",
+                    next=f"jq -c . {path.name} > NEW.jsonl; of a list in it: jq -c '.data[]'",
                 )
             try:
                 value = json.loads(content)

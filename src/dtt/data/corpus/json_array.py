@@ -38,27 +38,32 @@ def is_array_file(path: Path, stream: io.BufferedReader) -> bool:
     """
     if ".json" not in [suffix.lower() for suffix in path.suffixes[-2:]]:
         return False
-    start = stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()
+    start = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip()
     return start.startswith(b"[")
 
 
 def elements(stream: io.BufferedReader, longest: int) -> Iterator[Element]:
-    """Yield the elements of the array in a stream of UTF-8.
+    """Yield the elements of the array in a stream of UTF-8, and of arrays that follow it.
+
+    `cat` joins files to such a stream, and some programs write one array per line.
 
     Raises ValueError, with the line in its message, where the content is no JSON, or an element has
     more than `longest` characters: without knowing where it ends, nothing after it can be read.
     Raises OSError if the stream does.
     """
-    text = _Text(stream, longest)
-    text.skip(SPACE + BYTE_ORDER_MARK)
-    text.at += 1  # the bracket
-    separators = SPACE
-    while text.skip(separators) != "]":
-        yield text.element()
-        separators = SPACE + ","
+    text = _Pieces(stream, longest)
+    while text.skip(SPACE + BYTE_ORDER_MARK) == "[":
+        text.at += 1
+        separators = SPACE
+        while text.skip(separators) != "]":
+            yield text.element()
+            separators = SPACE + ","
+        text.at += 1
+    if text.skip(SPACE):
+        raise ValueError(f"line {text.line}: after the array comes other text")
 
 
-class _Text:
+class _Pieces:
     """The decoded part of a stream that is not parsed yet."""
 
     def __init__(self, stream: io.BufferedReader, longest: int) -> None:
@@ -66,13 +71,13 @@ class _Text:
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
         self._parse = json.JSONDecoder().raw_decode
         self._text, self._ended = "", False
-        self.at, self._line = 0, 1
+        self.at, self.line = 0, 1
 
     def skip(self, separators: str) -> str:
         """Skip separators; return the next character, "" at the end."""
         while True:
             while self.at < len(self._text) and self._text[self.at] in separators:
-                self._line += self._text[self.at] == "\n"
+                self.line += self._text[self.at] == "\n"
                 self.at += 1
             if self.at < len(self._text) or self._ended:
                 return self._text[self.at : self.at + 1]
@@ -85,21 +90,21 @@ class _Text:
             try:
                 value, end = self._parse(self._text, self.at)
             except RecursionError:
-                raise ValueError(f"line {self._line}: nested too deeply") from None
+                raise ValueError(f"line {self.line}: nested too deeply") from None
             except ValueError as error:
                 # The parser cannot tell an element that goes on in the next piece from a mistake.
                 if self._ended:
-                    raise ValueError(f"line {self._line}: not JSON: {error.args[0]}") from None
+                    raise ValueError(f"line {self.line}: not JSON: {error.args[0]}") from None
             else:
                 # `0.5` is parsed as 0 if its piece ends after the point.
                 if self._ended or self._text[end : end + 1] in DELIMITERS:
                     break
             if len(self._text) - self.at > self._longest:
                 size = self._longest // 2**20
-                raise ValueError(f"line {self._line}: longer than {size} MiB, or not JSON")
+                raise ValueError(f"line {self.line}: longer than {size} MiB, or not JSON")
             self._read()
-        found = Element(self._line, self._text[self.at : end], value)
-        self._line += self._text.count("\n", self.at, end)
+        found = Element(self.line, self._text[self.at : end], value)
+        self.line += self._text.count("\n", self.at, end)
         self.at = end
         return found
 

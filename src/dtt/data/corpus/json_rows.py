@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from dtt.base.errors import InputError
-from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.bad_documents import SURROGATE, BadDocuments
 from dtt.data.corpus.documents import BATCH_BYTES, csv_rows, json_objects
 from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES
 from dtt.data.corpus.parquet import read_span
@@ -72,17 +72,26 @@ def _line_rows(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[JsonRo
         for where, line, value in json_objects(path, span, bad):
             # Only an escape sequence can yield a lone surrogate, as `line` is valid UTF-8.
             if b"\\ud" in line or b"\\uD" in line:
-                yield from _row(value, where, bad)
+                yield from _row(value, where, bad, is_json=True)
             else:
                 yield JsonRow(where, line.strip(), value)
 
 
-def _row(value: dict[str, Any], where: Callable[[], str], bad: BadDocuments) -> Iterator[JsonRow]:
-    """Yield a row without its own JSON text; record it in `bad` if it is not Unicode text."""
+def _row(
+    value: dict[str, Any], where: Callable[[], str], bad: BadDocuments, *, is_json: bool = False
+) -> Iterator[JsonRow]:
+    """Yield a row without its own JSON text; record it in `bad` if it cannot be written as JSON.
+
+    Lone surrogates of JSON are replaced; those of CSV stand for invalid bytes.
+    """
     try:
-        content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).encode()
-    except UnicodeEncodeError as error:
-        bad.add(where, f"not Unicode text: {error.reason}")
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        if is_json and SURROGATE.search(text):
+            text = bad.without_surrogates(text)
+            value = json.loads(text)
+        content = text.encode()
+    except UnicodeEncodeError:
+        bad.add(where, "not UTF-8")
     except (TypeError, ValueError, RecursionError) as error:
         bad.add(where, f"not JSON: {error}")
     else:

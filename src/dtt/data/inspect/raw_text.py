@@ -185,6 +185,8 @@ class _TextStatistics:
             yield f"documents that contain only white space: {self._blank:,}"
         for why, count in self._refused.reasons.most_common(SHOWN):
             yield f"rows that are refused as conversations: {count:,}: {why}"
+        if self._bad.replaced:
+            yield f"documents in which U+FFFD replaces lone surrogates: {self._bad.replaced:,}"
         if self._bad.count:
             lost = self._bad.lost_bytes
             loss = f"; about {lost:,} bytes are lost" if lost else ""

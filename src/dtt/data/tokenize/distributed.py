@@ -211,6 +211,7 @@ def _finish(
         lost_bytes=sum(marker.lost_bytes for marker in markers),
         refused=dict(refused.most_common()),
         unread=dict(unread.most_common()),
+        replaced_documents=sum(marker.replaced for marker in markers),
         nulls=sum(marker.nulls for marker in markers),
         chat=encoder.chat,
         pairs=encoder.pairs,

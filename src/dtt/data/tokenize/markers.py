@@ -39,6 +39,8 @@ class UnitMarker(Record):
     """Number of rows that are not valid conversations, by reason."""
     unread: dict[str, int] = Field(default_factory=dict)
     """Number of rows by key that dtt does not use."""
+    replaced: int = 0
+    """Documents in which U+FFFD replaces lone surrogates."""
     nulls: int = 0
     """Number of rows whose tools have keys with null."""
     blank: int = 0

@@ -60,6 +60,8 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.warning("skipped %s", problem)
         if blank := result.manifest.blank_documents:
             log.warning("kept %d documents that contain only white space", blank)
+        if replaced := result.manifest.replaced_documents:
+            log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
         if nulls := result.manifest.nulls:
             log.warning("%d %s", nulls, NULLS)
         compared = _compare(out, str(compare), other) if other else None

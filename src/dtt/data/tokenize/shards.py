@@ -181,6 +181,7 @@ class _UnitShards:
             skipped=self.bad.count,
             refused=dict(self.refused.reasons),
             unread=dict(self.refused.unread),
+            replaced=self.bad.replaced,
             nulls=self.refused.nulls,
             empty=self.empty,
             blank=self.blank,
