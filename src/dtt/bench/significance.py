@@ -1,6 +1,6 @@
 """Statistics of repeated runs: confidence intervals of Student's t, and Welch's test.
 
-Only the standard library is used: scipy is no dependency of dtt.
+Only the standard library is used: dtt does not depend on scipy.
 """
 
 from __future__ import annotations

@@ -276,13 +276,11 @@ def read(path: Path) -> SweepFile:
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
     layer = {tuple(".".join(key).split(".")): leaf for key, leaf in layer.items()}
-    # an empty mapping is a base without a key: the trials have the defaults
-    layer = {key: leaf for key, leaf in layer.items() if key != ("base",) or leaf.value != {}}
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
     values = source.nested({k: v for k, v in layer.items() if k[0] != "parameters"})
     values["parameters"] = _parameters(layer)
-    if base:
+    if isinstance(values.get("base"), dict):  # may be empty: the trials have the defaults
         del values["base"]
     sweep, problems = validation.validate(SweepConfig, values)
     if sweep is None:

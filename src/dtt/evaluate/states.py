@@ -39,7 +39,7 @@ LINKS = "checkpoint-"
 
 
 class EvalState(StrEnum):
-    """How the evaluation of a checkpoint has ended."""
+    """Outcome of the evaluation of a checkpoint."""
 
     DONE = "done"
     FAILED = "failed"

@@ -31,7 +31,7 @@ GOODBYE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class LiveRow:
-    """What live pages show of the state of a job, as JSON without secrets."""
+    """The state of a job as live pages show it, as JSON without secrets."""
 
     complete: str
     """For the list of jobs."""

@@ -72,7 +72,7 @@ class LiveServer:
     ) -> None:
         """Listen on `port` of 127.0.0.1 (0: any free port); raise EnvironmentUnfit if it is in use.
 
-        `find` returns the jobs that may be opened, anew for each request. `list_page` and
+        `find` returns the jobs that may be opened, again for each request. `list_page` and
         `report_page` return HTML pages of jobs. `row` returns the JSON object that describes a job.
         """
         self._rows = RowRefresher(find, row)

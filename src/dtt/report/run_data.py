@@ -1,4 +1,4 @@
-"""What a report shows of one job, as JSON; the page draws it.
+"""The data that a report shows of one job, as JSON; the page draws it.
 
 Every part is read from the files of the job, and a part whose files are missing or damaged is left
 out: a report is most useful for a job that went wrong.

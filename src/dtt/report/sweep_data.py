@@ -1,4 +1,4 @@
-"""What a report shows of a sweep: its table of results, and the metric over each key."""
+"""The data that a report shows of a sweep: its table of results, and the metric over each key."""
 
 from __future__ import annotations
 

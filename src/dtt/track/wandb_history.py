@@ -3,7 +3,7 @@
 The W&B client retries for days and reports success even if the server took nothing. So this module
 bounds the retries, and compares the run on the server with the records before and after an upload.
 
-A row that W&B has cannot be replaced: a client that starts an existing run anew appends to its
+A row that W&B has cannot be replaced: a client that restarts an existing run appends to its
 history. So a history that no longer fits becomes a new run, `ID-2`, and the old run is deleted.
 """
 
@@ -64,7 +64,7 @@ OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "W
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run has besides its history."""
+    """Facts of a run besides its history."""
 
     name: str
     group: str | None

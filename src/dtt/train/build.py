@@ -351,8 +351,8 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     held_out = [source for source in dataset.validation if source is not None]
     if chat is None:
         # On-the-fly text has no beginning to go back to.
-        begun = held_out or (dataset.sources if cfg.data.reads_token_files else ())
-        text = train.sample_prompt or first_words(begun, tokenizer, end)
+        read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
+        text = train.sample_prompt or first_words(read, tokenizer, end)
         encoded = tokenizer.encode(text, add_special_tokens=True).ids
         return Sampler(train, tokenizer, encoded or [end], text, (end,), cfg.seed)
     if train.sample_prompt:

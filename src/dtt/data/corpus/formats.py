@@ -248,8 +248,8 @@ def _check_names(path: Path, names: list[str]) -> None:
 def check_windows(paths: Sequence[Path]) -> None:
     """Raise InputError for a zstd file whose window is too large for the decoder.
 
-    Otherwise each such file would count as one unreadable document, and training would go on with
-    the others.
+    Otherwise each such file would count as one unreadable document, and training would continue
+    with the others.
     """
     for path in paths:
         if path.suffix.lower() == ".zst" and (window := zstd_window(path)) > MAX_ZSTD_WINDOW:

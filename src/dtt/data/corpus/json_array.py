@@ -92,7 +92,7 @@ class _Pieces:
             except RecursionError:
                 raise ValueError(f"line {self.line}: nested too deeply") from None
             except ValueError as error:
-                # The parser cannot tell an element that goes on in the next piece from a mistake.
+                # The parser cannot tell an element that continues in the next piece from a mistake.
                 if self._ended:
                     raise ValueError(f"line {self.line}: not JSON: {error.args[0]}") from None
             else:

@@ -112,7 +112,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What determines the answers of a model, besides the task and its data."""
+    """Settings that determine the answers of a model, besides the task and its data."""
 
     weights: str
     """Hash of the weights: of a checkpoint's manifest, or of the files of a Hugging Face folder."""

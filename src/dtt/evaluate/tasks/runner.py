@@ -215,7 +215,7 @@ class TaskRunner:
 def tokens_that_begin_with(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ids of tokens before which an answer that ends at one of `texts` is complete.
 
-    Most answers end at such a token. Others go on until `max_tokens`, and are cut off later.
+    Most answers end at such a token. Others continue until `max_tokens`, and are cut off later.
     A special token is text like any other, so that `until` can name one.
     """
     ids = range(tokenizer.get_vocab_size() if texts else 0)
