@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base import local_server
 from dtt.base.errors import DamagedError, EnvironmentUnfit, InputError
 from dtt.jobs.job_state import Status, find
 from dtt.report import live_rows, live_server
@@ -301,7 +302,7 @@ def test_a_request_that_is_not_exactly_right_learns_nothing(unchanged: Client, f
     response = Response.parse(received)
     assert (response.status, response.body) == (403, "")
     # Exactly the same for all: nothing depends on the token.
-    assert response.headers | {"Date": ""} == live_server.HEADERS | {
+    assert response.headers | {"Date": ""} == local_server.HEADERS | {
         "Date": "", "Content-Type": "text/plain; charset=utf-8", "Content-Length": "0",
     }  # fmt: skip
 
@@ -833,7 +834,7 @@ def test_there_are_at_most_64_streams(pages: Pages, client: Client) -> None:
 def test_connections_without_a_request_are_limited_and_closed(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(local_server, "MAX_CONNECTIONS", 4)
     with pages.served() as client, ExitStack() as stack:
         before = connection_threads()
         idle = [stack.enter_context(client.connect()) for _ in range(4)]
@@ -850,7 +851,7 @@ def test_connections_without_a_request_are_limited_and_closed(
 def test_a_client_that_sends_its_request_too_slowly_is_disconnected(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_server, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(local_server, "PATIENCE_SECONDS", 0.3)
     with pages.served() as client, client.connect() as silent, client.connect() as slow:
         assert silent.recv(1) == b""
         slow.settimeout(0.02)
