@@ -31,7 +31,6 @@ class Compiler:
 
         torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
         # By default the backward graph is compiled in the first backward pass, where it would be
-        # too late to rerun the forward pass uncompiled.
         torch._functorch.config.force_non_lazy_backward_lowering = True  # noqa: SLF001
         fast = torch.compile(plain, dynamic=False)
         slow = otherwise or plain
@@ -40,6 +39,8 @@ class Compiler:
             if not self.failure:
                 try:
                     return fast(*inputs, **named)
+                # Dynamo's errors mean that compilation failed. Other errors come from the function
+                # itself and must reach the caller.
                 except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
                     self.failure = _reason(error)
                     log.warning("training continues uncompiled: %s", self.failure)
