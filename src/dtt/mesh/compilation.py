@@ -31,6 +31,7 @@ class Compiler:
 
         torch._dynamo.config.recompile_limit = SHAPES  # noqa: SLF001  (it has no public name)
         # By default the backward graph is compiled in the first backward pass, where it would be
+        # too late to rerun the forward pass uncompiled.
         torch._functorch.config.force_non_lazy_backward_lowering = True  # noqa: SLF001
         fast = torch.compile(plain, dynamic=False)
         slow = otherwise or plain

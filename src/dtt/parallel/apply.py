@@ -142,7 +142,6 @@ def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: fl
     up.
     """
     # One bf16 parameter among them decides: torch sums its squares in bf16, to three digits.
-    # torch's fused norm takes one pass over the gradients. It is exact enough only in fp32.
     if not layout.sharded and all(p.dtype is torch.float32 for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
     sharded = [p.grad for p in parameters if p.grad is not None]

@@ -157,8 +157,8 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 
 def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTensor]) -> None:
-    # All names are compared before anything is loaded: a refusal leaves the model untouched.
     """Load each rank's part of the weights; raise ConfigError if the model differs."""
+    # All names are compared before anything is loaded: a refusal leaves the model untouched.
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
     for name in sorted(shapes.keys() | theirs.keys()):
@@ -204,8 +204,7 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Ful
         )
     for optimizer_name, optimizer in optimizers.items():
         named = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
-        # Each optimizer writes the same keys for all parameters. Otherwise the file is from another
-        # program, or damaged in a way that hashes do not show.
+        # Each optimizer writes the same keys for all parameters.
         if any(one.keys() != named[0].keys() for one in named):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):

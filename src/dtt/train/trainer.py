@@ -154,8 +154,6 @@ class Trainer:
             return
         losses = forward_backward(
             state.module,
-            # The function divides by `terms` of the global batch, which every rank knows in
-            # advance.
             batch.micro_batches,
             self.objective,
             terms=batch.terms,
