@@ -141,6 +141,7 @@ class Requests:
         own = Request.FAILED if failed else self._own_request(world)
         largest, end, any_uncompiled = world.agree_all(own, end, uncompiled)
         request, profile_kind = Request(largest), ""
+        # Ranks may have different reasons, such as a signal on one node; all record the same one.
         if request is Request.STOP:  # the highest rank with a reason broadcasts it
             self.reason = world.from_rank(
                 self.reason, world.agree(world.rank if self.reason else 0)
@@ -170,10 +171,13 @@ class Requests:
     def _own_request(self, world: World) -> Request:
         if self.reason:
             return Request.STOP
+        # A monotonic clock, as the interval must not depend on the wall clock.
         now = time.monotonic()
+        # Rank 0 alone looks at the files: a thousand ranks would load the file server in each step.
         if not world.first or self._job is None or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return Request.NONE
         self._checked = now
+        # The most urgent trigger first.
         if self._job.stop.exists():
             self.reason = _lines(self._job, "stop")[0]
             return Request.STOP
@@ -194,6 +198,7 @@ class Requests:
                 write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
+        # A stop stays until all is saved: see `forget`.
         if request == Request.SAVE:
             _remove_trigger(self._job.save)
         if request == Request.PROFILE:

@@ -211,8 +211,8 @@ class Flex:
         """Compute attention; see `AttentionFn`."""
         if compiler.failure:
             return self.dense(q_BHTK, k_BGTK, v_BGTK)
-        # Inside a compiled block FlexAttention must be traced into the block's graph. There a
-        # second torch.compile would break the graph.
+        # Inside a compiled block FlexAttention is traced into the block's graph and needs no
+        # compilation of its own.
         kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
         width = q_BHTK.shape[-1]
         # Zeros add nothing to q kᵀ, and `scale` is given: the default would follow the padded

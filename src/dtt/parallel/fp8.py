@@ -49,7 +49,6 @@ def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
     to_fp8 = _torchao()
 
     def in_fp8(layer: nn.Linear) -> nn.Linear:
-        # Wrapped, because torchao replaces children of a module, not the module itself.
         (swapped,) = to_fp8(nn.Sequential(layer)).children()
         assert isinstance(swapped, nn.Linear)
         return swapped
