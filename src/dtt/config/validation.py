@@ -81,7 +81,6 @@ def _locate(values: Any, loc: Sequence[str | int]) -> tuple[Key, Key | None]:
     inner, tag = values, True
     for i, part in enumerate(loc):
         # The tag comes before the key in its section, and may be the name of one: data.tokens.
-        # pydantic inserts tags and names of union members into the path, which are no keys.
         if isinstance(inner, dict) and tag and part == inner.get("type"):
             tag = False
             continue

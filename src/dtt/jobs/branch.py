@@ -61,7 +61,6 @@ class Branch:
         if self.parent.reference.is_dir():
             shutil.copytree(self.parent.reference, job.reference, dirs_exist_ok=True)
         job.run_id()
-        # Last: `create_job` takes a job with a checkpoint for a complete branch.
         store.adopt(checkpoint, job.checkpoints)
 
     def record(self, job: JobDir) -> dict[str, Any]:

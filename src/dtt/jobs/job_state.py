@@ -169,7 +169,6 @@ def _is_job(path: Path) -> bool:
 
 
 def _status(files: JobFiles, ids: Sequence[str], answer: Answer) -> Status:
-    # An error of Slurm matters only to jobs that it knows.
     if not ids:  # Slurm was asked about other jobs only, so a failure to answer is irrelevant here
         answer = Answer({})
     slurm = squeue.current([id for id in ids if not _withdrawn(files, answer.jobs.get(id))], answer)
@@ -307,8 +306,6 @@ class _Derivation:
         It is starting, ending, or its processes are lost.
         """
         files, where = self.files, f"Slurm job on {slurm.nodes or 'its nodes'}"
-        # Times of Slurm and of this machine: `since` is later than the newest attempt, so none has
-        # started yet.
         if slurm.since > files.started:  # the newest attempt belongs to an earlier run
             return State.RUNNING, f"starting: {where}"
         if files.saved:

@@ -374,8 +374,8 @@ class Prefill:
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
-        # The cache was empty, so the prompt attends to its own keys and values alone: a contiguous
-        # copy of them is at hand, and plain causal attention needs no mask.
+        # The cache was empty, so the prompt attends to its own keys and values alone, and plain
+        # causal attention needs no mask.
         self.cache.write(self.layer, k_BGTK, v_BGTK)
         return self.attention_fn(q_BHTK, k_BGTK, v_BGTK)
 

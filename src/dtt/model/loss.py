@@ -228,7 +228,7 @@ def _of_all_parts(part: VocabShard, lse_B1: Tensor, logit_B1: Tensor) -> tuple[T
     `logit_B1` must be 0 where another rank holds the target's row.
     """
     each_PB2 = part.gather(torch.cat((lse_B1, logit_B1), dim=1))
-    # Exactly one rank has a logit other than 0, so the sum is exact.
+    # At most one rank has a logit other than 0, so the sum is exact.
     return each_PB2[..., :1].logsumexp(dim=0), each_PB2[..., 1:].sum(dim=0)
 
 

@@ -47,7 +47,6 @@ def kernels(device: torch.device, requested: AttentionKernel, *, training: bool 
         return (KERNELS[requested],)
     if device.type != "cuda":
         return ()
-    # FlashAttention 3 needs no plans, so it precedes cuDNN.
     cudnn = (KERNELS["cudnn"],) if training and _hopper(device) and not flash_3(device) else ()
     return (*cudnn, KERNELS["flash"], KERNELS["efficient"], KERNELS["math"])
 
@@ -103,7 +102,7 @@ def flash_3(device: torch.device) -> bool:
 
     It needs a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
     """
-    # find_spec does not import the package, which would load CUDA libraries.
+    # find_spec looks for the package without importing it.
     if device.type != "cuda" or find_spec("flash_attn_interface") is None:
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:

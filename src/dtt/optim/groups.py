@@ -298,7 +298,6 @@ def set_learning_rate(
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             decay: Length | None = group.get("decay")
-            # Without a multiplier of its own (a run that waits for its budget) a group follows the
-            # schedule.
+            # Without a multiplier of its own, a group follows the schedule.
             of_group = multiplier if decay is None or own is None else own.get(decay, multiplier)
             group["lr"] = of_group * group["peak_lr"]

@@ -42,7 +42,7 @@ def bucket_width(steps: Steps, most: int = MAX_BUCKETS) -> int:
 class Series:
     """The values of one metric, in the order in which they were recorded."""
 
-    # Arrays of 8 bytes each: a list of Python numbers would take about five times the memory for a
+    # Arrays of 8 bytes each: a list of Python numbers would take four times the memory for a
     # million steps.
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))

@@ -94,7 +94,7 @@ def ask(ids: Collection[str]) -> Answer:
     if code != 0 and "Invalid job id" not in error:
         return Answer({}, error=error or f"squeue exited with {code}")
     try:
-        # A site may wrap squeue in a script with other output.
+        # Another version, or a wrapper that the site installed, may print something else.
         jobs = _parse(out)
     except ValueError:
         return Answer({}, error="unexpected output of squeue")

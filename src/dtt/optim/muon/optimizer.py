@@ -244,9 +244,9 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([new, factor * (norm / (scaled + EPS))], dim=-1)
 
     def _products(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> Tensor:
-        # Three numbers per matrix instead of the matrix: after the all-reduce, every rank knows the
-        # norm of the new matrix before it computes its shard of it.
         """Return <w, w>, <w, u> and <u, u> of the shards [N, r, c] that this rank holds, [N, 3]."""
+        # Three numbers per matrix cross the network instead of the matrix. After the all-reduce
+        # every rank knows the norm of the new matrix before it computes its shard of it.
         old = torch.stack(batch.of(lambda p: p)).float()
         update = update.float() if rows is None else update.float() * rows[..., 1:]
         pairs = (old, old), (old, update), (update, update)
