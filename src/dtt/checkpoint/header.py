@@ -154,11 +154,9 @@ def _overlap(entries: Sequence[HeaderEntry]) -> bool:
         if not box.offset:
             # Scalars have no dimension to sweep: two of them are the same element.
             return len(boxes) > 1
+        # Boxes that end before this one starts can overlap none of the later ones.
         reaching = [
-            # Boxes that end before this one starts can overlap none of the later ones.
-            other
-            for other in reaching
-            if other.offset[0] + other.extent[0] > box.offset[0]
+            other for other in reaching if other.offset[0] + other.extent[0] > box.offset[0]
         ]
         if any(_intersect(box, other) for other in reaching):
             return True

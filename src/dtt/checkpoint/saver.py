@@ -90,15 +90,14 @@ class Saver:
         self._diverged = job.diverged_after()
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
-        # Kept between saves: allocating pinned memory takes longer than the copy into it. They cost
-        # host memory of the size of this rank's part.
+        # Kept between saves: allocating pinned memory is slow. They cost host memory of the size of
+        # this rank's part.
         self._host_copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
         self._error: Exception | None = None
 
     def begin(
-        # The thread writes, the main thread reads after `join`.
         self,
         step: int,
         shared: Mapping[str, Mapping[str, Tensor]],
@@ -128,13 +127,10 @@ class Saver:
         size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
         save = Save(step, self._copied(shards), position, size, flush)
         if self._config.asynchronous:
+            # A daemon, because a process that must end does not wait for a slow disk; an unfinished
+            # folder is no checkpoint.
             self._thread = threading.Thread(
-                # A daemon, because a process that must end does not wait for a slow disk; an
-                # unfinished folder is no checkpoint.
-                target=self._run,
-                args=(save,),
-                name="checkpoint",
-                daemon=True,
+                target=self._run, args=(save,), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:

@@ -138,16 +138,14 @@ class Evaluator:
                     # All ranks get the same answer, so all leave in the same iteration.
                     if stop():
                         return None
-                    # A rank without rows of its own gets padding: FSDP2 needs every rank in each
-                    # forward pass.
+                    # A rank without rows of its own gets a sample without targets: FSDP2 needs every
+                    # rank in each forward pass.
                     for micro_batch in self.reader.read_on_all(part.source, samples):
                         total += self._loss(model, micro_batch)
         losses, bytes_per_token = [], []
+        # One all-reduce for all sources, at the end.
         for part, (loss, tokens, text_bytes) in zip(
-            # One all-reduce for all sources, at the end.
-            self.parts,
-            self.world.sum_(totals).tolist(),
-            strict=True,
+            self.parts, self.world.sum_(totals).tolist(), strict=True
         ):
             # A mean over tokens, not of batch means: batches have different numbers of targets.
             losses.append(loss / tokens)
