@@ -164,7 +164,7 @@ def layers_of(
         return [*common, *entry.overlay, own]
     for layer in entry.overlay:
         leaf = layer.get(INIT_FROM, Leaf(None, ""))
-        # The value that is set below is accepted: it stands in the stored configuration.
+        # Writing out the value that is set below is no mistake.
         if leaf.value not in (None, str(previous)):
             raise ConfigError(
                 f"init.from of stage {entry.name} cannot be {leaf.value}",

@@ -138,8 +138,8 @@ class Evaluator:
                     # All ranks get the same answer, so all leave in the same iteration.
                     if stop():
                         return None
-                    # A rank without rows of its own gets a sample without targets: FSDP2 needs every
-                    # rank in each forward pass.
+                    # A rank without rows of its own gets a sample without targets: FSDP2 needs
+                    # every rank in each forward pass.
                     for micro_batch in self.reader.read_on_all(part.source, samples):
                         total += self._loss(model, micro_batch)
         losses, bytes_per_token = [], []
