@@ -56,8 +56,10 @@ def check(paths: Iterable[Path]) -> None:
             by_name[entry.name].append((path, entry))
     for name, entries in by_name.items():
         path, first = entries[0]
+        # Ranks that disagree would otherwise be joined into one tensor.
         if any((entry.dtype, entry.shape) != (first.dtype, first.shape) for _, entry in entries):
             raise _damaged(path, f"{name} has a different dtype or shape in another file")
+        # Elements are counted first: overlaps are only looked for if the number fits.
         elements = sum(math.prod(entry.extent) for _, entry in entries)
         missing = math.prod(first.shape) - elements
         if missing > 0:
@@ -68,9 +70,11 @@ def check(paths: Iterable[Path]) -> None:
 
 def _header(path: Path) -> tuple[Any, int]:
     """Return the parsed header and the number of bytes after it."""
+    # The descriptor of a regular file: opening a FIFO would wait forever.
     with open(open_regular(path), "rb") as file:  # noqa: PTH123  a descriptor, not a path
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
+        # Checked before reading, so that a forged length allocates nothing.
         if size < 8 or length > min(LARGEST, size - 8):
             raise ValueError(f"its header would have {length:,} bytes, the file has {size:,}")
         return parse(file.read(length), STRICT), size - 8 - length
@@ -82,12 +86,14 @@ def _entries(header: Any, data: int) -> list[HeaderEntry]:
     metadata = header.pop("__metadata__", {})
     described = metadata.get("pieces", "{}") if isinstance(metadata, dict) else None
     pieces = parse(described.encode(), STRICT) if isinstance(described, str) else None
+    # A description of a tensor that is not in the file could hide another one.
     if not isinstance(pieces, dict) or not pieces.keys() <= header.keys():
         raise ValueError("its `pieces` do not describe the tensors in it")
     entries, ends = [], []
     for name, entry in header.items():
         extent = _extent(name, entry)
         begin, end = entry["data_offsets"]
+        # Before any tensor is created from these numbers.
         if end - begin != math.prod(extent) * ITEM_SIZES[entry["dtype"]]:
             raise ValueError(f"the data of {name!r} does not have the size of its shape")
         offset, shape = _position(name, pieces.get(name), extent)
@@ -95,6 +101,7 @@ def _entries(header: Any, data: int) -> list[HeaderEntry]:
         ends.append((begin, end))
     position = 0
     for begin, end in sorted(ends):
+        # Sorted, data must follow without a gap. Two tensors may not share bytes.
         if begin != position:
             raise ValueError(f"its tensors overlap or leave a gap at byte {position:,}")
         position = end
@@ -140,11 +147,14 @@ def _overlap(entries: Sequence[HeaderEntry]) -> bool:
 
     A sweep along the first dimension, along which most tensors are sharded.
     """
+    # Empty boxes share no element, wherever they are.
     boxes = sorted((e for e in entries if math.prod(e.extent)), key=lambda e: e.offset)
     reaching: list[HeaderEntry] = []
     for box in boxes:
         if not box.offset:
+            # Scalars have no dimension to sweep: two of them are the same element.
             return len(boxes) > 1
+        # Boxes that end before this one starts can overlap none of the later ones.
         reaching = [
             other for other in reaching if other.offset[0] + other.extent[0] > box.offset[0]
         ]

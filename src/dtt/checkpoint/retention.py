@@ -20,13 +20,17 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
     newest checkpoint from before is kept, too.
     """
     steps = store.steps(folder)
+    # The newest one is among them, as keep_last is at least 1.
     keep = set(steps[-rules.keep_last :])
     if rules.keep_every:
+        # Step 0 is a multiple of every number, but nothing was trained by then.
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
     if rules.keep_best:
         losses = ((eval_loss(store.folder_of(folder, step)), step) for step in steps)
+        # Ties go to the earlier step, which is the first in the order.
         scored = sorted((loss, step) for loss, step in losses if math.isfinite(loss))
         keep |= {step for _, step in scored[: rules.keep_best]}
+    # Weights may have started to diverge before the guard noticed.
     if diverged is not None:
         keep |= set([step for step in steps if step <= diverged][-1:])
     return keep
@@ -36,6 +40,7 @@ def eval_loss(path: Path) -> float:
     """Return the validation loss of a checkpoint; infinite if its step was not evaluated."""
     position = tolerant(path / store.POSITION, read_json) or {}
     measured = fits(position, {"evaluated": int, "step": int, "eval_loss": float})
+    # A checkpoint carries the loss of the last evaluation, which may belong to an earlier step.
     evaluated = measured and position["evaluated"] == position["step"]
     return float(position["eval_loss"]) if evaluated else math.inf
 

@@ -90,6 +90,8 @@ class Saver:
         self._diverged = job.diverged_after()
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
+        # Kept between saves: allocating pinned memory is slow. They cost host memory of the size of
+        # this rank's part.
         self._host_copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
@@ -112,14 +114,21 @@ class Saver:
         its error if it failed.
         """
         started = time.perf_counter()
+        # At most one save in flight: the host copies below are reused, and two saves would need
+        # twice the memory.
         self.wait()
         ranks = self._world
+        # Each rank writes only its shards; for replicated tensors `cut` divides the work, so that
+        # no byte is written twice.
         shards = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
         full = [TensorShard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
         shards.setdefault(store.STATE, []).extend(full)
+        # Of all ranks: rank 0 checks the free space for the whole checkpoint.
         size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
         save = Save(step, self._copied(shards), position, size, flush)
         if self._config.asynchronous:
+            # A daemon, because a process that must end does not wait for a slow disk; an unfinished
+            # folder is no checkpoint.
             self._thread = threading.Thread(
                 target=self._run, args=(save,), name="checkpoint", daemon=True
             )
@@ -161,6 +170,8 @@ class Saver:
         if not on_gpu and not self._config.asynchronous:
             return dict(shards)
         copied = {k: [self._copy(k, shard, on_gpu) for shard in some] for k, some in shards.items()}
+        # The copies above are asynchronous on the stream; afterwards the step may overwrite the
+        # tensors.
         if on_gpu:
             torch.cuda.synchronize(self._world.device)
         return copied
@@ -168,6 +179,7 @@ class Saver:
     def _copy(self, kind: str, shard: TensorShard, pinned: bool) -> TensorShard:
         copy = self._host_copies.get((kind, shard.name))
         if copy is None or copy.shape != shard.tensor.shape:
+            # pin_memory lets the GPU copy without the CPU, at the full speed of the link.
             copy = torch.empty_like(
                 shard.tensor, device="cpu", pin_memory=pinned, requires_grad=False
             )
@@ -188,7 +200,10 @@ class Saver:
             if full is not None and self._world.first:
                 log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)
             while full is not None:
+                # Polled, since no event tells that a disk has space again.
                 time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
+                # All ranks, or none: a rank that gave up alone would leave the others in the next
+                # exchange.
                 if any(self._world.exchange(self._stop_wanted())):
                     raise full
                 with waiting_for_space(None):
@@ -204,24 +219,33 @@ class Saver:
         With on_full="stop", DiskFull is raised instead.
         """
         folder, staging = self._job.checkpoints, self._staging(save)
+        # Each `_together` is a collective of the background group. All ranks pass them in the same
+        # order, whatever fails.
         first, started = self._world.first, time.perf_counter()
         try:
+            # Rank 0 creates the folder and checks the space before any rank writes.
             self._together(lambda: retrying(partial(self._prepare, save)) if first else None)
             written = self._together(lambda: self._write_files(save))
             files = [file for some in written for file in some]
             facts = {"step": save.step, **self._facts}
+            # After all ranks have flushed their files: the manifest is what makes the folder a
+            # checkpoint.
             self._together(lambda: store.commit(staging, files, **facts) if first else None)
         except DiskFull as error:
             if first:
+                # The files of all ranks, which the next try writes again.
                 shutil.rmtree(staging, ignore_errors=True)
             if self._config.on_full == "stop":
                 raise
             return error
         save.write_seconds = time.perf_counter() - started
         path = store.folder_of(folder, save.step)
+        # Each rank reads back what it wrote: the work is divided, and a node's broken disk is found
+        # on that node.
         files = written[self._world.rank]
         self._together(lambda: _verify_files(path, files))
         save.verify_seconds = time.perf_counter() - started - save.write_seconds
+        # Only after verification: until then the older checkpoint is the one to resume from.
         if first:
             self._prune()
             log.info("saved %s", path)
@@ -232,6 +256,7 @@ class Saver:
 
     def _prepare(self, save: Save) -> None:
         save.flush()
+        # A megabyte for headers, manifest and position.
         needed = save.bytes + 2**20
         check_space(self._job.checkpoints, needed, f"the checkpoint of step {save.step}")
         self._staging(save).mkdir(parents=True, exist_ok=True)
@@ -246,6 +271,8 @@ class Saver:
             if shards
         ]
         if self._world.first:
+            # Written by rank 0 alone: the position is the same on all ranks, as `check_ranks` has
+            # found.
             text = (json.dumps(save.position, indent=1) + "\n").encode()
             files.append(retrying(partial(tensors.write_bytes, staging / store.POSITION, [text])))
         return files
@@ -294,6 +321,7 @@ class Saver:
 def _verify_files(path: Path, files: list[FileRecord]) -> None:
     """Read back the files of this rank; raise StorageError if they differ from what was written."""
     for record in files:
+        # Otherwise the page cache would answer, and a disk that lost the data would pass.
         retrying(partial(forget_cached, path / record.path))
         try:
             store.verify_file(path, record)

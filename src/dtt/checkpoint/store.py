@@ -104,6 +104,7 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
     this step exists.
     """
     manifest = CheckpointManifest(files=tuple(sorted(files, key=lambda f: f.path)), **facts)
+    # Written last, and flushed before the rename below.
     write_atomically(staging / manifest.filename, manifest.dump())
     folder = staging.parent
     # Training reached this step from an older checkpoint, so existing ones at or after this step
@@ -114,7 +115,10 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
             rejected = folder / f"{STAGING_PREFIX}{step:06d}{REJECTED_SUFFIX}"
             retrying(partial(_rename, folder_of(folder, step), rejected))
     final = folder_of(folder, manifest.step)
+    # The commit: a rename is atomic on POSIX file systems, so readers see no checkpoint or a
+    # complete one.
     retrying(partial(_rename, staging, final))
+    # Without it, a power failure may undo the rename.
     retrying(lambda: fsync_folder(folder))
     return Checkpoint(final, manifest)
 
@@ -134,6 +138,7 @@ def supersede(folder: Path, step: int, attempt: int) -> list[Path]:
     for newer in (s for s in steps(folder) if s > step):
         moved.append(folder / f"{SUPERSEDED_PREFIX}{newer:06d}-{attempt}")
         folder_of(folder, newer).rename(moved[-1])
+    # One flush for all renames.
     fsync_folder(folder)
     return moved
 
@@ -145,6 +150,7 @@ def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     afterwards.
     """
     staging = folder / staging_name(checkpoint.step, 0)
+    # What an earlier adoption left when it was killed.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     files = (checkpoint.manifest.filename, *(f.path for f in checkpoint.manifest.files))
@@ -152,6 +158,7 @@ def adopt(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     final = folder_of(folder, checkpoint.step)
     staging.rename(final)
     fsync_folder(folder)
+    # Verified in its new place: a hard link shares the bytes, but a copy may fail.
     return verify(final)
 
 
@@ -188,17 +195,22 @@ def verify(path: Path) -> Checkpoint:
     if text != manifest_text(parse_json(text)).encode():
         why = f"{manifest.filename} differs from what was written"
         raise DamagedError(f"checkpoint {path} is damaged", why=why)
+    # A folder that was renamed by hand would resume at another step than its weights.
     if path.name != f"{PREFIX}{manifest.step:06d}":
         why = f"{manifest.filename} records step {manifest.step}"
         raise DamagedError(f"the name of checkpoint {path} contradicts its content", why=why)
     names = [file.path for file in manifest.files]
+    # A name with a slash could point out of the folder.
     if POSITION not in names or len(set(names)) < len(names) or any("/" in n for n in names):
         why = f"{manifest.filename} does not list the files of a checkpoint"
         raise DamagedError(f"checkpoint {path} is damaged", why=why)
+    # Threads, as sha256 releases the GIL.
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         list(pool.map(partial(verify_file, path), manifest.files))
     checkpoint = Checkpoint(path, manifest)
     try:
+        # The hashes prove that the bytes are those written. The headers are still checked, because
+        # a seal proves no author.
         for kind in (MODEL, STATE):
             retrying(partial(header.check, checkpoint.files(kind)))
         retrying(checkpoint.position)
@@ -222,6 +234,7 @@ def _compare(path: Path, record: FileRecord) -> None:
     if not file.is_file():
         raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
     size = file.stat().st_size
+    # The size first: a truncated file is found without reading it.
     if size != record.bytes:
         why = f"{record.path} has {size} bytes instead of {record.bytes}"
         raise DamagedError(f"checkpoint {path} is damaged", why=why)
@@ -235,6 +248,8 @@ def steps(folder: Path) -> list[int]:
     names = {path.name for path in folder.glob(f"{PREFIX}*")}
     numbers = (name.removeprefix(PREFIX) for name in names)
     found = sorted(int(number) for number in numbers if number.isdecimal())
+    # `step-7` is no checkpoint of dtt: numbers have six digits or more, so the name must be
+    # reproduced exactly.
     return [step for step in found if folder_of(folder, step).name in names]
 
 
@@ -264,6 +279,7 @@ def newest(
 def _newest_first(
     folder: Path, check: Callable[[Checkpoint], None]
 ) -> Iterator[Checkpoint | DttError]:
+    # Newest first, and lazily: usually the first one passes, and hashing others would take minutes.
     for step in reversed(steps(folder)):
         path = folder_of(folder, step)
         try:
@@ -271,6 +287,7 @@ def _newest_first(
             check(checkpoint)
             yield checkpoint
         except (DamagedError, InputError) as error:
+            # Retention deletes while this scans.
             if path.exists():  # otherwise the running job has pruned it meanwhile
                 yield error
 

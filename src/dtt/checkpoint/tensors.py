@@ -70,7 +70,11 @@ def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorShard
     differ between ranks, does not matter. Those with larger elements come first, so that all data
     is aligned.
     """
+    # Only ranks that hold the same part can divide it. Under HSDP these are the replicas of a
+    # shard, under DDP all ranks.
     by_ranks: dict[tuple[int, ...], list[tuple[str, Tensor, Box]]] = defaultdict(list)
+    # Names break ties, so that all ranks divide the same list: each derives its part without a
+    # message.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         layout = layout_of(tensor, size)
         part = name, tensor.detach(), layout.box(rank)
@@ -80,6 +84,7 @@ def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorShard
         for ranks, parts in by_ranks.items()
         for shard in _divided(parts, ranks.index(rank), len(ranks))
     ]
+    # Stable, so tensors keep their order within one element size.
     return sorted(shards, key=lambda shard: -shard.tensor.itemsize)
 
 
@@ -91,12 +96,17 @@ def _divided(
     Each part is a name, a tensor, and the box of it that these ranks hold.
     """
     total, position = sum(local(tensor).nbytes for _, tensor, _ in parts), 0
+    # Bytes, not tensors: a large embedding would otherwise make one rank write most of the time.
     begin, end = total * replica // replicas, total * (replica + 1) // replicas
     for name, tensor, box in parts:
         part = local(tensor)
+        # A scalar is one row, which cannot be cut.
         rows = part.shape[0] if part.dim() else 1
         per_row = max(1, part.nbytes // max(1, rows))
+        # Index of the first row that starts at or after a bound: rounded up, and clamped to this
+        # part. So each row has one writer, however the bounds fall.
         first, last = (min(max(-((position - b) // per_row), 0), rows) for b in (begin, end))
+        # A part without rows of this rank would be an empty entry in the file.
         if last > first and part.numel():
             written = part[first:last] if part.dim() else part
             offset = (box.offset[0] + first, *box.offset[1:]) if part.dim() else ()
@@ -116,10 +126,13 @@ def write(path: Path, shards: Iterable[TensorShard]) -> FileRecord:
 def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write `chunks` to a file and fsync it; return its record with size and sha256."""
     digest, size = hashlib.sha256(), 0
+    # Unbuffered: chunks are large, and a buffer would copy them once more.
     with named(path), path.open("wb", buffering=0) as file:
         for chunk in chunks:
+            # In the same pass as the write, while the chunk is in the cache.
             digest.update(chunk)
             view = memoryview(chunk)
+            # A write may be short, for example where a signal arrives.
             while view.nbytes:
                 view = view[file.write(view) :]
             size += len(chunk)
@@ -129,6 +142,7 @@ def write_bytes(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
 def _safetensors(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: header length, header, tensors."""
+    # safetensors describes no shards; its metadata holds text only, so they are JSON in it.
     boxes = {s.name: {"offset": s.offset, "shape": s.shape} for s in shards if not s.full}
     described: dict[str, object] = {"__metadata__": {"pieces": json.dumps(boxes)}}
     position = 0
@@ -144,6 +158,7 @@ def _safetensors(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)  # the format aligns tensor data to 8 bytes
     yield len(text).to_bytes(8, "little") + text
     for shard in shards:
+        # numpy has no bf16, so the bytes are viewed as uint8.
         flat = shard.tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         for start in range(0, len(flat), CHUNK):
             yield flat[start : start + CHUNK].data
@@ -163,16 +178,19 @@ class Stored:
         """Read a part of the tensor to the CPU; DamagedError if elements of it are in no file."""
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         wanted = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
+        # Only the part that was asked for: a rank never holds a full sharded tensor.
         tensor = torch.empty([end - begin for begin, end in wanted], dtype=self.dtype)
         missing = tensor.numel()
         for file, (offset, shape) in self.boxes:
             ranges = zip(wanted, offset, shape, strict=True)
             common = [(max(b, o), min(e, o + n)) for (b, e), o, n in ranges]
+            # Boxes of other ranks are not read at all.
             if all(begin < end for begin, end in common):
                 there = _shifted(common, offset)
                 here = _shifted(common, [begin for begin, _ in wanted])
                 tensor[here] = file.get_slice(self.name)[there]
                 missing -= math.prod(end - begin for begin, end in common)
+        # Counted instead of marked: boxes do not overlap, as `header.check` has found.
         if missing:
             raise DamagedError(
                 f"the checkpoint's {self.name} is not complete",
@@ -192,6 +210,7 @@ def read(paths: Iterable[Path]) -> dict[str, Stored]:
     for path in paths:
         entries = header.read(path)
         try:
+            # Opened lazily: this maps the file and reads no tensor.
             file: Any = safetensors.safe_open(path, "pt")  # safetensors has no type annotations
         except safetensors.SafetensorError as error:
             why = f"{path.name}: {error}"

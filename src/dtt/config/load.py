@@ -109,6 +109,7 @@ def _layers(
     job_config: Path | None,
 ) -> tuple[list[Layer], int]:
     """Return all layers, lowest first, and the number of them that are defaults or `job_config`."""
+    # All keys are present from the start, so that every value has an origin.
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
         layers += _with_extends(job_config, ())
@@ -138,10 +139,13 @@ def _resolve_stages(
 ) -> dict[str, Resolved]:
     """Return the configuration of each stage by name; the first `own` layers are of a job."""
     resolved: dict[str, Resolved] = {}
+    # A job's own config names that stage and holds its keys; the first stage must not inherit the
+    # name of a later one.
     fresh = [common[0], *common[own:]]  # a job's config has the name of a stage, and its keys
     name = source.merge(fresh).get(("name",), Leaf(None, "name"))
     first: Resolved | None = None
     for entry in entries:
+        # In order: each stage takes the job folder of the one before it.
         previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
         layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
         try:
@@ -175,6 +179,7 @@ def _with_tokenizer_of(
     if section is None or same_folder or tokenizers[0] != tokenizers[1]:
         return stage
     trained = source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
+    # Resolved again, because the tokenizer decides about the token folder.
     return _resolve_one([*layers, trained], own, model_of)
 
 
@@ -187,6 +192,7 @@ def with_steps(resolved: Resolved, steps: int) -> Resolved:
     epochs = resolved.config.train.epochs
     if epochs is None:
         return resolved
+    # Checked again: warm-up and decay may not fit into this number of steps.
     return check(resolved.layer | {STEPS: source.Leaf(steps, f"train.epochs={epochs:g}")})
 
 
@@ -224,6 +230,7 @@ def load_job(job: Path) -> RunConfig:
             if close
             else "specify a folder such as jobs/quickstart",
         )
+    # Without environment and arguments: the stored configuration means the same on every machine.
     return resolve(env={}, job_config=path).config
 
 
@@ -265,6 +272,7 @@ def find(config: str | Path) -> Path:
 
 
 def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
+    # Resolved paths: a link or `./` must not hide a cycle.
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
     return _with_extended(
@@ -301,12 +309,17 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
     `own` of them (the defaults, and the job's own config, whose `model` section is complete) set
     `init.from`.
     """
+    # The highest layer decides which weights are meant. Layers below it describe another model.
     last = max(i for i, layer in enumerate(layers) if INIT_FROM in layer)
     leaf = layers[last][INIT_FROM]
+    # A job that resumes has its complete `model` section; its weights come from the checkpoint.
     if last < own or not isinstance(leaf.value, str) or not leaf.value.startswith(HF):
         return layers
     section = source.from_mapping({"model": model_of(leaf.value)}, f"init.from={leaf.value}")
+    # A source may leave keys open, such as the context length: these stay configurable.
     decided = {key[:2] for key in section} - {("model", name) for name in MAY_DIFFER}
+    # Only layers at or above `init.from`: they knew the weights. A contradiction there is a mistake
+    # of the user, one below is an older choice that is replaced.
     said = source.merge(
         {key: leaf for key, leaf in layer.items() if key[:2] in decided} for layer in layers[last:]
     )
@@ -322,6 +335,7 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
         {key: leaf for key, leaf in layer.items() if key[0] != "model" or key[:2] in kept}
         for layer in layers[1:last]
     ]
+    # The defaults stay lowest, for keys that the section lacks.
     return [layers[0], *below, section, *layers[last:]]
 
 
@@ -335,6 +349,7 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
     if not os.path.isfile(path):  # noqa: PTH113  (see is_config)
         return layer
     [facts] = _with_extends(path, ())
+    # Defaults stay below the dataset: only what somebody set overrides it.
     said = {
         k: v for k, v in layer.items() if v.origin != "default" and k != ("download", "dataset")
     }
@@ -356,6 +371,7 @@ def check(layer: Layer) -> Resolved:
 
 def _secrets(layer: Layer) -> Iterator[Problem]:
     """Yield values that would expose a secret: the configuration is stored in the job directory."""
+    # One search over all values first: the search per value is slow, and rarely needed.
     somewhere = holds_secret("\n".join(str(leaf.value) for leaf in layer.values()))
     for key, leaf in layer.items():
         if somewhere and holds_secret(str(leaf.value)):
@@ -368,6 +384,8 @@ def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:
     """Return the keys that differ and affect what is trained; a resume must not change them."""
     derived = {STEPS} if new.train.epochs is not None else set()  # the data is the same
     return [
+        # Keys that only say where or how to run may differ. All others would change the training
+        # silently.
         ".".join(key)
         for key, entry in explain.describe_all(new)
         if not entry.resumable and key not in derived and entry.value != explain.value_at(old, key)

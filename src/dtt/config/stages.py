@@ -47,11 +47,13 @@ def take(layers: Sequence[Layer]) -> tuple[list[Layer], list[Entry]]:
     describes no stages.
     """
     lists = [layer[STAGES] for layer in layers if STAGES in layer]
+    # The highest list wins as a whole. Merging lists by position would combine unrelated stages.
     entries = _entries(lists[-1]) if lists else {}
     overlays = {name: [entry] for name, entry in entries.items()}
     common: list[Layer] = []
     for layer in layers:
         own: dict[str, Layer] = {}
+        # Dotted keys of a stage stay in their layer, so that their precedence is that of the layer.
         for key, leaf in layer.items():
             if key[:1] == STAGES and len(key) > 1:
                 if not entries and leaf.origin.startswith("environment"):
@@ -66,6 +68,7 @@ def take(layers: Sequence[Layer]) -> tuple[list[Layer], list[Entry]]:
 
 def _entries(leaf: Leaf) -> dict[str, Layer]:
     """Return the entries of the list by name, without the name."""
+    # A dict keeps the order, in which the stages train.
     entries: dict[str, Layer] = {}
     if not isinstance(leaf.value, list) or not leaf.value:
         raise ConfigError(
@@ -75,6 +78,8 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
             next=f"omit it, or define a stage, {EXAMPLE}",
         )
     for entry in leaf.value:
+        # The origin of the first key of the entry stands for the entry, which has no line of its
+        # own.
         name = entry.get(("name",), Leaf(None, _first_origin(entry, leaf.origin)))
         if not isinstance(name.value, str) or not re.fullmatch(NAME, name.value):
             given = "it has none" if name.value is None else f"got {shown(name.value)}"
@@ -84,6 +89,7 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
                 why=given,
                 next=EXAMPLE,
             )
+        # The name becomes a folder below that of the job.
         if name.value in entries or name.value in RESERVED:
             taken = "two stages have it" if name.value in entries else "a job uses that folder"
             raise ConfigError(
@@ -92,6 +98,7 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
                 why=taken,
                 next="give it another name",
             )
+        # Nested stages have no meaning, and a file can be extended at the top only.
         for key, inner in entry.items():
             if key[0] in ("stages", "extends"):
                 raise ConfigError(
@@ -145,6 +152,7 @@ def layers_of(
     starts from the job `previous`. Raises ConfigError if it sets `init.from` to another source.
     """
     if not isinstance(name.value, str) or "/" in name.value:
+        # A slash in a name is the folder of a sweep, and the stage would add a second level.
         raise ConfigError(
             f"a configuration with stages cannot be named {shown(name.value)}",
             where=name.origin,
@@ -156,6 +164,7 @@ def layers_of(
         return [*common, *entry.overlay, own]
     for layer in entry.overlay:
         leaf = layer.get(INIT_FROM, Leaf(None, ""))
+        # Writing out the value that is set below is no mistake.
         if leaf.value not in (None, str(previous)):
             raise ConfigError(
                 f"init.from of stage {entry.name} cannot be {leaf.value}",
@@ -164,6 +173,7 @@ def layers_of(
                 next="omit it, or set it in the common part, where it applies to the first stage",
             )
     carried = {key: leaf for key, leaf in first.layer.items() if key[0] in CARRIED}
+    # `init.from` of the common part is for the first stage.
     before = [{k: v for k, v in layer.items() if k != INIT_FROM} for layer in common]
     own[INIT_FROM] = Leaf(str(previous), "the previous stage")
     return [*before, carried, *entry.overlay, own]
@@ -188,6 +198,7 @@ def problems(stage: Resolved, first: Resolved) -> Iterator[tuple[Key, str]]:
     where = f"in stage {first.config.name.rpartition('/')[2]}"
     ours, theirs = (r.config.model_dump(mode="json") for r in (stage, first))
     for section in ("model", "scaling"):
+        # Dumped values are compared, so that different spellings of one value are equal.
         for name, value in ours[section].items():
             other = theirs[section].get(name)
             if value != other and not (section == "model" and name in MAY_DIFFER):

@@ -28,6 +28,7 @@ def validate(
         section = cls.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         return None, _describe_all(cls, values, error)
+    # After pydantic, whose checks see one field at a time: these compare fields of a valid section.
     problems = list(_walk(section))
     return (None if problems else section), problems
 
@@ -59,6 +60,7 @@ def _describe_all(cls: type[Section], values: Any, error: ValidationError) -> li
             unions.setdefault(union, []).append((key, details))
     for members in unions.values():
         depth = max(len(key) for key, _ in members)
+        # The deepest error belongs to the member that fits best.
         closest = [(key, d) for key, d in members if len(key) == depth]
         fitting = [(key, d) for key, d in closest if not d["type"].endswith(("_type", "_parsing"))]
         whys: dict[Key, str] = {}

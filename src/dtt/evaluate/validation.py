@@ -52,6 +52,7 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
     """
     shares = dataset.shares()
     sources = [s for s in dataset.validation if s is not None and shares[s.name] > 0]
+    # Equal numbers, whatever the weights: each source's loss has about the same precision.
     each = max(1, count // max(1, len(sources)))
     counts = {source.name: min(each, len(source)) for source in sources}
     evaluated = []
@@ -90,6 +91,7 @@ def eval_record(
     if len(parts) > 1:
         names = [part.source.name for part in parts]
         record["losses"] = dict(zip(names, means.losses, strict=True))
+    # The same samples with averaged weights; they are exchanged back before training continues.
     if ema is not None:
         with ema.swapped():
             averaged = measure()
@@ -128,18 +130,24 @@ class Evaluator:
     @torch.no_grad()
     def _means(self, model: nn.Module, stop: Callable[[], bool]) -> Means | None:
         """Measure each source; return None as soon as `stop()` is true."""
+        # fp64: sums of millions of losses in fp32 would lose the digits in which steps differ.
         totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
         with evaluating(model):
             for total, part in zip(totals, self.parts, strict=True):
                 for samples in chunks(self.reader, part.count):
+                    # All ranks get the same answer, so all leave in the same iteration.
                     if stop():
                         return None
+                    # A rank without rows of its own gets a sample without targets: FSDP2 needs
+                    # every rank in each forward pass.
                     for micro_batch in self.reader.read_on_all(part.source, samples):
                         total += self._loss(model, micro_batch)
         losses, bytes_per_token = [], []
+        # One all-reduce for all sources, at the end.
         for part, (loss, tokens, text_bytes) in zip(
             self.parts, self.world.sum_(totals).tolist(), strict=True
         ):
+            # A mean over tokens, not of batch means: batches have different numbers of targets.
             losses.append(loss / tokens)
             # Without a table of bytes per token, use the mean over the source's text.
             known = part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens
@@ -168,6 +176,7 @@ class Evaluator:
         shares = [part.share for part in self.parts]
         loss = sum(share * one for share, one in zip(shares, losses, strict=True))
         bits_per_byte = None
+        # The ratio of the two means: a mean of the sources' ratios would weigh them differently.
         if all(bytes_per_token):
             mean = sum(s * (b or 0) for s, b in zip(shares, bytes_per_token, strict=True))
             bits_per_byte = loss / math.log(2) / mean
@@ -193,6 +202,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+        # FSDP2 leaves the root gathered after a forward pass, and EMA changes the shards behind it.
         release(model)
 
 
@@ -229,6 +239,7 @@ class Sampler:
             "temperature": 0.8,
             "top_p": 0.95,
             "stop_ids": self.stop_tokens,
+            # The step is in the seed: the sample does not depend on how often a run was resumed.
             "generator": torch.Generator(device).manual_seed((self.seed + step) % 2**63),
         }
         if together is None:

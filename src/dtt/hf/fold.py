@@ -25,6 +25,7 @@ def fold(trained: Trained) -> Trained:
     copied.
     """
     family = families.get(trained.arch.family)
+    # As a reader of the folder would: what config.json cannot express is not in it.
     theirs = family.from_hf_config(family.to_hf_config(trained.arch, trained.end_of_document))
     arch = replace(
         trained.arch,
@@ -63,5 +64,6 @@ def _folded(name: str, tensor: Tensor, factors: dict[str, float], arch: Architec
     if factor == 1.0:
         return tensor
     if arch.norm == "rmsnorm_plus_one" and found["name"].endswith("norm"):
+        # The stored weight is an offset from 1.
         return (1 + tensor) * factor - 1
     return tensor * factor

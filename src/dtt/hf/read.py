@@ -76,6 +76,7 @@ def read_checkpoint(
     DamagedError if the job directory contains the manifest of different data.
     """
     data = DataManifest.read(job.root)
+    # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
     if checkpoint.manifest.data_key != data.key:
         raise DamagedError(
             f"{job.root / data.filename} does not describe the data that the job was trained on",
@@ -162,12 +163,14 @@ def _weight_files(folder: Path) -> list[Path]:
     Other files in the folder do not belong to the model. The index is untrusted input: raises
     DamagedError for a name that leads out of the folder.
     """
+    # The order of transformers. A folder may hold both, and the other set may be older.
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
     names = read_config(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise DamagedError(f"{index} has no weight_map", next=FETCH_AGAIN)
+    # Sorted, so that messages and memory use do not depend on the order in the file.
     return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
 
 
@@ -186,6 +189,7 @@ def transformers_defaults(family: Family) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
+    # Asked of the installed version: its defaults are those the folder relies on.
     defaults: dict[str, Any] = AutoConfig.for_model(family.hf_model_type).to_dict()
     return defaults
 
@@ -196,6 +200,8 @@ def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
 
     Chat models end generation at the end of a turn, too. Returns None if the folder names no token.
     """
+    # Chat models list the end of a turn as well. The token that also begins documents separates
+    # them.
     ends = eos_token_ids(folder)
     begin = config.get("bos_token_id")
     return begin if begin in ends else next(iter(ends), None)

@@ -56,6 +56,7 @@ def check(
     largest absolute difference of a logit. Runs on the CPU and takes the memory of two fp32 models.
     """
     try:
+        # transformers first: if it cannot load the folder, no time is spent on the second model.
         theirs = _load(folder, arch)
         text_ids = _token_ids(folder, tokenizer)[: arch.max_seq_len]
         ours = _decoder(state, arch)
@@ -77,6 +78,7 @@ def check_import(folder: Path, trained: Trained) -> float:
     """
     ids_1T = _random_ids(trained.arch)[None]
     try:
+        # Reduced to logits before the other model is loaded: one fp32 model in memory at a time.
         ours = _decoder(trained.state, trained.arch)(ids_1T)
         if not ours.isfinite().all():
             raise DamagedError(
@@ -136,6 +138,7 @@ class _Mismatch(Exception):
 
 def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
     """Build the Decoder with the weights in fp32."""
+    # On the meta device, then assigned: no memory for values that are replaced.
     with torch.device("meta"):
         model = Decoder(arch)
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
@@ -143,6 +146,7 @@ def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
 
 
 def _random_ids(arch: Architecture) -> Tensor:
+    # A fixed seed: a failed check must fail again.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(arch.vocab_size, (min(128, arch.max_seq_len),), generator=generator)
 
@@ -159,6 +163,7 @@ def _difference(expected: Tensor, got: Tensor, what: str) -> float:
             next="--step STEP for an earlier checkpoint, or export.dtype=fp32",
         )
     difference = (expected - got).abs().max().item()
+    # `not <=` also catches NaN of the other model.
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
         raise _Mismatch(f"logits of {what} differ by up to {difference:.3g}")
     return difference
@@ -191,6 +196,7 @@ def _load(folder: Path, arch: Architecture) -> Any:
     ours = replace(arch, init_std=InitialStd.uniform(arch.init_std.matrix))
     if replace(theirs, dropout=arch.dropout) != ours:
         raise _Mismatch("transformers reads a different architecture from config.json")
+    # Equal values do not prove tying: fine-tuning in transformers would then train two matrices.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if tied != arch.tie_embeddings:
         raise _Mismatch(f"the head is {'tied' if tied else 'not tied'} to the embedding")

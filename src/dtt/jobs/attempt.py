@@ -29,6 +29,7 @@ def holding(job: JobDir, ranks: Ranks) -> AbstractContextManager[None]:
 
     It waits up to 10 s for a previous process that is about to end.
     """
+    # One lock for all ranks: they belong to one run.
     return exclusive(job.root, "dtt train", patience=10) if ranks.first else nullcontext()
 
 
@@ -41,9 +42,11 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
     """
     try:
         yield
+    # Each rank that notices is right, and rank 0 may be the one that is gone.
     except PeerLost:  # not raised by all ranks: report it on the rank that detects it first
         raise
     except DttError as error:
+        # The signal thread needs it: a stop during the wait should still report the refusal.
         requests.refusal = error
         until = time.monotonic() + SECONDS_FOR_RANK_0
         while not ranks.first and time.monotonic() < until:
@@ -85,11 +88,14 @@ def attempt(
     this = Attempt(job, requests, 0, start=start or PhaseTimer())
 
     def record(error: DttError) -> None:
+        # Ranks that do not know the number yet write nothing: a guess could overwrite another
+        # attempt.
         if this.number:
             job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
 
     with launcher.recording(record):
         if ranks.first:
+            # Files of an attempt that was killed, before the number of the new one is chosen.
             job.remove_litter()
             this.number = job.begin_attempt()
             this.clock = Clock(job, this.number, timed=timed)
@@ -101,6 +107,7 @@ def attempt(
 def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
     """Write `exit.json` when the body ends, with or without an error."""
     job = this.job
+    # Assumed until proven otherwise: an exception that no clause names is a bug.
     code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
     try:
         yield
@@ -119,6 +126,7 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
         reason = redacted(f"{type(error).__name__}: {error}")
         raise
     finally:
+        # From here on nobody waits for disk space: the launcher ends the ranks soon.
         this.requests.failing = code != ExitCode.DONE
         # These outcomes are the same on all ranks, and rank 0 records them for all; each rank
         # records any other outcome itself.
@@ -133,6 +141,7 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
                     node=node,
                     asked_by=this.requests.reason,
                 )
+            # A full disk must not replace the error that ended the run.
             except OSError as error:
                 log.warning("exit.json could not be written: %s", in_words(error))
         if this.clock is not None:

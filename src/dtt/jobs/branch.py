@@ -68,6 +68,7 @@ class Branch:
 
         It holds the step, and the path of the parent relative to the folder of `job`.
         """
+        # Relative, so that both folders can be moved together.
         return {"job": os.path.relpath(self.parent.root, job.root), "step": self.step}
 
     def check(self, decay: Decay | None, steps: int) -> None:
@@ -96,6 +97,7 @@ def timed_decay(job: JobDir, resume: Checkpoint) -> dict[str, Any] | None:
     Also returns None for the checkpoint of the parent run, whose decay does not apply to this job.
     """
     parent, position = job.parent_record(), resume.position()
+    # The parent's decay was timed by the parent's limit, and the branch has its own.
     if position.get("speed") is None or (parent is not None and parent["step"] == resume.step):
         return None
     decay: dict[str, Any] | None = position.get("decay")
@@ -137,6 +139,7 @@ def find(
     parent = load_job(branch.parent.root)
     resolved = _resolve(branch, parent, arguments)
     job = JobDir((Path.cwd() if root.is_absolute() else Path()) / resolved.config.job_dir)
+    # The branch has started before, so this is a resume, by the rules of a resume.
     if store.steps(job.checkpoints):
         recorded = job.parent_record()
         if recorded is None or not branch.record(job).items() <= recorded.items():
@@ -153,6 +156,8 @@ def find(
     store.locate(reference)  # only a new branch needs the checkpoint of its parent
     changed = [
         key
+        # The schedule and the length are what a branch is made for. Everything else must be equal
+        # up to the branch point, or the branch would not continue the same run.
         for key in changes_on_resume(parent, resolved.config)
         if key not in OWN_KEYS and not key.startswith("schedule.")
     ]
@@ -184,13 +189,16 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
 
     The name and the number of steps are derived from these unless they are given.
     """
+    # The warm-up as it was done. A fraction of the run would give another one for another length.
     arguments = [f"schedule.warmup={_recorded_schedule(branch, parent).warmup}", *arguments]
     configured = resolve(None, arguments, job_config=branch.parent.config)
+    # Resolved twice: the defaults of the name and the length depend on the arguments.
     cfg, lengths = configured.config, {"train.steps", "train.epochs"}
     keys = {"name", *lengths, "train.budget", "train.finish_by"}
     given = {key for key in keys if configured.origin(key).startswith(("argument", "environment"))}
     options: dict[str, Any] = {}
     if "train.budget" not in given and "train.finish_by" not in given:
+        # The time limit of the parent is for the parent.
         options |= {"train.budget": None, "train.finish_by": None}
         if not given & lengths and isinstance(cfg.schedule, WsdConfig):
             options["train.steps"] = _shortest_run(cfg, cfg.schedule, branch.step)
@@ -211,6 +219,8 @@ def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     def decay_start(steps: int) -> int:
         return schedule.before_last(wsd.decay, steps, tokens_before)
 
+    # Doubling, then bisection: the start of the decay grows with the length, for lengths in steps,
+    # tokens and shares alike.
     most = step + 1
     while decay_start(most) < step:
         most *= 2
@@ -261,6 +271,8 @@ def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -
             next=f"choose an earlier checkpoint: dtt ckpt ls {branch.parent.root}",
         )
     branch.check(_schedule(resolved.config).first_decay, resolved.config.train.steps)
+    # A horizon divides by the number of steps, so another length is another weight decay from the
+    # first step on.
     by_horizon = next(horizon_keys(resolved.config.optim), None)
     if by_horizon is not None and resolved.config.train.steps != parent.train.steps:
         raise ConfigError(
@@ -281,6 +293,7 @@ def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -
     parent_phases, branch_phases = (
         [stage for stage in schedules.resolve(cfg.train).ranges if stage.step < step]
         for cfg in (parent, resolved.config)
+        # Only ranges before the branch point: later ones are in the branch's own hands.
     )
     if parent_phases != branch_phases:
         raise ConfigError(

@@ -60,13 +60,18 @@ def goodput(job: JobDir) -> Goodput | None:
     useful, lost = 0.0, defaultdict[str, float](float)
     # The step from which a later attempt resumed: steps after it are lost.
     resumed_from = float("inf")
+    # Backwards: the newest attempt lost nothing, and each earlier one loses what a later one
+    # repeated.
     for attempt in reversed(attempts):
         steps = attempt.get("steps")
         if not steps or not fits(attempt, LOGGED):  # it ended before its first log line
             lost["start"] += attempt["seconds"]
             continue
+        # Steps up to the resume, of all steps of the attempt. Times are per part, not per step, so
+        # the share stands for both.
         kept_share = max(0.0, min(attempt["step"], resumed_from) - attempt["first"]) / steps
         resumed_from = min(resumed_from, attempt["first"])
+        # Negative or wrong values come from a damaged file, and must not raise the share.
         spent = {part: max(0.0, s) for part, s in attempt["parts"].items() if is_kind(s, float)}
         working = sum(spent.pop(part, 0.0) for part in USEFUL)
         useful += kept_share * working

@@ -66,6 +66,7 @@ class JobFiles:
         ending = job.exit_record(number) if number else None
         beat = read_record(job.heartbeat, HEARTBEAT)
         answered = read_record(job.acknowledged, ANSWER)
+        # The heartbeat file outlives an attempt, and a new one may not have written its own yet.
         latest_heartbeat = beat if beat is not None and beat["attempt"] == number else None
         submissions = list(tail(job.submissions, SUBMISSION))
         submitted = submissions[-1]["time"] if submissions else 0.0
@@ -77,6 +78,7 @@ class JobFiles:
             and submissions[-1]["job_id"] is None
             and submitted > started,
             successors=frozenset(str(r["job_id"]) for r in submissions if "argv" not in r),
+            # A decision about an earlier attempt says nothing about this one.
             decision=_decision(job) if _modified(job.decision) > max(started, submitted) else "",
             attempt=number,
             started=started,
@@ -84,9 +86,11 @@ class JobFiles:
             ended=_modified(folder / "exit.json"),
             heartbeat=latest_heartbeat,
             steps=beat["steps"] if beat is not None else None,
+            # The same for an acknowledgement.
             acknowledged=answered if answered and answered["time"] >= started else None,
             alive=latest_heartbeat is not None
             and ending is None
+            # A fresh heartbeat is not enough: the process may have written exit.json since.
             and _is_fresh(latest_heartbeat, now),
             now=now,
         )
@@ -118,6 +122,7 @@ class JobFiles:
     def step(self) -> int | None:
         """The last step that is known to be complete; None before the first."""
         beat = self.heartbeat["step"] if self.heartbeat else None
+        # Metrics are written at log lines, heartbeats every few seconds: either may be ahead.
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
     @property
@@ -146,6 +151,7 @@ class JobFiles:
             start_step, count = map(int, (read_text(self.job.root / "stalled") or "").split())
         except ValueError:  # the job script has not run: there is no such file
             return 0
+        # A checkpoint since then has reset the count, although the script has not run again.
         newest = self.job.newest_checkpoint_name() or "step--1"
         return count if int(newest.removeprefix("step-")) == start_step else 0
 
@@ -202,6 +208,7 @@ def _slurm_id(job: JobDir) -> str | None:
 
     It is in env.json, which each attempt writes when it starts; an older file does not count.
     """
+    # Recorded by the attempt itself: a job script may be started in ways that dtt does not see.
     path, started = job.root / "env.json", _start_time(job)
     record = read_record(path, {"environment": dict})
     if record is None or not started or _modified(path) < started:
@@ -223,6 +230,7 @@ def _start_time(job: JobDir) -> float:
     """Return the Unix time at which the newest attempt started; 0 before the first."""
     number = job.attempt()
     folder = job.attempt_dir(number)
+    # Written by rank 0 at its start. The time of the folder changes with each file in it.
     return (_modified(folder / "ranks/00000.json") or _modified(folder)) if number else 0.0
 
 
@@ -230,6 +238,7 @@ def _is_fresh(beat: dict[str, Any], now: float) -> bool:
     """Return True if a heartbeat is recent and its process, if on this node, still exists."""
     if now - beat["time"] > SILENT_SECONDS:
         return False
+    # On another node the pid means another process.
     return beat["node"] != socket.gethostname() or psutil.pid_exists(beat["pid"])
 
 

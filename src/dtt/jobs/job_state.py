@@ -124,6 +124,7 @@ def examine(jobs: Sequence[JobDir]) -> list[Status]:
     ids = {job.root: slurm_ids(job) for job in jobs}
     for job in jobs:
         ids[job.root] += submissions.find_unanswered(job)
+    # One call for all jobs: each is a process, and a request to Slurm's controller.
     answer = squeue.ask({id for known in ids.values() for id in known})
     # Read the files last: Slurm may take long to answer, and they change meanwhile.
     return [_status(JobFiles.read(job), ids[job.root], answer) for job in jobs]
@@ -203,16 +204,20 @@ class _Derivation:
     def verdict(self) -> Verdict:
         """Return the state and its detail; the first case that applies decides."""
         files, slurm = self.files, self.slurm
+        # Before the heartbeat, which is old: stopped processes write none.
         if slurm is not None and slurm.suspended:
             return State.SUSPENDED, f"on {slurm.nodes}, until Slurm resumes it"
         slurm_job = self.answer.jobs.get(files.slurm_id or "")
         # If Slurm no longer runs the job, this is the last heartbeat before its processes died.
+        # Files first. They are newer than Slurm's view, and present without Slurm.
         if files.alive and (slurm_job is None or slurm_job.running):
             return self.running()
+        # Slurm says it is alive, and the files do not say that it is over.
         if slurm is not None and slurm.live and self.may_continue(slurm):
             return self.in_queue(slurm) if slurm.queued else self.without_heartbeat(slurm)
         if slurm is not None and self.ended_by_slurm(slurm):
             return ENDED_BY_SLURM[slurm.state], self.saved_work()
+        # No answer is not `gone`: a job that may still be queued must not be started twice.
         if (self.answer.error or files.unanswered) and not self.settled():
             return self.unknown()
         if files.ending is not None:
@@ -234,6 +239,7 @@ class _Derivation:
         files = self.files
         if files.decided_to_end and not slurm.queued:
             return False
+        # The Slurm job of a pipeline trains all stages, so it lives on after one is done.
         done = files.ending is not None and files.ending["code"] == ExitCode.DONE
         if done and files.job.stage_record() is not None:
             return False  # its Slurm job continues with the next stage
@@ -245,9 +251,11 @@ class _Derivation:
         """Return True if Slurm ended the newest attempt, or the job before its first attempt."""
         files = self.files
         if slurm.state not in ENDED_BY_SLURM or (files.ending and files.ending["code"] in FINAL):
+            # A final exit code outranks how Slurm ended the batch script afterwards.
             return False
         if submissions.argv(files.job)[0] != "train":  # other commands run only under Slurm
             return True
+        # An older job's end says nothing about an attempt that started later.
         return files.slurm_id == slurm.id or slurm.since >= files.started
 
     def running(self) -> Verdict:
@@ -283,6 +291,7 @@ class _Derivation:
         A job that a user submitted again does not continue a run.
         """
         files = self.files
+        # Only a requeue or a successor continues a run.
         if slurm.id != files.slurm_id and slurm.id not in files.successors:
             return ""
         # Slurm's records show a preemption as a requeue or a failure; the job script knows better.
@@ -343,6 +352,7 @@ class _Derivation:
         """Return the state of a job whose newest attempt ended without writing exit.json."""
         files, slurm = self.files, self.slurm
         ended = slurm if slurm is not None and slurm.since >= files.started else None
+        # A new attempt writes its first heartbeat after the imports.
         if files.heartbeat is None and ended is None and files.heartbeat_age <= SILENT_SECONDS:
             return State.RUNNING, "starting"
         if self.out_of_attempts():

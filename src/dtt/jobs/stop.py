@@ -76,11 +76,13 @@ class Requests:
         self._wakeup: int | None = None
         """Write end of a pipe that receives the number of every signal, during start-up."""
         for number in STOP_SIGNALS:
+            # nohup sets SIGHUP to be ignored, and children inherit that.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # The second Ctrl-C: the user does not want to wait for the save.
         if number == signal.SIGINT and self.reason:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
@@ -92,7 +94,10 @@ class Requests:
         bytecodes: in a rendezvous, or while a library is loaded, that may take minutes.
         """
         reader, self._wakeup = os.pipe()
+        # A signal handler must never block on a full pipe.
         os.set_blocking(self._wakeup, False)
+        # The C-level handler writes the number at once, whatever the main thread does; the Python
+        # handler would wait for the next bytecode.
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         thread = threading.Thread(target=self._act, args=(reader, ranks), daemon=True)
         thread.start()
@@ -101,6 +106,7 @@ class Requests:
         """Let stop signals only set the flag, which the training loop checks from now on."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
+            # Cleared before the pipe is closed: the thread then takes later bytes for no request.
             writer, self._wakeup = self._wakeup, None
             os.close(writer)
 
@@ -131,9 +137,11 @@ class Requests:
         values: `end`, the step that rank 0 proposes to end the run with (0: no change; other ranks
         pass 0), and `uncompiled`, True if this rank has failed to compile.
         """
+        # A failed save outranks a stop: the stop would save again, on the same full disk.
         own = Request.FAILED if failed else self._own_request(world)
         largest, end, any_uncompiled = world.agree_all(own, end, uncompiled)
         request, profile_kind = Request(largest), ""
+        # Ranks may have different reasons, such as a signal on one node; all record the same one.
         if request is Request.STOP:  # the highest rank with a reason broadcasts it
             self.reason = world.from_rank(
                 self.reason, world.agree(world.rank if self.reason else 0)
@@ -163,10 +171,13 @@ class Requests:
     def _own_request(self, world: World) -> Request:
         if self.reason:
             return Request.STOP
+        # A monotonic clock, as the interval must not depend on the wall clock.
         now = time.monotonic()
+        # Rank 0 alone looks at the files: a thousand ranks would load the file server in each step.
         if not world.first or self._job is None or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return Request.NONE
         self._checked = now
+        # The most urgent trigger first.
         if self._job.stop.exists():
             self.reason = _lines(self._job, "stop")[0]
             return Request.STOP
@@ -187,6 +198,7 @@ class Requests:
                 write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
+        # A stop stays until all is saved: see `forget`.
         if request == Request.SAVE:
             _remove_trigger(self._job.save)
         if request == Request.PROFILE:

@@ -34,6 +34,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         """All-gather along `dim`."""
         ctx.dim, ctx.group = dim, group
+        # The collective concatenates along dimension 0. Moving `dim` there costs a copy unless it
+        # is 0.
         part = part.movedim(dim, 0).contiguous()
         size, name = group.size(), group.group_name
         gathered: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, name))
@@ -42,6 +44,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Reduce-scatter the gradient along `dim`."""
+        # The gradient of a concatenation is its slice, and ranks used all slices: their sum is the
+        # reduce-scatter. An all-reduce would move twice the bytes.
         grad = grads[0].movedim(ctx.dim, 0).contiguous()
         size, name = ctx.group.size(), ctx.group.group_name
         part = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad, "sum", size, name))

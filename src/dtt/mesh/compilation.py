@@ -40,6 +40,8 @@ class Compiler:
             if not self.failure:
                 try:
                     return fast(*inputs, **named)
+                # Dynamo's errors mean that compilation failed. Other errors come from the function
+                # itself and must reach the caller.
                 except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
                     self.failure = _reason(error)
                     log.warning("training continues uncompiled: %s", self.failure)

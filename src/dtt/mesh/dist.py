@@ -60,6 +60,8 @@ class World:
         """Return the maximum of each value over all ranks; a host-side collective."""
         if self.control is None:
             return list(values)
+        # On the CPU and the control group: a NCCL collective would queue behind the kernels of the
+        # step, and reading its result would wait for them.
         tensor = torch.tensor(values)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
         return list(map(int, tensor.tolist()))
@@ -75,6 +77,7 @@ class World:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
+        # Pickles through the control group. Only small objects pass here.
         dist.all_gather_object(values, value, group=self.control)
         return values
 
@@ -96,6 +99,8 @@ class World:
         error: Exception | None = None
         if self.first:
             try:
+                # Caught so that every rank leaves the broadcast: an exception on rank 0 alone would
+                # leave the others waiting until the timeout.
                 found.append(action())
             except (DttError, OSError) as raised:
                 error = raised
@@ -137,6 +142,8 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )
+    # NCCL has no operations on host memory. Without a GPU, Gloo carries tensors too, and one group
+    # suffices.
     control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
     # Writing to a slow disk may take long. A rank that has ended is still noticed immediately.
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -188,6 +195,7 @@ def _gpu(ranks: Ranks) -> int:
     Raises EnvironmentUnfit if this node has more ranks than GPUs.
     """
     count = torch.cuda.device_count()
+    # srun with --gpus-per-task hides the GPUs of the other tasks, so each sees its own as number 0.
     if count == 1 and ranks.launcher in ("slurm", "pmi"):
         return 0
     if ranks.local_size > count:  # true on every local rank, so rank 0 reports it

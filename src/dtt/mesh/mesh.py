@@ -64,6 +64,8 @@ class Layout:
 
         All ranks compute one. `values` is on this rank's device; it is overwritten.
         """
+        # Every rank of a tensor group has the same loss, and each of a context group a part of it
+        # scaled to a mean. So one average over all ranks is the mean for every layout.
         ranks = prod(self.sizes)
         if ranks > 1:
             dist.all_reduce(values)
@@ -79,14 +81,20 @@ def make_layout(sizes: Sizes, world: World) -> Layout:
     """Create the mesh and its process groups; all ranks call this together."""
     if not sizes.sharded:
         return Layout(sizes, world.rank)
+    # Context ranks have different tokens and the same weights, as data ranks do. So they join the
+    # sharding: with context parallelism FSDP2 spreads weights over more ranks.
     spread = sizes.shard * sizes.context
     dims = {"replicate": sizes.replicate, "shard": spread, "tensor": sizes.tensor}
+    # A `replicate` dimension of size 1 would turn FSDP2 into HSDP. `shard` stays, as DTensors need
+    # a mesh.
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     kind = world.device.type
     mesh = init_device_mesh(kind, tuple(dims.values()), mesh_dim_names=tuple(dims))
     group = None
     if sizes.context > 1:
         inner = (sizes.data, sizes.context, sizes.tensor)
+        # A second mesh over the same ranks: the first one has merged context into `shard`, and a
+        # group of context ranks alone is needed for keys and values.
         contexts = init_device_mesh(kind, inner, mesh_dim_names=("data", "context", "tensor"))
         group = contexts.get_group("context")
     return Layout(sizes, world.rank, mesh, group)

@@ -50,6 +50,8 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
     size, seconds = SIZE[device.type], SECONDS[device.type]
     if device.type == "cpu":
+        # A sixteenth of the elements first: an emulated bf16 product of full size may take longer
+        # than the whole start.
         rate = _matmul_flops(device, dtype, size // 4, seconds / 8)
         if 2.0 * size**3 / rate > 10 * seconds:
             return rate
@@ -68,6 +70,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: 
         start = time.perf_counter()
         torch.mm(a, b, out=out)
         _finish(device)
+        # The fastest one, not the mean: other processes can only slow a product down.
         fastest = min(fastest, time.perf_counter() - start)
     del a, b, out
     if device.type == "cuda":

@@ -54,6 +54,8 @@ def command() -> Iterator[None]:
     code = ExitCode.DONE
     try:
         yield
+        # Python's own flush at exit would report a full disk as an ignored exception, with exit
+        # code 120.
         sys.stdout.flush()  # here, where a full disk or a closed pipe can be reported
     except DttError as error:
         code = _report(error)

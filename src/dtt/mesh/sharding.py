@@ -75,6 +75,7 @@ class TensorLayout:
 
     def replica_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the same part as `rank`, including `rank` itself."""
+        # The usual case, without a loop over the mesh.
         if self.replica_count == len(self.ranks):
             return self.ranks
         place = zip(self._coordinate(rank), self.mesh_shape, self.placements, strict=True)
@@ -115,6 +116,8 @@ def layout_of(tensor: Tensor, world_size: int | None = None) -> TensorLayout:
     return _replicated(tensor.shape, world_size)
 
 
+# Cached, because clipping asks for the layout of every gradient in every step. Keys are few: one
+# for each shape, mesh and placement.
 @cache
 def _sharded(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> TensorLayout:
     return TensorLayout(tuple(shape), tuple(mesh.shape), _ranks(mesh), placements)
@@ -210,9 +213,12 @@ def _box(
     """
     offset, extent = [0] * len(shape), list(shape)
     cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    # The order decides which elements a rank holds where two mesh dimensions split one dimension.
+    # Tensor parallelism first: FSDP2 marks its shards of sharded tensors with a `split_factor`.
     for i in sorted(cuts, key=lambda i: hasattr(placements[i], "split_factor")):
         dim = placements[i].dim
         rows = -(-extent[dim] // sizes[i])
+        # torch.chunk gives the last ranks fewer rows, or none. `first` then ends at the extent.
         first = min(rows * place[i], extent[dim])
         offset[dim] += first
         extent[dim] = min(rows, extent[dim] - first)
@@ -230,6 +236,7 @@ def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Ten
     if not isinstance(parameter, DTensor):
         return parameter.new_zeros(tuple(shape), **how)
     mesh = parameter.device_mesh
+    # An optimizer state with one number per row has 1 column, which cannot be split.
     placements = [p if _shards(p, shape) else Replicate() for p in parameter.placements]
     box = _box(shape, placements, mesh.shape, mesh.get_coordinate() or ())
     return from_local(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
@@ -255,6 +262,7 @@ def from_local(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
     """Return the DTensor of `shape` from each rank's local part."""
+    # Given explicitly, because from_local would derive them from an even split.
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     tensor: DTensor = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

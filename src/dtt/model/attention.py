@@ -37,6 +37,7 @@ class Attention(nn.Module):
         attention_fn: AttentionFn,
     ) -> Tensor:
         """Apply attention: [B, T, D] → [B, T, D]; `attention_fn` applies scale, mask and kernel."""
+        # [B, T, H*K] becomes [B, H, T, K], the layout of SDPA, as a view: nothing is copied.
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))

@@ -47,6 +47,8 @@ def choose(
 
     `full_sequence`: this rank holds all tokens of each sequence.
     """
+    # A window that covers the sequence limits nothing. A part of a sequence cannot use SDPA's
+    # `is_causal`: that takes the first query for the first token.
     if full_sequence and not documents and (window is None or window >= seq_len):
         return "SDPA"
     return "FlexAttention" if device.type == "cuda" else "block-sparse SDPA"
@@ -103,8 +105,11 @@ def make_attention_fns(
     """
     if cache is not None and any(cache.lengths):
         count = tokens_BT.shape[1]
+        # The cache appends several tokens as one slice, which exists only if all rows end alike.
+        # With one token per row it scatters.
         if count > 1 and len(set(cache.lengths)) > 1:
             raise ValueError("sequences of different lengths take one token at a time")
+        # All layers with one window share the mask; each has its own keys and values.
         masks = {w: _recent(cache, w, count) for w in set(arch.windows)}
         return [
             DecodeStep(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)
@@ -206,8 +211,12 @@ class Flex:
         """Compute attention; see `AttentionFn`."""
         if compiler.failure:
             return self.dense(q_BHTK, k_BGTK, v_BGTK)
+        # Inside a compiled block FlexAttention is traced into the block's graph and needs no
+        # compilation of its own.
         kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
         width = q_BHTK.shape[-1]
+        # Zeros add nothing to q kᵀ, and `scale` is given: the default would follow the padded
+        # width.
         if width < 16:  # the kernels need a head_dim of at least 16
             q_BHTK, k_BGTK, v_BGTK = (F.pad(x, (0, 16 - width)) for x in (q_BHTK, k_BGTK, v_BGTK))
         out_BHTK: Any = kernel(
@@ -276,6 +285,8 @@ def flex_with(
     if not compiler.failure:
         rows, queries, keys = shape
         create = _block_mask_maker(compiled=keys > EAGER_MASK)
+        # None instead of a number of rows or heads makes the mask one for all of them: building it
+        # then costs 1/B or 1/H of the time and memory.
         block_mask = create(rule, rows if own_masks else None, None, queries, keys, device=device)
     return Flex(scale, rule, shape, device, block_mask)
 
@@ -348,6 +359,7 @@ class Gathered:
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
+        # Stacked to [2, B, G, T, K], so that a layer waits for one all-gather instead of two.
         k_BGSK, v_BGSK = self.gather(torch.stack((k_BGTK, v_BGTK)))
         return self.attention_fn(q_BHTK, k_BGSK, v_BGSK)
 
@@ -362,6 +374,8 @@ class Prefill:
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
+        # The cache was empty, so the prompt attends to its own keys and values alone, and plain
+        # causal attention needs no mask.
         self.cache.write(self.layer, k_BGTK, v_BGTK)
         return self.attention_fn(q_BHTK, k_BGTK, v_BGTK)
 
@@ -382,6 +396,7 @@ class DecodeStep:
         """Compute attention; see `AttentionFn`."""
         k_BGSK, v_BGSK = self.cache.write(self.layer, k_BGTK, v_BGTK)
         k_BGSK, v_BGSK = k_BGSK[:, :, self.recent], v_BGSK[:, :, self.recent]
+        # Empty on a CPU, where PyTorch's own choice also handles masks.
         allowed = kernels(q_BHTK.device, "auto", training=False)
         if allowed and self.mask_B1TS is not None:
             allowed = WITH_A_MASK
@@ -394,6 +409,8 @@ def _recent(cache: KVCache, window: int | None, count: int) -> tuple[slice, Tens
     A new token attends to itself too. One token of each sequence needs a mask only if the sequences
     have different lengths.
     """
+    # One slice for all rows: from the oldest key that any row needs to the end of the longest row.
+    # Rows that need less mask the rest.
     starts = [0 if window is None else max(0, length + 1 - window) for length in cache.lengths]
     places = slice(min(starts), max(cache.lengths) + count)
     if count == 1 and len(set(cache.lengths)) == 1:

@@ -72,18 +72,25 @@ def tiles(
 ) -> Iterator[Tile]:
     """Yield tiles such that every query is in one tile, with all keys it may attend to."""
     S, chunk = k_BGSK.shape[2], q_BHTK.shape[2] // len(starts)
+    # A longer window than the sequence would only enlarge the shared mask of `_near`.
     window = S if window is None else min(window, S)
     for row, first, stop in _documents(S, doc_ids_BS):
         for i, start in enumerate(starts):
             begin, end = max(first, start), min(stop, start + chunk)
             shift = start - i * chunk  # from a query's index to its position
+            # This rank has the first token of the document. For its first `window` tokens the
+            # window limits nothing, so they need no mask, and the kernel skips the upper triangle.
             if begin == first < end:
                 begin = min(end, first + window)
                 yield Tile(row, slice(first - shift, begin - shift), slice(first, begin), None)
             for left in range(begin, end, TILE):
                 right, oldest = min(left + TILE, end), left - window + 1
+                # At most window - 1 + TILE keys: this bound makes time and memory linear in the
+                # length.
                 keys = slice(max(first, oldest), right)
                 near = _near(window, q_BHTK.dtype)
+                # Near the start of a document the window reaches before it; those columns are cut
+                # off.
                 mask = near[: right - left, keys.start - oldest : right - oldest]
                 yield Tile(row, slice(left - shift, right - shift), keys, mask)
 
@@ -95,6 +102,7 @@ def _documents(S: int, doc_ids_BS: Tensor | None) -> Iterator[tuple[slice, int, 
         return
     for row, doc_ids_S in enumerate(doc_ids_BS):
         stop = 0
+        # Lengths differ in every batch. On a CPU, reading them costs no synchronisation.
         for length in torch.unique_consecutive(doc_ids_S, return_counts=True)[1].tolist():
             start, stop = stop, stop + length
             yield slice(row, row + 1), start, stop
@@ -107,6 +115,8 @@ def _near(window: int, dtype: torch.dtype) -> Tensor:
     It is 0 where query i may attend, to the keys i … i + window - 1, and -inf elsewhere.
     """
     near = torch.ones(TILE, window - 1 + TILE, dtype=torch.bool).tril_(window - 1).triu_()
+    # Additive: the operator below takes no boolean mask. SDPA converts one on every call; here it
+    # is done once for all tiles.
     return torch.zeros(near.shape, dtype=dtype).masked_fill_(~near, float("-inf"))
 
 
@@ -145,8 +155,11 @@ def _tiled(
 
 def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocate both outputs in the layout [B, T, H, K], which the output projection reads."""
+    # Attention.forward transposes back and flattens the heads, which is a view of this layout. With
+    # [B, H, T, K] in memory, each layer would copy its output.
     B, H, T, K = q.shape
     out = q.new_empty(B, T, H, K).transpose(1, 2)
+    # The logsumexp lets the backward pass recompute the probabilities tile by tile.
     return out, q.new_empty(B, T, H, dtype=_wide(q)).transpose(1, 2)
 
 
@@ -177,6 +190,7 @@ def _tiled_backward(
             v[rows, :, keys],
             out[rows, :, queries],
             lse[rows, :, queries],
+            # no dropout
             0.0,
             is_causal=mask is None,
             attn_mask=mask,
@@ -195,6 +209,7 @@ def _gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # `out` and `lse` are kept instead of probabilities: memory stays linear in T.
     q, k, v, documents, *ctx.limits = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
 

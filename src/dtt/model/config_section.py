@@ -41,6 +41,9 @@ def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
     if local:
         values["window"] = local[0]
     if arch.family == "gemma3":
+        # Layers 1 … n - 1 have the window and layer n none. Without a full layer, n exceeds the
+        # depth, which gives the same windows.
         values["window_pattern"] = (*arch.windows, None).index(None) + 1
+        # config.json has an integer here; its inverse square root is the scale.
         values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
     return ModelConfig(**values), set(values)

@@ -28,6 +28,7 @@ def flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = False) -
     torchtitan, a layer with a sliding window w counts min(w, seq_len) tokens. With `causal`, only
     visible tokens count: w - w^2 / (2 * seq_len) instead of w on average.
     """
+    # The head multiplies every token, also if it is tied. The input embedding is a lookup.
     matmul_weights = arch.n_layers * active_weights(layer_shapes(arch).values(), 0)
     matmul_weights += arch.vocab_size * arch.dim
     widths = [min(window or seq_len, seq_len) for window in arch.windows]

@@ -47,6 +47,8 @@ class Decoder(nn.Module):
             Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" else None
         )
         self.layers = nn.ModuleList(Block(arch) for _ in range(arch.n_layers))
+        # Hashable (base, scaling) pairs: the forward pass computes one table for each distinct
+        # pair, not one for each layer. Llama has one pair, Gemma 3 two.
         self.ropes = [arch.rope(i) for i in range(arch.n_layers)]
         self.norm = make_norm(arch, arch.dim)
         self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
@@ -88,18 +90,25 @@ class Decoder(nn.Module):
         if self.pos_embed is not None:
             x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
         x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
+        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: bf16 has 8
+        # significant bits, so positions above 256 would round to their neighbours.
         angles = {
             rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
             for rope in set(self.ropes)
         }
+        # Made once for all layers. Where documents are masked, the mask depends on the batch, and
+        # to build it for every layer would multiply its cost by n_layers.
         if attention_fns is None:
             attention_fns = make_attention_fns(
                 self.arch, tokens_BT, doc_ids_BT, cache, self.attention
             )
         for i, layer in enumerate(self.layers):
             x_BTD = layer(x_BTD, angles[self.ropes[i]], attention_fns[i])
+        # Only now, because every layer writes at the positions that the lengths of the cache give.
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
+        # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
+        # would cost T times as much, and T * V floats of memory.
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         return self._output(_scaled(x_BTD, self.arch.logit_scale), targets_BT, z_loss, reduction)
 
@@ -111,6 +120,9 @@ class Decoder(nn.Module):
         reduction: Literal["sum", "none", "scores"],
     ) -> Tensor:
         """Return what `forward` returns, from the scaled final hidden states."""
+        # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
+        # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
+        # tokens.
         head_VD = local(self.embed.weight if self.head is None else self.head.weight)
         softcap = self.arch.logit_softcap
         if targets_BT is None:
@@ -146,8 +158,11 @@ def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | No
 def document_positions(doc_ids_BT: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0: [B, T]."""
     index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
+    # The first token of a row starts a document, also one that continues from a window before.
     starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    # The running maximum of the start indices is the start of the current document. A loop over
+    # documents would copy their lengths to the host, which stalls a GPU.
     return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
 
 

@@ -65,6 +65,7 @@ def generate_batch(
     of every sequence.
     """
     context = model.arch.max_seq_len
+    # The context includes the prompt. A learned position table has no row beyond it.
     remaining = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     active = [i for i in range(len(prompts)) if remaining[i] > 0]
     capacity = max((len(prompts[i]) + remaining[i] for i in active), default=0)
@@ -80,8 +81,12 @@ def generate_batch(
                 token = sample(logits[row].float(), temperature, top_k, top_p, generators[i])
                 if token in stop_ids:
                     continue
+                # The consumer may abandon the iterator here; `finally` then restores the mode of
+                # the model.
                 yield i, token
                 remaining[i] -= 1
+                # A row with its last token leaves now: the forward pass that follows would be for
+                # nothing.
                 if remaining[i] > 0:
                     rows.append(row)
                     tokens.append(token)
@@ -90,6 +95,7 @@ def generate_batch(
                 cache.keep(rows)
             if active:
                 tokens_B1 = torch.tensor(tokens, device=weight.device)[:, None]
+                # One row of logits per remaining sequence, in the order of `active`.
                 logits = list(model(tokens_B1, cache=cache)[:, -1])
     finally:
         model.train(was_training)
@@ -140,8 +146,12 @@ class PrefixCachedGenerator:
         remaining = min(max_new_tokens, self.model.arch.max_seq_len - len(prompt_ids))
         self._reserve(len(prompt_ids) + remaining)
         kept = self.cached_prefix(prompt_ids)
+        # Shortening the length is enough: what lies behind it is overwritten, and masked until
+        # then.
         self.cached_ids, self.cache.lengths = self.cached_ids[:kept], [kept]
         new = prompt_ids[kept:]
+        # A prompt without cached tokens needs no mask, at any length. Behind cached ones it needs a
+        # mask [CHUNK, S].
         first = new if kept == 0 else new[: self.CHUNK]
         logits_V = self._append(first)
         for start in range(len(first), len(new), self.CHUNK):
@@ -150,6 +160,7 @@ class PrefixCachedGenerator:
             token = sample(logits_V.float(), temperature, top_k, top_p, generator)
             yield token
             remaining -= 1
+            # Nobody asks for the token after the last one, so its forward pass is saved.
             if remaining > 0:
                 logits_V = self._append([token])
 
@@ -164,6 +175,8 @@ class PrefixCachedGenerator:
         """Make room for `capacity` tokens; at least double the memory if there is none."""
         current = self.cache.memory.shape[4]
         if capacity > current:
+            # Doubling copies each cached token a constant number of times on average, however many
+            # turns follow.
             self.cache.reserve(min(max(capacity, 2 * current), self.model.arch.max_seq_len))
 
 
@@ -190,6 +203,8 @@ def generate_uncached(
     """
     ids = list(prompt_ids)
     end = min(len(ids) + max_new_tokens, context)
+    # One shape for the whole text: a compiled model compiles once. Zeros after a token do not
+    # change its logits, because attention is causal.
     padded = torch.zeros(1, -(-end // multiple) * multiple, dtype=torch.int64)
     was_training = module.training
     module.eval()
@@ -197,6 +212,8 @@ def generate_uncached(
         while len(ids) < end:
             padded[0, : len(ids)] = torch.tensor(ids)
             logits = module(padded.to(generator.device))[0, len(ids) - 1]
+            # All ranks must call this in the same iteration: it is a collective, and so is the
+            # forward pass.
             token = broadcast(sample(logits.float(), temperature, None, top_p, generator))
             if token in stop_ids:
                 return
@@ -208,6 +225,8 @@ def generate_uncached(
 
 def _prefill(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
     """Prefill one row of the cache with a prompt; return the logits [V] of the next token."""
+    # Shares the memory of the batch, so that the prompt's keys and values are written to their
+    # place.
     one_row = cache.row(row)
     logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=one_row)[0, -1]
     cache.lengths[row] = one_row.lengths[0]
@@ -225,6 +244,7 @@ def sample(
 
     Raises Diverged if a logit is NaN or +inf.
     """
+    # On a GPU, multinomial answers NaN with a device-side assertion, and CUDA is unusable after it.
     highest = logits_V.max()
     if not highest.isfinite():  # max() is NaN if any logit is
         raise Diverged(
@@ -239,6 +259,9 @@ def sample(
         return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
     ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
     probabilities = ordered.softmax(dim=-1)
+    # Probability of all tokens before this one. So the token with which the sum reaches top_p is
+    # kept, and the most likely one always is.
     before = probabilities.cumsum(dim=-1) - probabilities
     probabilities = probabilities.masked_fill(before > top_p, 0.0)
+    # multinomial scales the weights to a sum of 1 by itself.
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -31,6 +31,7 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
     """
     for name, parameter in model.named_parameters():
         if parameter_role(name, parameter.ndim) == "vector":
+            # Gemma's norm multiplies by 1 + weight, so 0 is its identity.
             zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"
             local(parameter).fill_(0.0 if zero else 1.0)
         else:
@@ -80,8 +81,11 @@ def _fill_matrix(local_part: Tensor, box: Box, shape: Sequence[int], std: float,
     rows, columns = shape
     block_rows = max(1, BLOCK_ELEMENTS // columns)
     (first, left), (count, width) = box
+    # Start at the block that contains the first row: its generator must draw the rows before it as
+    # well, to reach the same numbers.
     for start in range(first // block_rows * block_rows, first + count, block_rows):
         block_shape = min(block_rows, rows - start), columns
+        # All columns, also those of other ranks: a generator cannot skip numbers. At most 64 MB.
         drawn = torch.empty(block_shape, dtype=torch.float32, device="cpu")
         drawn.normal_(0.0, std, generator=_generator(key, start // block_rows))
         begin, end = max(first, start), min(first + count, start + len(drawn))
@@ -90,5 +94,7 @@ def _fill_matrix(local_part: Tensor, box: Box, shape: Sequence[int], std: float,
 
 
 def _generator(key: str, block: int) -> torch.Generator:
+    # Block 0 has the key without a number, so that matrices of up to 2**24 elements do not depend
+    # on the existence of blocks.
     digest = hashlib.sha256((f"{key}:{block}" if block else key).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))

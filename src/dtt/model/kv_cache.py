@@ -48,6 +48,7 @@ class KVCache:
 
     def row(self, index: int) -> KVCache:
         """Return a cache of one sequence that shares this memory but has its own length."""
+        # A shallow copy: the slice below is a view, so writes reach the shared memory.
         one = copy(self)
         one.memory = self.memory[:, :, index : index + 1]
         one.lengths = [self.lengths[index]]
@@ -55,6 +56,8 @@ class KVCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all sequences except those with the indices `rows`."""
+        # Indexing with a list copies the remaining rows. It happens once per finished sequence, and
+        # frees the memory of that sequence.
         self.memory = self.memory[:, :, rows]
         self.lengths = [self.lengths[row] for row in rows]
 
@@ -70,11 +73,14 @@ class KVCache:
         Sequences of different lengths take one token at a time. Call `advance` after the last
         layer.
         """
+        # Views into the cache: assignments below write to it.
         k_BGSK, v_BGSK = self.memory[:, layer]
         if len(set(self.lengths)) == 1:
             positions = slice(self.lengths[0], self.lengths[0] + k_BGTK.shape[2])
             k_BGSK[:, :, positions], v_BGSK[:, :, positions] = k_BGTK, v_BGTK
         else:
+            # Every row has its own end, so one slice is not enough. Indexing pairs row i with its
+            # length.
             rows = range(len(self.lengths))
             k_BGSK[rows, :, self.lengths] = k_BGTK.squeeze(2)
             v_BGSK[rows, :, self.lengths] = v_BGTK.squeeze(2)

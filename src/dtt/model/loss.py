@@ -89,6 +89,8 @@ def linear_cross_entropy(
     device = hidden_ND.device.type
     chunk = chunk or chunk_rows(weight_VD.shape[0], _gpu_memory(hidden_ND.device))
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    # This function casts once, below. Autocast would cast the fp32 weight again for every chunk: it
+    # caches leaves only, and `weight.T` is a view.
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
             function = _LinearCrossEntropy if reduction == "sum" else _TokenCrossEntropy
@@ -101,6 +103,9 @@ def linear_cross_entropy(
         loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
         for rows in _slices(len(targets_N), chunk):
             logits_CV = hidden_ND[rows] @ weight_VD.T
+            # Without gradients the logits are still turned into a gradient. A second code path
+            # would save one pass over a block, which is in the cache, and could differ in its last
+            # bits.
             loss += _total(_to_gradient(logits_CV, targets_N[rows], how))
         return loss
 
@@ -115,6 +120,8 @@ def chunk_rows(vocab_size: int, gpu_memory: int | None) -> int:
         return max(1, CHUNK_ELEMENTS // vocab_size)
     least, most = GPU_CHUNK_ELEMENTS
     allowed = int(GPU_CHUNK_SHARE * gpu_memory) // 2  # bytes of a bf16 logit
+    # Rounded down to a power of two: GPUs of one model report slightly different totals, and the
+    # order of sums must not depend on them.
     elements = min(most, max(least, 1 << (allowed.bit_length() - 1)))
     return max(1, elements // vocab_size // GPU_CHUNK_ROWS) * GPU_CHUNK_ROWS
 
@@ -184,17 +191,23 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
     dtype = _sum_dtype(logits_BV)
     capped_BV = logits_BV
     if softcap is not None:
+        # A new tensor: the slope of the cap needs the capped logits after `grad_BV` was changed.
         capped_BV = logits_BV.to(dtype).div_(softcap).tanh_().mul_(softcap)
+    # softmax subtracts the largest logit first, so `exp` cannot overflow.
     grad_BV = torch.softmax(capped_BV, dim=1, dtype=dtype)
     # Computed from the largest logit alone: its probability is never too small for a logarithm.
     largest_B1 = capped_BV.amax(dim=1, keepdim=True)
     lse_B1 = largest_B1 - grad_BV.amax(dim=1, keepdim=True).log()
     wanted_B1 = targets_B[:, None] - (0 if part is None else part.first)
+    # IGNORE_INDEX and targets of other shards are no columns of this shard. Clamping makes them
+    # valid to gather, and `here` makes their contribution 0.
     column_B1 = wanted_B1.clamp(0, logits_BV.shape[1] - 1)
     here_B1 = (column_B1 == wanted_B1).to(dtype)
     logit_B1 = capped_BV.gather(1, column_B1).to(dtype)
     if part is not None:  # so far, lse covers only this shard
         whole_B1, logit_B1 = _of_all_parts(part, lse_B1, logit_B1 * here_B1)
+        # Only logsumexp and the target's logit cross the network, 8 bytes per token, instead of the
+        # logits. The factor exp(lse - whole) is at most 1.
         grad_BV.mul_((lse_B1 - whole_B1).exp_())
         lse_B1 = whole_B1
     # softmax * (1 + 2 z lse) - one_hot(target), times the slope of the cap, 1 - tanh^2
@@ -203,6 +216,8 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
     grad_BV.scatter_add_(1, column_B1, -here_B1)
     if softcap is not None:
         grad_BV.mul_(capped_BV.div_(softcap).square_().neg_().add_(1.0))
+    # The gradient takes the memory of the logits, in their dtype. A second [C, V] buffer would
+    # double the peak.
     logits_BV.copy_(grad_BV)
     return (lse_B1 - logit_B1)[:, 0].masked_fill(targets_B == IGNORE_INDEX, 0.0)
 
@@ -213,6 +228,7 @@ def _of_all_parts(part: VocabShard, lse_B1: Tensor, logit_B1: Tensor) -> tuple[T
     `logit_B1` must be 0 where another rank holds the target's row.
     """
     each_PB2 = part.gather(torch.cat((lse_B1, logit_B1), dim=1))
+    # At most one rank has a logit other than 0, so the sum is exact.
     return each_PB2[..., :1].logsumexp(dim=0), each_PB2[..., 1:].sum(dim=0)
 
 
@@ -244,6 +260,8 @@ def _statistics(
     if softcap is not None:
         logits_CV = softcap * torch.tanh(logits_CV / softcap)
     column_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    # A comparison and a sum instead of `gather`: the compiler fuses them with the logsumexp into
+    # one pass over the chunk.
     logit_C1 = torch.where(column_V == column_C1, logits_CV, 0.0).sum(dim=1, keepdim=True)
     return logits_CV.logsumexp(dim=1, keepdim=True), logit_C1
 
@@ -260,6 +278,7 @@ def _gradient_(
     if softcap is not None:
         capped_CV = softcap * torch.tanh(capped_CV / softcap)
     column_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    # Without a maximum: logits minus their logsumexp are at most 0.
     grad_CV = (capped_CV - lse_C1).exp() * (1.0 + 2.0 * z_loss * lse_C1)
     grad_CV = grad_CV - (column_V == column_C1).to(grad_CV.dtype)
     if softcap is not None:
@@ -312,12 +331,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_weight:
                 h_CD = h_CD.masked_fill(ignored_C1, 0.0)
                 if grad_weight is None:
+                    # The first chunk replaces a buffer of zeros: one pass over [V, D] in fp32 less.
                     grad_weight = (grad_CV.T @ h_CD).to(sum_dtype)
                 elif h_CD.dtype == sum_dtype:
+                    # addmm adds to fp32 within the product. torch's addmm takes one dtype, so a
+                    # bf16 product needs a temporary [V, D] and one more pass.
                     grad_weight.addmm_(grad_CV.T, h_CD)
                 else:
                     grad_weight += grad_CV.T @ h_CD
             del grad_CV  # free the chunk's memory before the next one
+        # Gradients instead of inputs: the backward pass then only scales them. This needs N * D + V
+        # * D numbers until then, and no logits.
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         return loss
@@ -345,6 +369,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         """Return the loss of each token, [N]."""
+        # Inputs instead of gradients: see `linear_cross_entropy`. The weight is the parameter
+        # itself, so no memory is added.
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
         ctx.how, ctx.chunk, ctx.dtype = how, chunk, dtype
         return _token_losses(
@@ -362,6 +388,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         grad_weight = None
         if wants_weight:
             grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight))
+        # The caller may run `backward` under autocast, which would cast again.
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(targets_N), ctx.chunk):
                 h_CD, factor_C1 = hidden[rows], factor_N1[rows]

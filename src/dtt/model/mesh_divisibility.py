@@ -21,6 +21,8 @@ def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
     found = list(misfits(sizes, arch, contexts))
     if not found:
         return
+    # The pairs are few, so all are tried. (1, 1) always fits, so `max` finds one. It prefers
+    # the largest number of devices.
     smaller = product(range(1, sizes.tensor + 1), range(1, sizes.context + 1))
     fitting = [
         (tensor * context, tensor, context)
@@ -56,6 +58,7 @@ def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tu
     for key, value in divided.items():
         if value % sizes.tensor:
             yield f"model.{key}", f"{key} {value} is not a multiple of tensor {sizes.tensor}"
+    # Between the layers each tensor-parallel rank holds a slice of the tokens too.
     parts = sizes.tensor * (2 * sizes.context if sizes.context > 1 else 1)
     for tokens in sorted(contexts):
         if tokens % parts:

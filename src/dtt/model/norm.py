@@ -32,5 +32,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., width] → [..., width], in the dtype of `x`."""
+        # Added in fp32: a bf16 weight of less than 1/256 would vanish in 1 + weight.
         weight = self.weight.float() + self.offset
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)

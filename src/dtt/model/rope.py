@@ -25,6 +25,8 @@ def rotations(
     that meta initialisation, sharding and checkpoints must handle, and would save only a thousandth
     of a step.
     """
+    # In the order of operations of transformers, so that fp32 logits of Llama are equal bit for bit
+    # (benchmarks/parity.py).
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = _scale(1.0 / theta**exponents, scaling)
     angles = positions.float()[..., None] * frequencies
@@ -39,6 +41,9 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
         case LinearRopeScaling():
             return frequencies / scaling.factor
         case Llama3RopeScaling(low_freq_factor=low, high_freq_factor=high):
+            # Full turns of each pair within the original context. Pairs with many turns encode
+            # short distances and stay as they are. Slow ones are stretched, and those between are
+            # blended, so that no frequency jumps.
             turns = frequencies * scaling.original_max_seq_len / (2 * math.pi)
             fast = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             return (1 - fast) * frequencies / scaling.factor + fast * frequencies
@@ -46,5 +51,6 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its position's angles, in fp32; return the result in the dtype of `x`."""
+    # cos and sin are fp32, so the products are too, whatever the dtype of x.
     a, b = x_BHTK.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BHTK)

@@ -70,6 +70,7 @@ class Scaling:
 
         `roles` maps parameter names to matrix | embed | head | vector.
         """
+        # Exponent of the width by which Muon's rate of matrices shrinks: see the table above.
         muon = 0.5 if isinstance(optim, MuonConfig) and optim.scale == "rms" else 0.0
         return {
             "adamw": {name: self._rate(name, role, 1.0) for name, role in roles.items()},
@@ -93,10 +94,13 @@ def scaled(cfg: RunConfig, tokenizer_size: int) -> Scaling:
         case StandardConfig():
             return Scaling(arch, arch, ALPHA["none"])
         case MupConfig(base_dim=dim, base_head_dim=head_dim, depth=depth, base_layers=layers):
+            # the configuration refuses muP without a base
             assert dim is not None
             shape = {
                 "dim": dim,
                 "head_dim": head_dim or arch.head_dim,
+                # With the depth of the model, the ratio of depths is 1, and no factor depends on
+                # depth.
                 "n_layers": arch.n_layers if depth == "none" else layers,
             }
             base_model = cfg.model.model_copy(update=shape)

@@ -42,6 +42,7 @@ def kernels(device: torch.device, requested: AttentionKernel, *, training: bool 
     cuDNN is used only in training, where shapes repeat: it plans each new shape, and in generation
     every token has a new length.
     """
+    # A kernel that was asked for must not be replaced silently.
     if requested != "auto":
         return (KERNELS[requested],)
     if device.type != "cuda":
@@ -70,6 +71,7 @@ def running_kernel(
     does not support these sizes and `dtype`.
     """
     shapes = [(1, n, seq_len, arch.head_dim) for n in (arch.n_heads, arch.n_kv_heads)]
+    # Gradients are required, because kernels support fewer sizes in the backward pass.
     q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     allowed = kernels(device, requested)
     q, k, v, grouped = _for_kernels(q, k, k, allowed)
@@ -78,6 +80,7 @@ def running_kernel(
             chosen = SDPBackend(
                 torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)  # noqa: SLF001
             )
+    # a dispatcher without a kernel raises, or returns a number that is no SDPBackend
     except (RuntimeError, ValueError):
         chosen = SDPBackend.ERROR
     if chosen == SDPBackend.ERROR:
@@ -99,6 +102,7 @@ def flash_3(device: torch.device) -> bool:
 
     It needs a Hopper GPU and the package flash-attn-3 (module `flash_attn_interface`).
     """
+    # find_spec looks for the package without importing it.
     if device.type != "cuda" or find_spec("flash_attn_interface") is None:
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -132,6 +136,7 @@ def _for_kernels(
     """
     grouped = grouped_heads(q, k)
     first = allowed[0] if allowed else None
+    # In fp32 only `efficient` and `math` remain on a GPU: flash and cuDNN take 16-bit numbers.
     efficient = first == KERNELS["efficient"] or (q.is_cuda and q.dtype is torch.float32)
     if grouped and efficient:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

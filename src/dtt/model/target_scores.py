@@ -37,11 +37,14 @@ def target_scores(
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     chunk = chunk or max(1, CHUNK_ELEMENTS[device] // weight_VD.shape[0])
+    # The number of scored tokens depends on the data, so a GPU synchronises here. That is cheap
+    # beside the head: in multiple-choice tasks most tokens are context, whose logits nobody needs.
     scored_M = (targets_NC != IGNORE_INDEX).any(dim=1).nonzero()[:, 0]
     scores_NC2 = hidden_ND.new_zeros(
         (*targets_NC.shape, 2), dtype=torch.promote_types(hidden_ND.dtype, torch.float32)
     )
     with torch.autocast(device, enabled=False):
+        # Once, not in every chunk.
         weight_VD = weight_VD.to(dtype)
         for rows in torch.split(scored_M, chunk):
             logits = hidden_ND[rows].to(dtype) @ weight_VD.T
@@ -56,17 +59,20 @@ def _scores(
     if softcap is not None:
         logits_MV.div_(softcap).tanh_().mul_(softcap)
     wanted_MC = targets_MC - (0 if part is None else part.first)
+    # A target in another shard gets any valid column here, and 0 through the mask below.
     column_MC = wanted_MC.clamp(0, logits_MV.shape[1] - 1)
     here_MC = column_MC == wanted_MC
     logit_MC = logits_MV.gather(1, column_MC).masked_fill_(~here_MC, 0.0)
     largest_M1, most_likely_M1 = logits_MV.max(dim=1, keepdim=True)
     greedy_MC = (here_MC & (column_MC == most_likely_M1)).to(logits_MV.dtype)
+    # In place, as the logits are not read again: `gather` and `max` come before.
     lse_M1 = largest_M1 + logits_MV.sub_(largest_M1).exp_().sum(dim=1, keepdim=True).log()
     if part is not None:  # so far, all of these cover only this shard
         each = part.gather(torch.cat((lse_M1, largest_M1, logit_MC, greedy_MC), dim=1))
         C = targets_MC.shape[1]
         lse_P, largest_P, logit_P, greedy_P = torch.split(each, [1, 1, C, C], dim=2)
         lse_M1, logit_MC = lse_P.logsumexp(dim=0), logit_P.sum(dim=0)
+        # `max` returns the first of equal values: the lowest shard, and so the lowest id.
         shard_1MC = largest_P.max(dim=0, keepdim=True).indices.expand(-1, -1, C)
         greedy_MC = greedy_P.gather(0, shard_1MC)[0]
     return torch.stack((logit_MC - lse_M1, greedy_MC), dim=-1)

@@ -69,12 +69,15 @@ class PackedTrees:
             if own:
                 self.tiles.append(TreeTile(ancestors, own, linear=not tree.branches))
             return
+        # A large tree: its root is a tile without a mask, and each branch a tree of its own with
+        # one more ancestor. A question with many options is computed option by option.
         own = self._append(TokenTree(tree.tokens), sum(map(len, ancestors)))
         if own:
             self.tiles.append(TreeTile(ancestors, own, linear=True))
             ancestors = (*ancestors, own)
         for branch in tree.branches:
             self.add(branch, ancestors)
+        # Known only now, after all branches: tokens of the root are visible to the whole subtree.
         self.ends[own.start : own.stop] = [len(self.tokens)] * len(own)
 
     def pad(self, multiple: int) -> None:
@@ -108,6 +111,8 @@ def make_tree_attention_fns(
     On a GPU it is FlexAttention, compiled once per T; on a CPU, SDPA for one tile at a time.
     """
     longest = max(trees.positions) + 1
+    # A window that no position exceeds is none, so that such layers share one function with the
+    # others.
     limits = [None if w is None or w >= longest else w for w in arch.windows]
     ends_T, positions_T = (torch.tensor(x, device=device) for x in (trees.ends, trees.positions))
     by_window: dict[int | None, AttentionFn] = {}
@@ -117,6 +122,7 @@ def make_tree_attention_fns(
             shape = (1, len(ends_T), len(ends_T))
             by_window[window] = flex_with(rule, arch.attn_scale, shape, device)
         else:
+            # Made once per batch for all layers and heads.
             masks = [_mask(tile, ends_T, positions_T, window) for tile in trees.tiles]
             by_window[window] = TreeAttention(arch.attn_scale, trees.tiles, masks, window)
     return [by_window[window] for window in limits]
@@ -136,10 +142,12 @@ def _mask_mod(ends_T: Tensor, positions_T: Tensor, window: int | None) -> Callab
 
 def _mask(tile: TreeTile, ends_T: Tensor, positions_T: Tensor, window: int | None) -> Tensor | None:
     """Return the mask [t, s] of a tile, True where a query sees a key; None if it needs none."""
+    # Plain causal attention: the kernel skips the masked half itself.
     if tile.linear and not tile.ancestors:
         return None
     q_t1 = torch.tensor(tile.own)[:, None]
     k_s = torch.tensor(list(chain(*tile.ancestors, tile.own)))
+    # The rule ignores sequence and head, so any tensor stands for them.
     return _mask_mod(ends_T, positions_T, window)(q_t1, q_t1, q_t1, k_s)
 
 
@@ -154,6 +162,7 @@ class TreeAttention:
 
     def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
+        # [T, H, K] in memory: the output projection then reads the heads of a token without a copy.
         out_1THK = torch.empty_like(q_1HTK.transpose(1, 2), memory_format=torch.contiguous_format)
         out_1HTK = out_1THK.transpose(1, 2)
         for tile, mask_ts in zip(self.tiles, self.masks, strict=True):

@@ -43,15 +43,19 @@ class CautiousAdamW(AdamW):
         assert closure is None
         cautious = [group for group in self.param_groups if group.get("cautious")]
         decays = [group["weight_decay"] for group in cautious]
+        # One parameter at a time: the temporary then has the size of the largest parameter, not of
+        # all.
         for group in cautious:
             for p in group["params"]:
                 if p.grad is not None:
+                    # `self.state` is a defaultdict: reading it would create an entry.
                     mean = self.state[p].get("exp_avg") if p in self.state else None
                     found_inf = getattr(self, "found_inf", None)
                     decay_cautiously(
                         local(p), local(p.grad), mean if mean is None else local(mean), group,
                         found_inf,
                     )  # fmt: skip
+            # The kernel must not decay a second time. Restored below for the next step.
             group["weight_decay"] = 0.0
         try:
             super().step()
@@ -73,9 +77,13 @@ def decay_cautiously(
     no bit of `weight` changes.
     """
     beta1, rate = group["betas"][0], group["lr"] * group["weight_decay"]
+    # The new first moment. torch's kernel computes it again: it offers no place between moment and
+    # update.
     factor = grad.clone() if mean is None else torch.lerp(mean, grad, 1.0 - beta1)
+    # In place, [1 where u and w agree in sign, else 0] * -rate: no boolean tensor is created.
     factor.mul_(weight).ge_(0.0).mul_(-rate)
     if found_inf is not None:
+        # A device-side zero instead of a branch, which would wait for the device.
         factor.mul_(1.0 - found_inf)
     weight.mul_(factor.add_(1.0))
 
@@ -110,10 +118,12 @@ class RoundedAdamW(AdamW):
         """Update this rank's part of one parameter."""
         state = self.state[p]
         if not state:
+            # On the device, because the fused kernel reads and advances it there.
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         assert p.grad is not None
         narrow = [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        # One parameter in fp32 at a time: 16 bytes per weight of the largest parameter, not of all.
         weight, grad, mean, square = (t.float() for t in narrow)
         beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
@@ -121,6 +131,7 @@ class RoundedAdamW(AdamW):
             decay_cautiously(weight, grad, mean, group, found_inf)
         adamw(
             [weight],
+            # The kernel works in place on the fp32 copies; the bf16 originals are written below.
             [grad],
             [mean],
             [square],
@@ -139,6 +150,8 @@ class RoundedAdamW(AdamW):
         if self._rounding is None:
             narrow[0].copy_(weight)
         else:
+            # The offset tells the shards of a parameter apart. Replicas have the same one and draw
+            # the same bits.
             self._rounding.write(narrow[0], weight, f"{name}{local_shard(p).box.offset}")
         narrow[2].copy_(mean)
         narrow[3].copy_(square)

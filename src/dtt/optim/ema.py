@@ -45,7 +45,11 @@ class Ema:
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = list(trained)
         self._parameters: list[Tensor] = list(trained.values())
+        # fp32 also for bf16 weights: with a decay of 0.999 an update moves the average by a
+        # thousandth of the difference, which bf16 would round away.
         self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters]
+        # On the device, as a skipped step does not count, and only the device knows whether it was
+        # skipped.
         self._updates = torch.zeros((), device=self._averages[0].device)
         self._decay, self._start, self._blend = decay, start, blend
         self._behind = False
@@ -60,11 +64,14 @@ class Ema:
         for steps that a rewind leaves out, too: the average may have to start after one of them.
         """
         if step < self._start:
+            # No copy while the average has not started: only the last of these steps, or a save,
+            # needs one.
             self._behind = True
             if step == self._start - 1:
                 self._catch_up()
             return
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
+        # Weight 0 leaves the averages as they are. A skipped step is then no branch on the host.
         weights = [(1 - decay) * (1 - skip)] * len(self._averages)
         parameters = [parameter.float() for parameter in _locals(self._parameters)]
         torch._foreach_lerp_(_locals(self._averages), parameters, weights)
@@ -79,6 +86,7 @@ class Ema:
         # Exchange the contents, not the tensors: FSDP identifies parameters by their storage.
         self._catch_up()
         parameters, averages = _locals(self._parameters), _locals(self._averages)
+        # Kept in the dtype of the parameters, so that the weights return bit for bit.
         kept = [p.clone() for p in parameters]
         if self._blend == 1.0:
             _copy(parameters, averages)
@@ -107,6 +115,7 @@ class Ema:
         logged. Raise DamagedError if they belong to different parameters.
         """
         found = averages(state)
+        # The averages are read from the checkpoint, or copied here: in both cases they are current.
         self._behind = False
         if not found:
             log.info(

@@ -72,10 +72,13 @@ def build(
     members: dict[Settings, list[str]] = defaultdict(list)
     for name, own in settings(config, parameters, roles, steps).items():
         factor = (multipliers or {}).get(own.optimizer, {}).get(name, 1.0)
+        # AdamW and Muon decay by lr * weight_decay. Under muP only the rate changes; the product
+        # stays.
         lr, weight_decay = factor * own.lr, own.weight_decay / factor
         members[own._replace(lr=lr, weight_decay=weight_decay)].append(name)
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for of_group, names in members.items():
+        # None means that the optimizer has no such option. A key with None would fail in torch.
         options = {key: value for key, value in of_group._asdict().items() if value is not None}
         group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": of_group.lr}
         groups[options.pop("optimizer")].append(options | group)
@@ -115,6 +118,7 @@ def _match_entries(
     names = list(roles)
     found: dict[str, AdamWGroup] = {}
     for entry in entries:
+        # Roles come first: `head` is the head, not a parameter that happens to match a pattern.
         by_role = entry.match in ROLES  # no parameter has such a name
         matching = [
             name
@@ -157,9 +161,11 @@ def _settings(
 ) -> Settings:
     """Return the resolved settings of one parameter."""
     label = role if entry is None or entry.match == role else f"{role}: {entry.match}"
+    # An entry that matches by name and sets nothing, so that the code below needs no case for None.
     entry = entry or AdamWGroup(match=name)
     if isinstance(config, MuonConfig):
         adamw = config.adamw
+        # A plain entry has no Muon options, so it assigns nothing to Muon.
         given = entry if isinstance(entry, MuonGroup) else MuonGroup(match=name)
         owner = given.optimizer or ("muon" if role == "matrix" else "adamw")
         if owner == "muon":
@@ -199,10 +205,12 @@ def _muon(
     if entry.betas is not None or entry.eps is not None:
         raise _invalid_entry(entry, f"Muon updates {name}, but betas and eps are options of AdamW")
     split, rows = entry.split, shape[-2]
+    # `split: 3` means three equal matrices, as in a fused q, k, v.
     if isinstance(split, int):
         split = (rows // split,) * split
     if split is not None and sum(split) != rows:
         raise _invalid_entry(entry, f"{name} has {rows} rows, but split has {sum(split)}")
+    # hyperball fixes the norm of each matrix, so a decay would have no effect.
     if config.scale == "hyperball" and parse_decay(entry.weight_decay or 0.0).value:
         raise _invalid_entry(entry, f"Muon keeps the norm of {name} (optim.scale=hyperball)")
     lr = _first(entry.lr, config.lr)
@@ -243,6 +251,7 @@ def check_norms(
     muon = optimizers.get("muon")
     if not isinstance(muon, Muon) or not muon.hyperball:
         return
+    # Every rank calls `zero_matrices`, a collective, before any of them raises.
     zero = sorted({name for names in gather(muon.zero_matrices()) for name in names})
     if zero:
         raise ConfigError(
@@ -289,5 +298,6 @@ def set_learning_rate(
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             decay: Length | None = group.get("decay")
+            # Without a multiplier of its own, a group follows the schedule.
             of_group = multiplier if decay is None or own is None else own.get(decay, multiplier)
             group["lr"] = of_group * group["peak_lr"]

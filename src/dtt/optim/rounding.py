@@ -32,12 +32,17 @@ class StochasticRounding:
         `key` names the tensor and selects its random bits. Numbers that bf16 represents exactly,
         infinity and NaN are copied unchanged.
         """
+        # Integer arithmetic on the bits: adding noise below bit 16 and cutting rounds up with
+        # exactly the probability of the cut part.
         bits = value.contiguous().view(torch.int32)
+        # On the device of the tensor. CPU and GPU draw different numbers, so runs repeat on one
+        # kind of device only.
         generator = self._generator(bits.device, key)
         noise = torch.empty_like(bits).random_(0, 1 << LOW_BITS, generator=generator)
         # Where the sum carries into the high bits, the number moves away from zero whatever its
         # sign, because fp32 stores sign and magnitude.
         rounded = noise.add_(bits).bitwise_and_(-1 << LOW_BITS).view(torch.float32)
+        # Noise added to the bits of infinity would make it NaN.
         target.copy_(torch.where(value.isfinite(), rounded, value))
 
     def _generator(self, device: torch.device, key: str) -> torch.Generator:

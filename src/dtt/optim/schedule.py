@@ -46,6 +46,7 @@ class Decay:
 
         Non-decreasing, and below 1 for every step before `end`.
         """
+        # The denominator is positive: a decay is made only if a step is left for it.
         share = (step - self.since) / (self.end - self.since)
         return self.done + (1.0 - self.done) * min(max(share, 0.0), 1.0)
 
@@ -74,10 +75,13 @@ class Schedule:
 
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step as a fraction of the peak."""
+        # The first update has a rate above 0: a step without effect would be wasted.
         rise = (step + 1) / self.warmup if step < self.warmup else 1.0
         if self.decay is None:
             return rise
         fall = self.curve(self.decay.progress(step))
+        # The smaller one: with inverse square root the decay begins at the last step of the
+        # warm-up.
         return min(rise, self.floor + (1.0 - self.floor) * fall)
 
     def own_multipliers(self, step: int) -> dict[Length, float]:
@@ -96,6 +100,8 @@ class Schedule:
         A decay that has not started yet starts at `step`.
         """
         decay = self.decay or Decay(step, end, step)
+        # `since` moves to `step`, so that the past part of the curve stays: the rate never jumps
+        # when the budget changes the end.
         return replace(self, decay=decay.ending(step, end))
 
     @property
@@ -127,6 +133,7 @@ def resolve(
     """
     if own := tuple(own):
         assert isinstance(config, WsdConfig), "the configuration was checked"
+        # A copy of the configuration with another decay, so that groups use the same code path.
         groups = {
             length: resolve(config.model_copy(update={"decay": length}), steps, tokens_before)
             for length in own
@@ -152,6 +159,7 @@ def resolve(
         case _:
             assert_never(config)
     if begin >= steps:  # no step is left to decay in
+        # The warm-up takes the whole run, or the decay is 0 steps long.
         return Schedule(warmup, None, curve, floor, CONSTANT)
     return Schedule(warmup, Decay(begin, steps, begin), curve, floor, name)
 
@@ -175,6 +183,8 @@ def before_last(length: Length, steps: int, tokens_before: TokensBefore) -> int:
     unit, value = measure(length)
     if unit == "tokens":
         left = tokens_before(steps) - math.ceil(value)
+        # Searched, not divided: under a batch-size schedule, steps have different numbers of
+        # tokens.
         return max(0, bisect_right(range(steps + 1), left, key=tokens_before) - 1)
     return max(0, steps - (round(value * steps) if unit == "share" else int(value)))
 

@@ -42,10 +42,15 @@ def apply(
     are all-gathered in bf16, and gradients are reduced in fp32. `reshard` frees gathered weights
     between forward and backward pass.
     """
+    # Collected first: the steps below wrap or replace `forward`, and FSDP2 needs the original
+    # modules.
     blocks = list(model.get_submodule("layers").children())
     if layout.sizes.tensor > 1:
+        # Tensor parallelism first, so that FSDP2 shards what is left of each matrix. The other
+        # order would gather whole matrices.
         apply_tensor(model, layout.part("tensor"))
     if remat != "none":
+        # Before compilation, so that the compiler sees the recomputation and plans with it.
         rematerialize(model, remat, remat_every)
     if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
         log.info("not compiled: tensor parallelism is only compiled with train.remat=selective")
@@ -68,6 +73,7 @@ def apply(
         # overlap anyway.
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
+    # Gradients are views of the buckets: no second copy of all gradients.
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
@@ -87,8 +93,12 @@ def _shard(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # rotary angles must stay fp32
         )
+    # A group per block: its weights are gathered while the block before computes, and freed after
+    # it. One group for the model would gather everything at once.
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # The root group stays gathered: the head is used at the end of the forward pass, and at once
+    # again in the backward pass.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
@@ -100,6 +110,7 @@ def gradient_sync(module: nn.Module, last: bool, each: bool = False) -> Iterator
     only the last time.
     """
     if isinstance(module, DistributedDataParallel) and not last:
+        # DDP would all-reduce the gradients of every micro-batch; only their sum is needed.
         with module.no_sync():
             yield
         return
@@ -135,9 +146,13 @@ def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: fl
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
     sharded = [p.grad for p in parameters if p.grad is not None]
     gradients = [local(gradient) for gradient in sharded]
+    # All ranks have to enter the all-reduce below, also a rank without gradients: the others would
+    # wait.
     square = torch.zeros((), device=parameters[0].device)
     if gradients:  # else, this rank still takes part in the all-reduce
         norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
+        # Replicas hold the same shard. Dividing squares by their number counts each element once;
+        # norms are divided by its root.
         replicas = [layout_of(gradient).replica_count ** -0.5 for gradient in sharded]
         torch._foreach_mul_(norms, replicas)
         square = torch.stack(norms).square().sum()
@@ -145,6 +160,7 @@ def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: fl
         dist.all_reduce(square)
     norm = square.sqrt()
     if gradients:
+        # On the device: whether to clip is never known to the host. The constant is that of torch.
         torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

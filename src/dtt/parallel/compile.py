@@ -16,6 +16,7 @@ def compile_each_block(model: nn.Module) -> None:
     and does not make the training graph dynamic. If compilation fails, because there is no compiler
     or by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
     """
+    # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
     for block in model.get_submodule("layers").children():
         # `block.compile()` would also compile the hooks, as those of FSDP2.
         block.forward = compiler.compiled(block.forward)

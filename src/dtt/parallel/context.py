@@ -43,6 +43,8 @@ class SequenceShard:
 
     def chunks(self, length: int) -> tuple[range, range]:
         """Return the positions of this rank's two chunks among `length` tokens."""
+        # 2C chunks. With C contiguous parts the last rank would compute almost twice the mean of
+        # causal attention; an early and a late chunk have the same sum on every rank.
         chunk = length // (2 * self.size)
         starts = self.rank * chunk, length - (self.rank + 1) * chunk
         first, last = (range(start, start + chunk) for start in starts)
@@ -54,8 +56,11 @@ class SequenceShard:
 
     def gather(self, part: Tensor) -> Tensor:
         """All-gather [..., P, D] → [..., T, D], in the order of the tokens."""
+        # [..., 2, chunk, D]: both chunks travel in one all-gather.
         halves = part.reshape(*part.shape[:-2], 2, -1, part.shape[-1])
         chunks = gather(halves, -3, self.group)
+        # In rank order the gathered chunks are 0, 2C-1, 1, 2C-2, …: even places ascend, odd ones
+        # descend.
         first, last = chunks[..., 0::2, :, :], chunks[..., 1::2, :, :]
         return torch.cat((first, last.flip(-3)), -3).flatten(-3, -2)
 
@@ -103,9 +108,14 @@ class ContextParallel(nn.Module):
         if doc_ids_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         else:
+            # Computed before padding and selection: a rank does not see the start of a document
+            # that lies in another rank's chunk.
             positions_BT = self.positions(doc_ids_BT)
+            # Padding is a document of its own, so no real token attends to it.
             doc_ids_BT = F.pad(doc_ids_BT, padding, value=PADDING)
         if targets_BT is not None:
+            # Padded targets are ignored: padding changes neither the loss nor the number of
+            # targets.
             targets_BT = self.shard.of(F.pad(targets_BT, padding, value=IGNORE_INDEX))
         tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
         chunks = self.shard.chunks(tokens_BT.shape[1])
@@ -117,6 +127,7 @@ class ContextParallel(nn.Module):
             attention_fns=self.attends(tokens_BT, doc_ids_BT, chunks, self.shard.gather),
             reduction=reduction,
         )
+        # Logits of all tokens: for generation only, where the caller reads one position.
         if targets_BT is None:
             return self.shard.gather(out)[:, :length]
         return out if reduction == "sum" else self.shard.gather(out[..., None])[:, :length, 0]

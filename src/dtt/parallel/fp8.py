@@ -56,10 +56,12 @@ def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
     layers = list(_linear_layers(model))
     gains: Mapping[Shape, float] = {}
     if world.first:
+        # Creates the layers to time on this device.
         with world.device:
             gains = find_gains(
                 layers, in_fp8, lambda layer: _seconds(layer, tokens, world.device, compiled)
             )
+    # From rank 0: timings vary, and ranks with different precisions would compute different models.
     gains = world.from_first(gains)
     fast = {shape for shape, gain in gains.items() if gain >= LEAST_GAIN}
     to_fp8(
@@ -78,6 +80,7 @@ def find_gains(
         if any(size % MULTIPLE for size in shape):
             gains[shape] = 0.0
             continue
+        # A layer without bias stands for all of its shape: a bias is added outside the fp8 product.
         layer = nn.Linear(*shape, bias=False)
         plain = seconds(layer)
         gains[shape] = plain / seconds(in_fp8(layer))
@@ -124,12 +127,14 @@ def _torchao() -> Converter:
 
 def _seconds(layer: nn.Linear, tokens: int, device: torch.device, compiled: bool) -> float:
     """Return the median time of the layer's forward and backward pass under bf16 autocast."""
+    # Its own compiler: a failure here must not switch off compilation of the model.
     run = Compiler().compiled(layer.forward) if compiled else layer
     x_TD = torch.randn(tokens, layer.in_features, device=device, dtype=torch.bfloat16)
     grad_TF = torch.randn(tokens, layer.out_features, device=device, dtype=torch.bfloat16)
     x_TD.requires_grad_()
     times = []
     for _ in range(WARM_UP + TRIALS):
+        # Before and after: on a GPU, launching a kernel takes no time, and its work may still run.
         _finish(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):

@@ -40,12 +40,15 @@ def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: i
     change. Call this before compilation.
     """
     forward = {"full": _full, "selective": _selective}[kind]
+    # A list of the first of every n blocks: memory falls by their share, and so does the extra
+    # time.
     for block in list(model.get_submodule("layers").children())[::every]:
         # All blocks share one function, and so one compilation.
         block.forward = forward.__get__(block)
 
 
 def _full(block: nn.Module, *inputs: Any) -> Tensor:
+    # The non-reentrant version works with DDP, FSDP2 and compilation, and saves the RNG state.
     out: Tensor = checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
     return out
 
@@ -67,6 +70,8 @@ def _contexts() -> Any:
         name = operator.name()
         kept = name.startswith(COSTLY)
         if name in MATRIX_PRODUCTS:
+            # Every second product is recomputed: half of the memory of all products for half of
+            # their time.
             products[context.is_recompute] += 1  # before torch 2.13, called in both passes
             kept = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

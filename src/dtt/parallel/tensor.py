@@ -56,12 +56,16 @@ class GatheredNorm(ParallelStyle):
 
     @staticmethod
     def _own(_module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
+        # run_check would compare the tensors of all ranks: a collective in every layer.
         return DTensor.from_local(inputs[0], mesh, [OWN_TOKENS], run_check=False)
 
     def _gathered(self, _module: nn.Module, x: Any, mesh: DeviceMesh) -> Any:
         if torch.is_autocast_enabled(mesh.device_type):
             x = x.to(torch.get_autocast_dtype(mesh.device_type))
+        # Queries, keys and values, or gate and up, share this one all-gather.
         gathered: DTensor = x.redistribute(placements=[ALL_TOKENS])
+        # Each rank's head sees all tokens but only its rows of the vocabulary, so gradients of the
+        # hidden states are summands.
         return gathered.to_local(grad_placements=[Partial()]) if self.use_local_output else gathered
 
 
@@ -87,8 +91,12 @@ def plan() -> dict[str, ParallelStyle]:
 
     Modules that are not listed are not parallelised.
     """
+    # Column-parallel layers give each rank complete heads: attention needs no communication.
     to_columns = ColwiseParallel()
+    # Each rank's product is a summand for all tokens. The reduce-scatter adds them and leaves each
+    # rank its own tokens: half the bytes of an all-reduce.
     to_tokens = RowwiseParallel(output_layouts=OWN_TOKENS)
+    # Norms between layers see this rank's tokens only, so their activations take 1/P of the memory.
     tokens = SequenceParallel(use_local_output=True)
     heads = SequenceParallel(sequence_dim=OWN_HEADS, use_local_output=True)
     return {
@@ -124,7 +132,9 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
         if any(True for _ in module.parameters(recurse=False)):
             style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
             if style is None:
+                # A module left out would silently compute with the whole weight on every rank.
                 raise ValueError(f"no tensor-parallel style for {name}: add it to plan()")
+            # None: ranks have equal weights or none yet, so rank 0 need not send its own.
             parallelize_module(module, mesh, style, src_data_rank=None)
     rows = model.get_parameter("embed.weight").shape[0]
     # dtt.parallel does not import Decoder

@@ -32,6 +32,7 @@ def bucket_width(steps: Steps, most: int = MAX_BUCKETS) -> int:
     each of them.
     """
     width = 1
+    # Steps may have gaps, so occupied buckets are counted, not the range.
     while len(steps) > most and 1 + np.count_nonzero(np.diff(steps // width)) > most:
         width *= 2
     return width
@@ -41,6 +42,8 @@ def bucket_width(steps: Steps, most: int = MAX_BUCKETS) -> int:
 class Series:
     """The values of one metric, in the order in which they were recorded."""
 
+    # Arrays of 8 bytes each: a list of Python numbers would take four times the memory for a
+    # million steps.
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
@@ -59,12 +62,14 @@ class Series:
         steps, values = self._sorted()
         width = bucket_width(steps, most)
         index = steps // width
+        # True marks the first step; where the index changes, a bucket begins.
         first = np.flatnonzero(np.append(True, index[1:] != index[:-1])[: len(index)])
         counts = np.diff(np.append(first, len(index)))
         curve: dict[str, Any] = {"width": width, "at": index[first].tolist()}
         if not len(first):
             return curve | {"mean": []}
         curve["mean"] = rounded(np.add.reduceat(values, first) / counts)
+        # With one value per bucket, minimum and maximum repeat the mean and would triple the page.
         if counts.max() > 1:
             curve["n"] = counts.tolist()
             curve["min"] = rounded(np.minimum.reduceat(values, first))
@@ -79,6 +84,7 @@ class Series:
         return [float(value) for value in values[ends]]
 
     def _sorted(self) -> tuple[Steps, Values]:
+        # Views of the arrays, without a copy.
         steps = np.frombuffer(self.steps, dtype=np.int64)
         values = np.frombuffer(self.values, dtype=np.float64)
         if np.any(steps[1:] < steps[:-1]):  # steps only grow, except in a file that was edited

@@ -49,9 +49,12 @@ PAGE = """<!doctype html>
 
 def render(data: Mapping[str, Any]) -> str:
     """Return the page for `data`, with all secrets redacted."""
+    # Before texts are joined or shortened: half of a secret would not be recognised.
     clean = without_secrets(data)
     script = f"(() => {{\n'use strict';\n{_joined(SCRIPTS)}}})();"  # no name becomes a global
+    # The policy names hashes of the script and the style, so both are final here.
     style = _joined(STYLES)
+    # A page on disk must not contact anything. A live page reads its own server.
     connect = "'self'" if clean.get("live") else "'none'"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
@@ -69,6 +72,7 @@ def render(data: Mapping[str, Any]) -> str:
 def embedded(data: Any) -> str:
     """Return JSON that contains no markup, not even `</script>` or `<!--` within a string."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII: escapes U+2028, too
+    # The browser ends a script element at `</script` even inside a JSON string.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -83,6 +87,7 @@ def without_secrets(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {redacted(str(name)): without_secrets(inner) for name, inner in value.items()}
+    # A fast path for the curves, which are nearly all of the page.
     if isinstance(value, list | tuple):
         if all(type(inner) is int or type(inner) is float for inner in value):
             return [inner if math.isfinite(inner) else None for inner in value]  # a long curve

@@ -84,13 +84,19 @@ class Guard:
 
         They must be bitwise equal on all ranks, as `Layout.mean` makes them.
         """
+        # NaN compares false with everything, so a test for large values alone would miss it.
         verdict = 1.0 - values.isfinite().all().float()
         if self._config.spike != "none":
+            # Norms change by factors. In the logarithm a factor is a distance, whatever the scale
+            # of the run.
             log = values[1].log()
             # Until the window is full it holds NaN: mean and std are NaN, which nothing exceeds.
             std, mean = torch.std_mean(self._window)
+            # A quiet stretch has a tiny deviation, so that normal steps would exceed six of them.
             margin = (self._config.spike_sigmas * std).clamp(min=math.log(LEAST_FACTOR))
+            # Arithmetic instead of `if`: a branch would wait for the device in every step.
             verdict += SPIKE * (log.isfinite() & (log > mean + margin) & (verdict == FINE))
+            # A spike does not enter the window: it would raise the deviation and hide the next one.
             moved = torch.cat([self._window[1:], log.view(1)])
             good = log.isfinite() & (verdict == FINE)
             self._window.copy_(torch.where(good, moved, self._window))
@@ -133,9 +139,11 @@ class Guard:
         else:
             what = f"grad_norm is {norm:.4g}" if math.isfinite(loss) else f"loss is {loss}"
             bad = AnomalousStep(step, WHY[verdict], what, record["ledger"])
+            # The reason names the key: guard.non_finite or guard.spike.
             action = getattr(self._config, bad.why)
             if action == "rewind":
                 raise Rewind(bad)
+            # Logged before the run ends, so that the records have the step that ended it.
             yield from _skipped_records(record, loss, norm, bad, action)
             if action == "stop":
                 raise self._diverged(
@@ -164,6 +172,8 @@ class Guard:
         and are counted as one.
         """
         origin = checkpoint
+        # A step that was skipped left the weights as they were, so go back to the first checkpoint
+        # with these weights.
         while origin in position.steps_to_skip:
             origin -= 1
         self._rewinds[origin] += 1
@@ -171,6 +181,7 @@ class Guard:
             why = f"the run has gone back to the weights of step {origin} {MAX_REWINDS} times"
             raise self._diverged(cause, why, "skip more: guard.rewind_around")
         around = self._config.rewind_around
+        # Steps before the checkpoint are done and cannot be skipped any more.
         first = max(checkpoint + 1, cause.step - around)
         return position.steps_to_skip | dict.fromkeys(range(first, cause.step + around + 1), cause)
 

@@ -46,6 +46,7 @@ def make_optimizers(
     """
     by_role = roles(assembled.model)
     rates = plan.scaling.learning_rates(cfg.optim, by_role)
+    # Newton-Schulz runs in this dtype. Its result is approximate in any case.
     dtype = plan.precision.compute_dtype
     optimizers = groups.build(
         cfg.optim, assembled.parameters, by_role, dtype, rates, rounding, steps=plan.steps
@@ -60,12 +61,16 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     A sharded model is created on the meta device, so that no rank ever holds all of it.
     """
     layout = make_layout(plan.sizes, world)
+    # DDP holds all of it in any case, so it is created on its device at once.
     with torch.device("meta") if layout.sharded else world.device:
+        # Pure bf16 has bf16 weights, mixed precision fp32 ones.
         model = Decoder(plan.arch).to(plan.precision.weights)
     model.attention = cfg.train.attention
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
+    # Before the parallelism below: it wraps the layers that this replaces.
     if plan.precision is Precision.FP8:
+        # A rank's share of a sequence, as in training: fp8 pays off only for large products.
         tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
         log.info("%s", fp8.convert(model, world, tokens, plan.compile))
     module = apply(
@@ -80,8 +85,11 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     )
     if layout.sizes.context > 1:
         attends = partial(make_context_attention_fns, plan.arch)
+        # The outermost wrapper: it divides sequences before anything else sees them.
         module = ContextParallel(model, layout, document_positions, attends)
     if layout.sharded:
+        # Memory for this rank's shards only. Values follow from the seed and the name.
         model.to_empty(device=world.device)
+    # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
     return Assembled(layout, model, module, dict(model.named_parameters()))

@@ -61,6 +61,7 @@ def build(
     from dtt.train.supervise.stop_lead import StopLead
     from dtt.train.trainer import Trainer
 
+    # The imports above take seconds, which `start` reports separately.
     this.start.end_phase("imports")
     inputs = Inputs(cfg, plan, this, world, dataset, watchdog, resume, source)
     state, reader = make_state(inputs)
@@ -118,15 +119,19 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     startup = inputs.attempt.start
     if world.device.type == "cpu":
+        # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep()
     assembled = assemble(cfg, plan, world)
     reader = BatchReader.of(cfg, assembled.layout.data_rank, plan.sizes.data, world.device)
+    # After parallelisation, so that each rank fills its shards only.
     start = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")
     rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
     optimizers = make_optimizers(cfg, plan, assembled, rounding)
     if inputs.resume is None:
+        # A resumed job passed this check when it was new.
         check_norms(optimizers, world.gather)
+    # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, assembled.parameters, start)
     state = TrainState(
@@ -175,6 +180,7 @@ def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -
     if reference is not None:
         checkpoint = initialise_from(reference, model, *data)
         write_reference(inputs, assembled, reader, reference, checkpoint)
+        # The policy starts from fresh weights: those of the reference were only borrowed.
         initialize(model, cfg.seed, inputs.plan.scaling.base)
     if source is not None:
         start = initialise_from(source, model, *data, average=cfg.init.average)
@@ -196,6 +202,7 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     optimizers = list(state.optimizers.values())
     meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
     if world.size > 1 and not state.layout.sharded:
+        # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
         meter.watch_gradients(state.parameters["embed.weight"])
     evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
     tasks = make_tasks(inputs, state)
@@ -205,6 +212,7 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
         step, position = inputs.resume.step, Position.from_json(inputs.resume.position())
         has = {"validates": evaluator is not None, "has_tasks": tasks is not None}
         again = kinds_due(cfg, plan.steps, position, **has)
+    # Rank 0 alone has trackers; the others have an empty list, and no tests for rank.
     return Observers(
         trackers=make_trackers(cfg, attempt.job, step, again=again) if world.first else [],
         meter=meter,

@@ -44,18 +44,21 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
         ratio_RT = torch.where(counted_RT, logp_RT - micro_batch.reference_logprobs, 0.0)
         ratio_RP2 = _by_pair(ratio_RT, micro_batch.doc_ids)
         counts_RP2 = _by_pair(counted_RT.float(), micro_batch.doc_ids)
+        # A pair without targets on one side would divide by zero; `exists` removes it below.
         if cfg.length_normalised:
             ratio_RP2 = ratio_RP2 / counts_RP2.clamp(min=1.0)
         # Rows have fewer than P pairs, and a sample that pads an evaluation has none.
         exists_RP = (counts_RP2 > 0).all(-1)
         margin_RP = cfg.beta * (ratio_RP2[..., 0] - ratio_RP2[..., 1])
         margin_RP = torch.where(exists_RP, margin_RP, 0.0)
+        # logsigmoid is stable for large margins, where log(sigmoid) would be log(0).
         loss = torch.where(exists_RP, -F.logsigmoid(margin_RP), 0.0).sum()
         with torch.no_grad():
             accuracy = (margin_RP > 0).float()
             chosen, rejected = _by_pair(logp_RT, micro_batch.doc_ids).sum((0, 1))
             metrics = margin_RP.sum(), accuracy.sum(), chosen, rejected
         named = {LOSS: loss} | dict(zip(METRICS, metrics, strict=True))
+        # All ranks of a context group compute the same pairs, and their gradients add up.
         return {name: value / contexts for name, value in named.items()}
 
     return objective
@@ -64,8 +67,10 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
 def _by_pair(values_RT: Tensor, doc_ids_RT: Tensor) -> Tensor:
     """Return the sum of the values of each document, by pair: [R, P, 2]."""
     rows, tokens = values_RT.shape
+    # Even, so that documents can be viewed as pairs.
     documents = tokens + tokens % 2
     row_R1 = torch.arange(rows, device=values_RT.device)[:, None]
+    # A row of the flat table per row of the batch: document numbers start at 0 in each.
     index_RT = row_R1 * documents + doc_ids_RT
     # Not `scatter_add`, whose order of additions on a GPU differs from run to run.
     sums = values_RT.new_zeros(rows * documents).index_put(

@@ -125,10 +125,12 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,
             lost_rank_named(this),
         ):
+            # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
                 # Rank 0 may wait for space for days; the watchdog ends runs that hang.
                 patience = timedelta(days=7) if waits else timedelta(minutes=30)
                 world = dist.start(ranks, cfg.train.device, patience)
+            # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             this.number = world.from_first(this.number)
             this.start.end_phase("process group")
             train(start, this, world)

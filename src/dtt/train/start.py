@@ -107,6 +107,7 @@ def prepare(
     if ranks.first:
         compatibility.check_files(cfg.token_paths)
         predecessor = stage.start_from() if stage is not None else None
+    # Only here, after the checks that need no torch: importing it takes two seconds.
     from dtt.mesh import dist
     from dtt.track.trackers import check_installed
     from dtt.train.run_plan import make_plan
@@ -171,5 +172,7 @@ def _check_resume(
     try:
         manifest = CheckpointManifest.read(path)
     except (DttError, OSError):
+        # Not an error here: the manifest is verified again under the lock, where older ones are
+        # tried.
         return  # damaged: training may resume from an older one
     compatibility.check_data_key(manifest, dataset.manifest.key, job)

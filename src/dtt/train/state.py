@@ -119,6 +119,7 @@ def check_position(checkpoint: Checkpoint) -> None:
     record = checkpoint.position()
     given = {name: kind for name, kind in OPTIONAL.items() if name in record}
     wrong = [n for n, kind in {**FIELDS, **given}.items() if not fits(record, {n: kind})]
+    # The plain types first: the conditions below index and compare, which would raise on others.
     if not wrong:
         avoided, decay = record.get("avoided", {}), record.get("decay")
         sound = {
@@ -145,6 +146,8 @@ def is_hex(text: str) -> bool:
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
+    # Step counts are plain tensors. On a mesh they count as replicated, so that one rank saves
+    # them.
     return {
         f"{optimizer_name}/{name}/{key}": replicated_with(parameter, value)
         for optimizer_name, optimizer in optimizers.items()
@@ -155,6 +158,7 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
 
 def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTensor]) -> None:
     """Load each rank's part of the weights; raise ConfigError if the model differs."""
+    # All names are compared before anything is loaded: a refusal leaves the model untouched.
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
     for name in sorted(shapes.keys() | theirs.keys()):
@@ -200,9 +204,12 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Ful
         )
     for optimizer_name, optimizer in optimizers.items():
         named = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
+        # Each optimizer writes the same keys for all parameters.
         if any(one.keys() != named[0].keys() for one in named):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):
+            # Dropped also without saved state: a rewind must not keep moments of steps that are
+            # undone.
             optimizer.state.pop(parameter, None)
             if (saved_state := by_parameter.get((optimizer_name, name))) is not None:
                 optimizer.state[parameter] = {
@@ -223,6 +230,7 @@ def _beside(parameter: nn.Parameter, saved: FullTensor) -> Tensor:
         raise _unexpected_state(
             f"a state of shape {list(shape)} belongs to a weight {list(parameter.shape)}"
         )
+    # Scalars keep their dtype: a step count in bf16 would stop at 256.
     if shape == ():
         state = torch.zeros((), dtype=saved.dtype, device=parameter.device)
     else:
@@ -249,6 +257,7 @@ def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     """Return the state of this rank's random number generators, by `rng/rank/device`."""
+    # Dropout draws from these. Each rank has its own, because ranks have different samples.
     tensors = {f"{RNG}/{rank:05d}/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors[f"{RNG}/{rank:05d}/cuda"] = torch.cuda.get_rng_state(device)

@@ -85,6 +85,8 @@ def forward_backward(
     not only after the last.
     """
     # A packed sequence may hold a single token, and so no target.
+    # Each rank sums over its own terms. FSDP2 and DDP divide by the number of replicas, which this
+    # factor undoes.
     scale = replicas / max(1, terms)
     losses: dict[str, Tensor] = {}
     metrics: dict[str, Tensor] = {}
@@ -92,12 +94,18 @@ def forward_backward(
         last = i == len(micro_batches) - 1
         with gradient_sync(module, last, each=reduce_each):
             with autocast(micro_batch.tokens.device, precision):
+                # Autocast covers the forward pass only: the backward pass repeats the dtypes of its
+                # operators.
                 values = objective(module, micro_batch)
+                # Scaled before the backward pass, so that gradients of all micro-batches add up to
+                # those of the mean. Scaling them afterwards would take one more pass over all
+                # gradients.
                 scaled = {name: scale * value for name, value in values.items()}
             # The gradients of the sum of all losses, without a kernel that computes the sum.
             torch.autograd.backward([value for value in scaled.values() if value.requires_grad])
         for name, value in scaled.items():
             sums = losses if value.requires_grad else metrics
+            # Detached, so that the graph of a micro-batch is freed before the next one.
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     return StepLosses(losses, metrics, terms)
 
@@ -123,6 +131,9 @@ def update(
         # read on the device.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
+        # zero_grad sets gradients to None: no pass over memory, and the next backward pass writes
+        # instead of adding.
         optimizer.zero_grad()
     if ema is not None:
+        # After the optimizers: the average is over updated weights.
         ema.update(skip, step)

@@ -76,8 +76,10 @@ class ThroughputMeter:
         The waiting time of `optimizers` that are `Waiter`s counts as communication.
         """
         self._arch, self._world, self._device = arch, world, world.device
+        # The data sheets give bf16 peaks, so MFU of fp32 would compare different units.
         self._peak = peak_flops(self._device) if compute_dtype is torch.bfloat16 else None
         matmul = measured_flops(self._device, compute_dtype)
+        # Gathered once, at the start: a slow device shows before hours are lost on it.
         self._ranks = world.gather(RankSpeed(socket.gethostname(), matmul))
         if world.first:
             for line in slow_devices(self._ranks, SLOW[self._device.type]):
@@ -114,6 +116,7 @@ class ThroughputMeter:
         def ready(_: object) -> None:
             self._gradients = self._mark()
 
+        # A hook, because no call marks the moment at which the last gradient is ready.
         first.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
         self._gradients_known = True
 
@@ -121,6 +124,7 @@ class ThroughputMeter:
     def step(self, tokens: int, seq_len: int) -> Iterator[None]:
         """Measure a step inside; `tokens` is its number of tokens over all devices."""
         began = time.perf_counter()
+        # Time since the last step, such as logging, belongs to no part of this one.
         self.end_phase("other")
         start = self._last
         yield
@@ -144,6 +148,7 @@ class ThroughputMeter:
         """Assign the time since the last call to `part`."""
         mark = self._mark()
         self._phases.append((part, self._last, mark))
+        # Only where the hook has fired: skipped steps have no backward pass.
         if part == "forward_backward" and self._gradients is not None:
             self._reductions.append((self._gradients, mark))
             self._gradients = None
@@ -153,6 +158,7 @@ class ThroughputMeter:
     def paused(self, part: Part) -> Iterator[None]:
         """Assign the time inside to `part`, a pause that does not count as time of steps."""
         start = time.perf_counter()
+        # The pause starts now; what came before is not part of it.
         self.end_phase("other")
         yield
         self.end_phase(part)
@@ -161,6 +167,7 @@ class ThroughputMeter:
 
     def worked(self) -> float:
         """Return the seconds on a clock that excludes pauses; only differences are meaningful."""
+        # Pauses are counted apart, so that a save does not look like slow steps.
         return time.perf_counter() - self._paused
 
     def first_step(self) -> tuple[float, float]:
@@ -171,6 +178,7 @@ class ThroughputMeter:
         if self._first is None:
             return 0.0, 0.0
         first = self._seconds(*self._first[1:])
+        # The median, as the first steps compile.
         usual = statistics.median(self._seconds(start, end) for _, start, end in self._spans)
         return first, max(0.0, first - usual)
 
@@ -182,6 +190,7 @@ class ThroughputMeter:
         """
         self.end_phase("other")
         seconds = self._sum_phases()
+        # Never 0: a reading without steps must not divide by it.
         working = max(sum(seconds.get(part, 0.0) for part in STEP), 1e-9)
         communication = self._communication()
         reading = {
@@ -239,6 +248,7 @@ class ThroughputMeter:
         """Return the seconds of exposed communication of this rank, as far as they are known."""
         waited = sum((optimizer.waited_seconds for optimizer in self._waiters), 0.0)
         seconds = {"optimizer": waited - self._waited}
+        # Optimizers report totals, so each reading takes the difference.
         self._waited = waited
         if self._gradients_known:
             reductions = (self._seconds(start, end) for start, end in self._reductions)
@@ -255,6 +265,7 @@ class ThroughputMeter:
         All values are None where ranks wait for each other within layers, so that all take equally
         long.
         """
+        # Waiting for others is not a rank's own slowness.
         busy = working - sum(communication.values()) if self._gradients_known else None
         by_rank = self._world.gather(busy)
         known = [seconds for seconds in by_rank if seconds is not None]
@@ -273,6 +284,7 @@ class ThroughputMeter:
         """Return the current time; on a GPU, an event recorded on the stream."""
         if self._device.type != "cuda":
             return time.perf_counter()
+        # Events cost microseconds; synchronising would stop the device in each phase.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -289,6 +301,7 @@ def slow_devices(ranks: Sequence[RankSpeed], tolerated: float) -> Iterator[str]:
 
     `tolerated` is a fraction of the median speed.
     """
+    # A median is not moved by the slow devices that are looked for.
     usual = statistics.median_high(rank.matmul for rank in ranks)
     for number, rank in enumerate(ranks):
         behind = 1 - rank.matmul / usual

@@ -72,11 +72,15 @@ class Trainer:
         self.restore(resume)
         control.requests.defer()
         startup.end_phase("resume")
+        # A run that was stopped during an evaluation repeats it before the next step, so that its
+        # records equal those of an uninterrupted run.
         if resume is None or self.evaluation_due():
             self.evaluate_and_sample()
+        # A rewind needs a checkpoint to go back to, also in the first steps.
         if resume is None and self.state.guard.rewinds:
             self.save()
         startup.end_phase("first evaluation")
+        # After all long-lived objects exist: the collector never visits them again.
         garbage.freeze()
         with control.watchdog.phase("step"):
             while True:
@@ -91,6 +95,7 @@ class Trainer:
         self.log_saves()
         self.observers.time_breakdown.finish(self.position.step, meter)
         control.requests.forget(self.world)
+        # False for a stop request, and for a run whose last evaluation was cut short: both resume.
         return self.position.step == self.schedule.steps and not self.evaluation_due()
 
     def train(self) -> None:
@@ -100,9 +105,13 @@ class Trainer:
         """
         cfg, meter = self.cfg, self.observers.meter
         step_sizes = self.schedule.step_sizes
+        # Closed on every way out: the prefetch thread would otherwise keep the files open, and read
+        # on.
         with closing(self.data.batches_from(self.position.step)) as batches:
             self.observers.time_breakdown.start(self.position.step, meter)
             while self.position.step < self.schedule.steps:
+                # Before the step: all ranks agree, so a stop never leaves a step half done on some
+                # ranks.
                 if self.handle_requests() is Request.STOP:
                     break
                 step = self.position.step
@@ -113,12 +122,15 @@ class Trainer:
                 with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)
                     if batch.tokens is not None:
+                        # Padding is computed but not trained on, so it does not count as speed.
                         meter.leave_out(tokens - (batch.tokens - len(batch.samples)))
                     meter.end_phase("data")
                     self.step(batch, multiplier)
                 step = self.position.step
                 garbage.collect(step)
                 self.control.watchdog.step(step)
+                # Between log lines the host runs ahead of the device: the losses of these steps
+                # wait there unread.
                 if every(cfg.train.log_every, step) or step == self.schedule.steps:
                     self.log_progress()
                 self.evaluate_and_sample()
@@ -151,9 +163,14 @@ class Trainer:
         )
         meter.end_phase("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
+        # Clipping also yields the norm that the guard judges, so an infinite limit stands for none.
         norm = clip_gradients(state.layout, list(state.parameters.values()), limit)
+        # One all-reduce for all numbers of the step. Its result is bitwise equal on all ranks, so
+        # all guards judge alike.
         means = state.layout.mean(torch.stack([losses.loss, norm, *losses.metrics.values()]))
         judgement = state.guard.judge(means[:2])
+        # The verdict stays on the device as a factor of the update: no rank waits to learn whether
+        # the step counts.
         update(state.optimizers, judgement.skip, step=step, rounding=state.rounding, ema=state.ema)
         meter.end_phase("optimizer")
         values = torch.cat([judgement.values, means[2:]]) if losses.metrics else judgement.values
@@ -167,6 +184,7 @@ class Trainer:
         position.step += 1
         position.samples += len(batch.samples)
         position.tokens += batch.targets
+        # Kept for the check on resume: it reads the last step's samples again.
         position.previous_ledger = position.ledger
         position.ledger = extend_data_hash(position.ledger, batch.samples)
         record = {
@@ -186,9 +204,12 @@ class Trainer:
         """Act on what any rank requests after this step, and return it; the caller stops."""
         step, meter = self.position.step, self.observers.meter
         requests, saver = self.control.requests, self.control.saver
+        # In the same all-reduce as stop requests, so a time budget costs no message of its own.
         end = self.schedule.proposed_end(step, meter.worked(), meter.pauses)
         agreed = requests.agreed(self.world, step, saver.failed, end, bool(compiler.failure))
         if agreed.uncompiled:
+            # A rank whose compilation failed has other collectives inside its blocks; all follow
+            # it.
             compiler.follow()
         if agreed.request is Request.FAILED:
             saver.wait()  # raises, on every rank
@@ -221,6 +242,7 @@ class Trainer:
             return
         unread, self._unread = self._unread, []
         # One copy to the host.
+        # A copy per step would wait for the device each time.
         numbers = iter(torch.cat([values for _, values, _ in unread]).tolist())
         for record, _, metrics in unread:
             judged = next(numbers), next(numbers), next(numbers)
@@ -266,6 +288,7 @@ class Trainer:
         """
         if self.validation_due():
             self.evaluate()
+        # A validation that a stop cut short is repeated; then the tasks wait for it.
         if self.tasks_due() and not self.validation_due():
             self.evaluate_tasks()
         if self.evaluation_due():
@@ -294,6 +317,7 @@ class Trainer:
         state, step = self.state, self.position.step
         evaluator, meter = self.observers.evaluator, self.observers.meter
         assert evaluator is not None
+        # First the losses: a diverged run must not spend minutes on an evaluation.
         self.read_losses()
         with self.control.watchdog.phase("evaluate"), meter.paused("evaluate"):
             record = evaluator.record(state.evaluated_module, step, self.stop_wanted, state.ema)
@@ -347,6 +371,8 @@ class Trainer:
         if step == self.schedule.steps:
             self.state.guard.check_trained(self.position)
         with self.control.watchdog.phase("save"), self.observers.meter.paused("save"):
+            # Before anything is written: a checkpoint of ranks that read different files must not
+            # exist.
             check_ranks(self.position, self.world)
             # One step earlier, so that a resume can read the last step's samples again and check
             # their hash.
@@ -368,6 +394,8 @@ class Trainer:
         if resume is None:
             seed_rank(self.cfg.seed, self.world.rank)
             return
+        # A rank beyond the saved ones has no generator state; the step keeps its seed from
+        # repeating that of the start.
         saved, seed = resume.stored(store.STATE), self.cfg.seed + resume.step
         self.state.restore(resume.stored(store.MODEL), saved)
         restore_rng(saved, self.world.rank, seed, self.world.device)
@@ -379,10 +407,12 @@ class Trainer:
 
     def rewind(self, cause: AnomalousStep) -> None:
         """Go back to the newest checkpoint; from there on skip the steps around `cause`."""
+        # Losses after the anomalous step belong to steps that are undone.
         self._unread.clear()
         folder = self.job.checkpoints
         with self.control.watchdog.phase("save"):
             self.control.saver.wait()
+            # Rank 0 chooses for all: a file server may show the ranks different folders.
             newest = store.newest(folder, check_position) if self.world.first else None
             checkpoint = self.world.from_first(newest)
             assert checkpoint is not None, "one was saved before the first step"

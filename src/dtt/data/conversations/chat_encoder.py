@@ -88,6 +88,7 @@ class ChatEncoder:
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
         facts = json.loads(tokenizer_json)
+        # A tokenizer.json may truncate or pad; conversations must keep every token.
         self._tokenizer = _exact(tokenizer_json, where)
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""
@@ -101,6 +102,7 @@ class ChatEncoder:
         self._stand_in: StandInTokenizer | None = None
         self._content, self._where = tokenizer_json, where
         size = self._tokenizer.get_vocab_size() + 1
+        # An array indexed by id: one lookup for a whole conversation.
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
         self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, fast=fast)
@@ -146,6 +148,7 @@ class ChatEncoder:
             for one in row
             if one.written is None
         ]
+        # One call for all, as the cost of a call exceeds that of a short text.
         encodings = iter(self._tokens.encode(plain))
         results: list[list[EncodedConversation] | RefusedRow] = []
         for row in rendered:
@@ -199,6 +202,7 @@ class ChatEncoder:
 
         Raises RefusedRow if the template refuses it.
         """
+        # Through the same render as training, so that the model sees the ids it was trained on.
         text = self.template.render(conversation, add_generation_prompt=True)
         _check_marks(text)
         suspicious = self._suspicious(conversation)
@@ -221,6 +225,7 @@ class ChatEncoder:
 
         Raises RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
         """
+        # A template that reacts to the marks would be encoded differently than without them.
         if marked is None or marked.text != text:
             raise RefusedRow(
                 "it contains text like a special token, which the chat template treats specially"

@@ -136,11 +136,14 @@ class LossMask:
         `text` is the plain render and `marked` the parsed marked render of the same conversation,
         or None if there is none. Raises RefusedRow if an answer cannot be located with certainty.
         """
+        # Marks can change what a template prints, such as a length or a condition. Then the trace
+        # proves nothing.
         if marked is not None and marked.text != text:
             marked = None
         prompts: dict[str, str | None] = {}
         found = []
         for index in indices:
+            # From the surest method to the weakest: trace, generation block, prefix.
             span = None if marked is None else _own_span(marked, index)
             answer = None
             if marked is not None and span is not None:
@@ -153,6 +156,7 @@ class LossMask:
                     and self._shows(conversation, hidden, answer, text)
                 ):
                     answer = self._cut(conversation, text, answer)
+            # Two more renders, so it comes last.
             answer = answer or self._by_prefix(conversation, text, index)
             if self._is_omitted(conversation.messages[index], text[answer.start : answer.end]):
                 answer = AnswerSpan(index, answer.start, answer.start, MaskMethod.OMITTED)
@@ -166,6 +170,7 @@ class LossMask:
         """
         has_text = any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
         rendered = rendered.strip()
+        # An empty answer in the data is a target as it is.
         if not has_text or (rendered and not rendered.startswith(self._special)):
             return False
         content = message.get("content")
@@ -202,6 +207,7 @@ class LossMask:
         expected = self._generation_prompt(conversation, before)
         if expected is None:
             expected = usual
+        # Without the generation prompt, the start of the answer is unknown.
         if usual is None or expected is None:
             return None
         header = header_length(prompts[before], expected, usual, text[start:end])
@@ -221,6 +227,7 @@ class LossMask:
         other = self.marked(replace(conversation, messages=tuple(messages)))
         span = None if other is None else _own_span(other, answer.message)
         if other is None or span is None:
+            # Without proof that the turns are separate, they count as mixed.
             return True
         return not other.text[span[0] : span[1]].endswith(text[answer.start : answer.end])
 
@@ -259,6 +266,8 @@ class LossMask:
             prompt is None
             or whole is None
             or len(whole) <= len(prompt)
+            # Both renders must continue each other: a template that rewrites earlier turns has no
+            # prefix.
             or not whole.startswith(prompt)
             or not text.startswith(whole)
         ):
@@ -279,6 +288,7 @@ class LossMask:
 
         It comes from a separate conversation with the same variables.
         """
+        # The same for all conversations with these variables: rendered once, not per row.
         key = (before, repr(conversation.template_kwargs), conversation.tools is None)
         if key not in self._generation_prompts:
             messages = PROBES.get(before, PROBES["user"])
@@ -312,6 +322,8 @@ def _own_span(marked: Marked, index: int) -> Span | None:
     """Return the span of a message if there is just one, without another message inside."""
     spans = marked.messages.get(index, ())
     if len(spans) != 1 or any(index in (outer, inner) for outer, inner, _ in marked.nested):
+        # Two spans mean that the template prints the message twice, and neither is the answer for
+        # certain.
         return None
     return spans[0]
 
@@ -382,6 +394,7 @@ def header_length(prompt: str | None, expected: str, usual: str, span: str) -> i
 def suffix_overlap(prompt: str, span: str) -> int:
     """Return the length of the longest suffix of `prompt` with which `span` begins."""
     tail = prompt[-len(span) :] if span else ""
+    # Eight characters are found by C code; a comparison at every position would be slow.
     begin = span[:8]
     at = tail.find(begin)
     while at != -1:

@@ -95,12 +95,14 @@ class Dataset:
 
     def samples_at(self, first: int, count: int) -> Samples:
         """Return the sample numbers at positions first … first + count - 1 of the run."""
+        # Sources first: which samples a source gives follows from how many of its own came before.
         sources, places = self.mixture.places(first, count)
         samples = np.empty(count, dtype=np.uint64)
         for number in np.unique(sources).tolist():
             where = sources == number
             # The positions of one source are consecutive, although the mixture interleaves sources.
             numbers = self.sources[number].samples_at(int(places[where][0]), int(where.sum()))
+            # The source is part of the number, so the data hash covers it.
             samples[where] = numbers | np.uint64(number << SOURCE_SHIFT)
         return samples
 
@@ -110,6 +112,7 @@ class Dataset:
             (source.read(numbers, with_doc_ids=with_doc_ids), where)
             for source, numbers, where in self._by_source(samples)
         ]
+        # The usual case of one source costs no copy.
         return parts[0][0] if len(parts) == 1 else _merged(parts)
 
     def _by_source(
@@ -140,6 +143,7 @@ class Dataset:
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return the number of epochs, as a float, of each source before a position, by name."""
+        # Counts follow from the position alone: nothing is stored, and nothing can drift.
         counts = self.mixture.counts(position).tolist()
         return {s.name: n / len(s) for s, n in zip(self.sources, counts, strict=True)}
 
@@ -167,6 +171,7 @@ class Dataset:
         Sources without state are absent.
         """
         counts = self.mixture.counts(position).tolist()
+        # Each source has its own position, which the mixture knows.
         states = {s.name: s.state(n) for s, n in zip(self.sources, counts, strict=True)}
         return {name: state for name, state in states.items() if state is not None}
 
@@ -192,6 +197,7 @@ def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
     first, where = parts[0]
     ids = np.empty((len(where), first.ids.shape[1]), first.ids.dtype)
     loss_mask = doc_ids = logprobs = None
+    # Sources with and without a loss mask can be mixed: without one, all tokens are targets.
     if any(rows.loss_mask is not None for rows, _ in parts):
         loss_mask = np.ones(ids[:, 1:].shape, dtype=np.bool_)
     if first.doc_ids is not None:
@@ -222,16 +228,19 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     for source in opened:
         _check_length(source, train.seq_len)
     if train.epochs is not None:
+        # `train.epochs` needs the number of samples, which is known only now.
         steps = steps_of_epochs(train, sum(len(source.train) for source in opened))
         train = train.model_copy(update={"steps": steps})
     step_sizes = resolve(train)
     mixture = Mixture(
         [len(source.train) for source in opened],
+        # Weights change at steps, and the mixture works on samples: steps may have different sizes.
         [(step_sizes.first_sample(step - 1), weights) for step, weights in _weights(cfg, opened)],
         data.on_exhausted,
         step_sizes.first_sample(train.steps),
     )
     vocabularies = [(source.train.name, source.vocabulary) for source in opened]
+    # All sources of a run need the same ids for the same text.
     compatibility.check_one_tokenizer(
         [(name, its.tokenizer, its.sha256) for name, its in vocabularies]
     )
@@ -357,6 +366,8 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
                 [(name, its.tokenizer, its.sha256) for name, its in named]
             )
     elif given is not None:
+        # Such files do not name their tokenizer, so its hash joins their key: the same ids with
+        # another tokenizer are other data.
         vocabulary, key = given, fingerprint([key, given.sha256])
     else:
         raise ConfigError(
@@ -389,6 +400,8 @@ def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weight
     first = {s.train.name: g or n for s, g, n in zip(opened, given, sizes, strict=True)}
     changes = [(1, first), *((change.step, change.weights) for change in data.weights)]
     return [
+        # Through the text of the number: Fraction(0.1) would be 3602879701896397/2**55, with a
+        # period beyond the limit.
         (step, tuple(Fraction(str(weights[source.train.name])) for source in opened))
         for step, weights in changes
     ]

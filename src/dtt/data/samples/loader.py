@@ -78,6 +78,7 @@ def targets_of(rows: Rows, *, eod_mask_loss: bool = False) -> npt.NDArray[np.int
     A target is the next token, unless that is padding or `rows.loss_mask` excludes it. With
     `eod_mask_loss`, the first token of a document is excluded too; this needs `rows.doc_ids`.
     """
+    # The last id of a row is no input; the first is no target.
     targets = rows.ids[:, 1:]  # padding is IGNORE_INDEX already
     if rows.loss_mask is not None:
         targets = np.where(rows.loss_mask, targets, IGNORE_INDEX)
@@ -121,12 +122,16 @@ class BatchReader:
         Rows have `seq_len` tokens, which must divide the length of a sample; None is the full
         length.
         """
+        # Every size-th sample: neither the number of ranks nor the micro-batch changes the samples
+        # of a step.
         local_samples = samples[self.rank :: self.size]
         if not len(local_samples):
             return []
         rows = source.read(local_samples, with_doc_ids=self.mask_documents or self.eod_mask_loss)
         width = rows.ids.shape[1] - 1
         seq_len = seq_len or width
+        # A shorter context gives more rows, so that a micro-batch keeps its number of tokens, and
+        # its memory.
         count = self.micro_batch * (width // seq_len)  # rows per micro-batch
         # IGNORE_INDEX is not a valid embedding index. Any id may replace it: padding is at the end
         # of a sample, so no token of a document attends to it, and its targets are ignored.
@@ -155,6 +160,7 @@ class BatchReader:
         micro_batches = self.read(source, samples)
         if micro_batches or self.size == 1:
             return micro_batches
+        # The tokens of another sample, not zeros: their number and documents have usual shapes.
         (other,) = replace(self, rank=0, size=1).read(source, samples[:1])
         return [replace(other, targets=torch.full_like(other.targets, IGNORE_INDEX))]
 
@@ -168,6 +174,8 @@ class BatchReader:
             return source.targets(samples)
         count = 0
         for first in range(0, len(samples), self.micro_batch):  # little memory at a time
+            # Every rank counts all samples, without a message. It costs one pass over the batch in
+            # memory maps.
             rows = source.read(samples[first : first + self.micro_batch], with_doc_ids=True)
             count += int((targets_of(rows, eod_mask_loss=True) != IGNORE_INDEX).sum())
         return count
@@ -183,6 +191,7 @@ class BatchReader:
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
+            # Pinned memory makes the copy asynchronous; the stream orders it before the step.
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
@@ -203,6 +212,8 @@ def training_batches(dataset: Dataset, reader: BatchReader, first_step: int) -> 
             tokens = None if dataset.manifest.chat is None else dataset.tokens_in(samples)
             return Batch(samples, targets, terms, micro_batches, tokens)
         except DttError:
+            # The exception surfaces in the training loop, which does not know the step of the
+            # thread.
             log.error("rank %d cannot read the data of step %d", reader.rank, step + 1)
             raise
 
@@ -220,10 +231,13 @@ def _prefetched(
     depth: int = 2,
 ) -> Batches:
     """Yield `read_batch(step)` for all steps; a thread reads up to `depth` steps in advance."""
+    # One thread: two would have to agree on the order in which sources are read.
     with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=set_up_thread) as pool:
         pending: deque[Future[Batch]] = deque()
         for step in steps:
             pending.append(pool.submit(read_batch, step))
+            # `depth` steps ahead: the device never waits, unless reading is slower than training on
+            # average.
             if len(pending) > depth:
                 yield pending.popleft().result()
         while pending:

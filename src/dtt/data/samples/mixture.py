@@ -39,15 +39,18 @@ def shares(weights: Weights) -> tuple[int, ...]:
     and every source with a positive weight has at least one.
     """
     total = sum(weights)
+    # Exact fractions: with floats, the least common multiple of the denominators would be huge.
     exact = [weight / total for weight in weights]
     length = math.lcm(*(share.denominator for share in exact))
     if length <= LONGEST_PATTERN:
         return tuple(int(share * length) for share in exact)
     ideal = [share * LONGEST_PATTERN for share in exact]
+    # At least one sample: a source that the user named must not vanish through rounding.
     counts = [max(1, math.floor(x)) if x else 0 for x in ideal]
     missing = LONGEST_PATTERN - sum(counts)
     for source in sorted(range(len(counts)), key=lambda i: counts[i] - ideal[i])[: max(0, missing)]:
         counts[source] += 1
+    # More were given out than there are: the largest share can spare them best.
     counts[counts.index(max(counts))] += min(0, missing)
     return tuple(counts)
 
@@ -75,17 +78,22 @@ def pattern(counts: tuple[int, ...]) -> Pattern:
     """
     period = sum(counts)
     sources, ranks, done = [], [], [0] * len(counts)
+    # Heap of (release slot, source): sources whose next sample may not be placed yet.
     waiting = [(0, source) for source, count in enumerate(counts) if count]
     ready: list[tuple[int, int]] = []
     for slot in range(period):
         while waiting and waiting[0][0] <= slot:
             _, source = heapq.heappop(waiting)
+            # The latest slot for the next sample that keeps the prefix within one sample of its
+            # share.
             deadline = -(-(done[source] + 1) * period // counts[source])
             heapq.heappush(ready, (deadline, source))
         _, source = heapq.heappop(ready)
         sources.append(source)
         ranks.append(done[source])
         done[source] += 1
+        # Released when its ideal position is reached; this bounds the lead of a source, as the
+        # deadline bounds its lag.
         heapq.heappush(waiting, (done[source] * period // counts[source], source))
     return Pattern(np.array(counts), np.array(sources), np.array(ranks))
 
@@ -104,6 +112,7 @@ class Phase:
     def counts(self, position: int) -> Ints:
         """Return [sources]: samples of each source before `position`, which is in this phase."""
         periods, slot = divmod(position - self.first, len(self.pattern.sources))
+        # At most one period is counted, so the cost does not grow with the position.
         part = np.bincount(self.pattern.sources[:slot], minlength=len(self.consumed))
         return self.consumed + periods * self.pattern.counts + part
 
@@ -159,6 +168,7 @@ class Mixture:
         gone: set[int] = set()  # exhausted sources, which are not repeated
         first, consumed = 0, np.zeros(len(self.sizes), dtype=np.int64)
         while first < self.end:
+            # The last change at or before this position holds.
             given = next(w for start, w in reversed(weights) if start <= first)
             left = tuple(Fraction(0) if i in gone else w for i, w in enumerate(given))
             if not any(left):
@@ -168,6 +178,8 @@ class Mixture:
             phases.append(phase)
             ends = self._ends(phase)
             changes = [start for start, _ in weights if start > first]
+            # The nearest event ends the phase: a change of weights, an exhausted source, or the
+            # end.
             first = min([self.end, *changes, *ends.values()])
             gone |= {source for source, end in ends.items() if end == first}
             if gone and self.on_exhausted == "stop":
@@ -192,6 +204,7 @@ class Mixture:
         """
         sources, places = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         filled = 0
+        # A batch may cross a phase; each part is looked up with array operations.
         while filled < count:
             number = bisect_right(self._firsts, first + filled) - 1
             phase, following = self.phases[number], self._firsts[number + 1 : number + 2]

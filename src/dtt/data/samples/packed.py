@@ -42,6 +42,7 @@ def bins(files: TokenFiles, ends: Ints, capacity: int) -> Bins:
     `ends` [shards] is the end of each shard in the token stream. Each shard is packed separately.
     The first process to call this packs the documents while the others wait on a file lock.
     """
+    # Versions of shards are in the key: other files with the same sizes get another packing.
     key = fingerprint(["best-fit", capacity, [(s.tokens, s.version) for s in files.shards]])[:16]
     place = cached(files.path, key, lambda aside: _pack(files, capacity, aside))
     return Bins(place, ends, capacity)
@@ -54,13 +55,16 @@ def cached(path: Path, key: str, write: Callable[[Path], None]) -> Path:
     """
     beside = path if path.is_dir() else path.parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Beside the tokens first, where all nodes find it; else in the home of the user.
     places = [beside / ".packing" / key, cache / "dtt" / "packing" / key]
     for place in places:
         if place.is_dir():
             return place
     place = places[0] if _can_hold(places[0].parent) else places[1]
     place.parent.mkdir(parents=True, exist_ok=True)
+    # One process of a node packs, while the others wait instead of packing too.
     with filelock.FileLock(place.with_name(f"{key}.lock")):
+        # Again under the lock: another process may have finished meanwhile.
         if not place.is_dir():
             _write(place, write)
     return place
@@ -73,11 +77,13 @@ def _write(place: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     write(aside)
+    # Flushed before the rename, or a power failure could leave a complete name with empty files.
     for path in aside.iterdir():
         fsync_file(path)
     try:
         aside.rename(place)
     except OSError:
+        # Another node won. Its packing is equal, as it depends on the key alone.
         if not place.is_dir():
             raise
         shutil.rmtree(aside)
@@ -153,6 +159,7 @@ class Bins:
         """See SampleLayout."""
         first = self._first[samples]
         counts = self._first[samples + np.uint64(1)] - first
+        # Array arithmetic instead of a loop: a batch has thousands of pieces.
         before = np.cumsum(counts) - counts  # pieces in the rows above
         row = np.repeat(np.arange(len(samples)), counts)
         piece = np.arange(len(row)) + (first - before)[row]
@@ -160,9 +167,11 @@ class Bins:
         place = np.cumsum(length) - length
         place += row * self._capacity - place[before][row]
         shard = self._ends.searchsorted(start, side="right")
+        # A piece belongs to the first shard that ends behind its start.
         shard_starts = np.concatenate([[0], self._ends])
         return ShardPieces(shard, start - shard_starts[shard], place, length)
 
     def targets(self, samples: Samples) -> int:
         """See SampleLayout."""
+        # Each sample is one token longer than its targets.
         return int(self.pieces(samples).length.sum()) - len(samples)

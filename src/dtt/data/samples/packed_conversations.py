@@ -95,6 +95,8 @@ def conversation_bins(
     """
     shards = [(shard.tokens, shard.version) for shard in files.shards]
     kind = "pairs" if files.are_pairs else "conversations"
+    # Everything that determines the packing is in the key. Versions of shards, not their content,
+    # which would have to be read.
     key = fingerprint([kind, VERSION, capacity, too_long, shards])[:16]
     place = cached(files.path, key, lambda aside: _pack(files, capacity, too_long, aside))
     return ConversationBins(place, ends, capacity)
@@ -136,15 +138,18 @@ def _pack(files: TokenFiles, capacity: int, too_long: TooLong, folder: Path) -> 
     base = 0
     for shard in files.shards:
         whole, counts = _fitting(shard, capacity, too_long, counts)
+        # Positions in the stream of all shards: bins mix conversations of different files.
         found.append(whole._replace(start=whole.start + base))
         base += shard.tokens
     none = np.empty(0, dtype=np.int64)
+    # The empty column keeps concatenate valid without shards.
     all_ = _Whole(*map(np.concatenate, zip((none,) * 4, *found, strict=True)))
     pack = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
     bins = pack(all_.length, capacity)
     packed, order = grouped(all_.start, all_.length, bins)
     write_columns(folder, _divided(packed, all_.chosen[order]) if files.are_pairs else packed)
     targets = np.add.reduceat(all_.targets[order], packed.first[:-1]) if len(order) else none
+    # int32: a sample has fewer than 2**31 targets. Half the bytes of int64 are read per step.
     targets.astype("<i4").tofile(folder / TARGETS)
     counts = counts.model_copy(
         update={
@@ -174,14 +179,17 @@ def _fitting(
     """
     bounds = document_bounds(shard)
     mask = read_mask(shard)
+    # Empty documents have no first token to exclude.
     start, length = bounds[:-1], np.diff(bounds)
     start, length = start[length > 0], length[length > 0]
     # See `loss_mask` for the first tokens.
     targets: Ints = start if not len(start) else np.add.reduceat(mask, start, dtype=np.int64)
+    # The first token of a conversation is predicted from another one, so it never counts.
     targets = targets - mask[start]
     has_targets = targets > 0
     chosen = length
     if before.pairs:
+        # Documents 2i and 2i + 1 are a pair: from here on, one item with the sum of both lengths.
         start, chosen, has_targets = start[::2], length[::2], has_targets[::2] & has_targets[1::2]
         length, targets = (column.reshape(-1, 2).sum(axis=1) for column in (length, targets))
     longest = int(length.max(initial=0))
@@ -197,9 +205,11 @@ def _fitting(
         )
     length, targets = length.copy(), targets.copy()
     for i in long.tolist() if too_long == "whole_turns" else ():
+        # One token more than fits, to see whether an answer ends exactly at the limit.
         kept = _answers_that_fit(mask[start[i] : start[i] + capacity + 1], capacity)
         if kept:
             length[i] = kept
+            # The first token is excluded here as well.
             targets[i] = int(mask[start[i] + 1 : start[i] + kept].sum())
     fits = length <= capacity
     used = fits & has_targets
@@ -220,6 +230,7 @@ def _answers_that_fit(mask: Bytes, capacity: int) -> int:
 
     `mask` has one token more. The result is 0 if no answer ends within the capacity.
     """
+    # Position i is an answer's last target if i + 1 is none.
     ends = np.flatnonzero((mask[1:capacity] != 0) & (mask[2 : capacity + 1] == 0))
     return int(ends[-1]) + 2 if len(ends) else 0
 

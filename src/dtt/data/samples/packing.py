@@ -49,6 +49,7 @@ def grouped(start: Ints, length: Ints, bins: Ints) -> tuple[Packed, Ints]:
 
     `start` must ascend, so that the pieces of a bin are in text order.
     """
+    # Stable: pieces stay in text order, and the result is the same on every machine.
     order = np.argsort(bins, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
     return Packed(first, start[order], length[order]), order
@@ -62,9 +63,12 @@ def best_fit(lengths: Ints, capacity: int) -> Ints:
     items of that length as fit, and all bins with equal room take equally many. So one bulk
     assignment suffices for each pair of length and room.
     """
+    # Longest first: short items fill the gaps that long ones leave.
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), dtype=np.int64)
     open_bins = _Bins(capacity)
+    # Counted by length: time grows with the number of distinct lengths, not with the number of
+    # documents.
     counts = np.bincount(lengths, minlength=capacity + 1)
     placed = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
@@ -95,6 +99,7 @@ def least_slack(lengths: Ints, capacity: int) -> Ints:
     for longest in np.flatnonzero(counts)[::-1].tolist():
         while left[longest]:
             combination = _fullest(left, longest, capacity)
+            # One search serves as many bins as these items can fill.
             times = min(left[length] // count for length, count in combination.items())
             for length, count in combination.items():
                 stop = int(ends[length]) - left[length] + times * count
@@ -112,6 +117,7 @@ def _fullest(left: list[int], longest: int, capacity: int) -> dict[int, int]:
     an integer; the copies of a length are added in groups of 1, 2, 4, …, so that few are needed.
     """
     room = capacity - longest
+    # Sums above the room are cut off, so the integer has at most capacity + 1 bits.
     limit = (1 << (room + 1)) - 1
     sums = 1
     groups: list[tuple[int, int, int]] = []  # (length, copies, the sums before them)
@@ -124,10 +130,12 @@ def _fullest(left: list[int], longest: int, capacity: int) -> dict[int, int]:
             sums |= (sums << (length * size)) & limit
             copies -= size
             size *= 2
+        # The room can be filled exactly, so shorter items cannot improve it.
         if sums >> room:
             break
     rest = sums.bit_length() - 1
     found = {longest: 1}
+    # Backwards through the groups: an item was used if the sum cannot be reached without it.
     for length, size, before in reversed(groups):
         if not before >> rest & 1:
             found[length] = found.get(length, 0) + size
@@ -154,12 +162,14 @@ class _Bins:
         Uses only the bins with the least remaining room that fits an item, or new bins if there are
         none. There may be too few such bins, so fewer items than `items` may be placed.
         """
+        # An integer as a bit set: the tightest room is its lowest set bit, found without a loop.
         fitting = self._there >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else self._capacity
         each = room // length
         wanted = -(-items // each)
         bins = self._of(room, wanted) if fitting else self._new(wanted)
         full, rest = divmod(items, each)
+        # The bins may not suffice; the caller places the rest elsewhere.
         if len(bins) * each <= items:
             self._put(bins, room - each * length)
             return np.repeat(bins, each)

@@ -26,12 +26,14 @@ def permutation(index: Samples, size: int, key: bytes) -> Samples:
     2002): images outside the range are permuted again. This takes at most 4 evaluations per index
     on average.
     """
+    # An even number of bits, as both halves of a balanced network have the same width.
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(key, digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
     image = _feistel(index, half, mask, keys)
     outside = np.flatnonzero(image >= size)
+    # The range is at least a quarter of the domain, so few indices need another walk.
     while outside.size:
         image[outside] = _feistel(image[outside], half, mask, keys)
         outside = outside[image[outside] >= size]
@@ -58,6 +60,7 @@ class Order:
     def __init__(self, key: str, samples: int) -> None:
         """Shuffle range(samples) with `key`, which consists of the seed and the source."""
         self._key, self._samples = key, samples
+        # The last block is kept: consecutive steps lie in the same one.
         self._latest = -1, -1, np.empty(0, dtype=np.uint64)
 
     def samples_at(self, first: int, count: int) -> Samples:
@@ -76,6 +79,7 @@ class Order:
         if (of_epoch, of_block) != (epoch, block):
             stop = min((block + 1) * BLOCK, self._samples)
             index = np.arange(block * BLOCK, stop, dtype=np.uint64)
+            # The epoch is in the key, so each epoch has its own order without any state.
             samples = permutation(index, self._samples, f"{self._key}/{epoch}".encode())
             self._latest = epoch, block, samples
         return samples
@@ -86,6 +90,7 @@ def extend_data_hash(ledger: bytes, samples: Samples) -> bytes:
 
     `ledger` is the hash before the step. The chain identifies all samples of a run and their order.
     """
+    # Little-endian on every machine: the chain is compared across machines.
     content = ledger + samples.astype("<u8").tobytes()
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 

@@ -57,6 +57,7 @@ def open_text(cfg: RunConfig) -> Opened:
     documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg)))
     path = find_tokenizer(cfg.tokenizer)
     content, end = path.read_bytes(), cfg.tokenizer.end_of_document
+    # Exports and resumes of such a job would use other ids than training did.
     if tokenizer_content(path) != content:
         raise ConfigError(
             "the files beside tokenizer.json change its ids",
@@ -65,6 +66,7 @@ def open_text(cfg: RunConfig) -> Opened:
             next="dtt tokenize merges them: data.type=tokens",
         )
     encoder = Encoder(content, end, path, cfg.tokenize.engine, cfg.tokenizer.bos)
+    # Before the first document: a run that changed engines midway would mix their ids.
     encoder.settle(encoder.doubt(some_text(documents.corpus, documents.units)))
     vocabulary = Vocabulary(
         path,

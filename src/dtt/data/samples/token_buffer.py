@@ -38,10 +38,13 @@ class ShardIds:
         width = np.array([np.dtype(s.dtype).itemsize for s in shards], dtype=np.int64)
         header = np.array([s.offset for s in shards], dtype=np.int64)
         self._size = header + width * np.array([s.tokens for s in shards], dtype=np.int64)
+        # Huge pages need aligned maps, and save misses of the address translation. Small shards
+        # would waste most of one.
         page = HUGE_PAGE if self._size.sum() > HUGE_PAGE * len(shards) else mmap.PAGESIZE
         room = -(-self._size // page) * page
         self._begin = np.cumsum(room) - room
         try:
+            # Address space only: no memory and no file is used before the first read.
             self._bytes = reserve(int(room.sum()))
         except OSError as error:
             raise InputError(
@@ -65,6 +68,8 @@ class ShardIds:
         Raises InputError for a missing file, DamagedError for one that is too short or too long.
         """
         for first in range(0, len(pieces.shard), MAPPED_SHARDS):
+            # The reader thread and an evaluation share the buffer; unmapping under a read would end
+            # the process.
             with self._lock:
                 self._read(ShardPieces(*(x[first : first + MAPPED_SHARDS] for x in pieces)), rows)
 
@@ -73,6 +78,7 @@ class ShardIds:
         if some_missing and not self._is_mapped[pieces.shard].all():
             self._map(set(pieces.shard.tolist()))
         here = pieces._replace(start=self._first[pieces.shard] + pieces.start)
+        # The usual case: no boolean selection of pieces.
         if len(self._views) == 1:
             _copy(self._views[0], here, rows)
             return
@@ -84,6 +90,7 @@ class ShardIds:
         """Map all shards in `needed`; first unmap others if MAPPED_SHARDS would be exceeded."""
         missing = sorted(needed - self._mapped.keys())
         too_many = max(0, len(self._mapped) + len(missing) - MAPPED_SHARDS)
+        # Oldest first. Shards that this read needs stay.
         for shard in [*islice((s for s in self._mapped if s not in needed), too_many)]:
             self._is_mapped[shard] = False
             del self._mapped[shard]
@@ -99,6 +106,7 @@ class ShardIds:
             size = map_into(self._place(number), shard.path)
         except FileNotFoundError:
             raise InputError("a token file is missing", where=shard.path) from None
+        # A file that shrank since would end the process with SIGBUS when its pages are read.
         if size != self._size[number]:
             raise DamagedError(
                 "a token file is shorter or longer than it should be",

@@ -83,6 +83,8 @@ class Ends:
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """See Documents."""
         before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
+        # Document i starts where document i - 1 ends, so the ends are shifted by one.
+        # The first document starts at 0, where no other one ends.
         return np.insert(before, 0, 0) if first == 0 else before
 
     def starting_after(self, token: int) -> int:
@@ -98,10 +100,13 @@ class Ends:
         """Scan a file of ids for `end_of_document`; if it is None, the file is one document."""
         tokens, dtype = header.tokens, np.dtype(header.dtype)
         found = [np.array([tokens], dtype=np.int64)]  # the last document may lack its end token
+        # In parts: a file may be larger than the memory.
         for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
             offset = header.offset + start * dtype.itemsize
             part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
+            # A document ends behind its end token.
             found.append(start + 1 + np.flatnonzero(part == end_of_document))
+        # The last token may be an end token, which gives its end twice.
         return cls(np.unique(np.concatenate(found)))
 
 
@@ -197,6 +202,8 @@ def open_files(
             if broken is None:
                 raise
             broken[bin_path(one) if format_ == "megatron" else one] = error
+    # Names and sizes only: hashing terabytes at every start is not affordable. Files of dtt have
+    # hashes in their manifest.
     content = [(s.path.name, s.tokens, s.dtype) for s in shards]
     return TokenFiles(
         path, _one_format(shards, format_), tuple(shards), fingerprint(content), None, None
@@ -224,6 +231,7 @@ def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Pat
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
         if any(name.endswith(".idx") for name in names):
+            # Both halves count, so that a lone half is reported instead of ignored.
             pairs = {n.removesuffix(".idx").removesuffix(".bin") for n in names if _half(n)}
             return "megatron", [path / name for name in sorted(pairs)]
         if any(name.endswith(".ds") for name in names):

@@ -75,9 +75,11 @@ def tokenize(
     contains the token files of a different corpus, tokenizer or options and `overwrite` is not
     given, and DamagedError for an unreadable document if `tokenize.on_bad_document` is `stop`.
     """
+    # Before the tokenizer is loaded: its threads read the variables once.
     cores = _share_cores(comm)
     kind = PlainText(cfg.engine) if kind is None else kind
     first = comm.rank == 0
+    # One process per folder; rank 0 holds the lock for all its ranks.
     with exclusive(out, "dtt tokenize") if first else nullcontext():
         corpus, plan = make_work_plan(
             cfg, tokenizer, corpus_folder, out, comm, kind, overwrite=overwrite
@@ -104,8 +106,10 @@ def tokenize(
                 stop_at_bad=cfg.on_bad_document == "stop",
                 cores=cores,
             )
+            # A gather is also a barrier: all units have their markers after it.
             ranks = [Work(*work) for work in comm.gather(work)]
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
+        # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
         if manifest is None:
             return None
@@ -139,6 +143,7 @@ def _check_space(
     mine = "" if place == out else socket.gethostname()
     disks = comm.gather(mine)
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
+    # One rank per disk checks for all that write there: each alone would find enough space.
     if comm.rank == beside[0]:
         units = [unit for rank in beside for unit in plan.units_of(rank, comm.size)]
         token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
@@ -155,6 +160,7 @@ def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[N
         sizes = {f"{unit.index:05d}": unit.text_bytes for unit in units}
         seen = 0
         with progress("tokenizing", sum(sizes.values())) as advance:
+            # Rank 0 watches files instead of asking: messages would wait for ranks that encode.
             while not stop.wait(1.0):
                 now = _done_bytes(out / WORK, sizes)
                 advance(max(now - seen, 0))
@@ -218,6 +224,7 @@ def _finish(
     )
     _check_left_out(cfg, manifest, problems)
     _check_splits(cfg, corpus, out, manifest, problems)
+    # Last: a folder with a manifest is complete.
     write_atomically(out / TokensManifest.filename, manifest.dump())
     return manifest, problems
 
@@ -239,6 +246,7 @@ def _check_left_out(
 
     An earlier run may have left them out under a different setting.
     """
+    # Earlier runs may have skipped documents that this configuration refuses.
     if manifest.left_out and cfg.on_bad_document == "stop":
         raise DamagedError(
             f"{manifest.left_out} documents cannot be read",

@@ -72,6 +72,7 @@ def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     try:
         marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
         for shard in marker.shards:
+            # A marker is read from a folder that others can write to: its names must stay in it.
             checked_name(shard.stem, marker_path(out, unit))
     except (FileNotFoundError, ValidationError, DamagedError):
         return None
@@ -82,6 +83,7 @@ def write_marker(out: Path, unit: int, place: Path, marker: UnitMarker) -> None:
     """Write the marker of a unit, after its shards have been written to `place` and synced."""
     stems = [(place / shard.stem, shard) for shard in marker.shards]
     files = [path for stem, shard in stems for path, _ in hashed_files(stem, shard)]
+    # Before the marker, so that a finished unit is not hashed again.
     remember_hashed(out, unit, facts(out, files))
     write_atomically(marker_path(out, unit), marker.model_dump_json(indent=1) + "\n")
 
@@ -91,6 +93,7 @@ def facts(out: Path, files: Iterable[Path]) -> Facts:
 
     Files in `out` are keyed by their name, others by their full path, so that `out` can be moved.
     """
+    # Both change if a file is replaced, in all but deliberate cases.
     stats = {path.name if path.parent == out else str(path): path.stat() for path in files}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 

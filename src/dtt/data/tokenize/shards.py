@@ -77,6 +77,7 @@ def encode_units(
                 if coming is not None:
                     prefetch(corpus, coming)
                 shards = _UnitShards(out, place, unit, key, splits, encoder, stop_at_bad)
+                # Closed also if a later batch fails: half-written files must not look complete.
                 opened.enter_context(shards.open_files)
                 for batch in encoder.read(corpus, unit, shards.bad):
                     yield shards, batch
@@ -86,6 +87,8 @@ def encode_units(
             if batch is None:
                 behind.do(shards.finish)
                 continue
+            # Bytes decide about the split, before encoding: the split must not depend on the
+            # tokenizer.
             contents = [encoder.content(document) for document in batch]
             divided = _divided(batch, contents, validation_fraction)
             for split, documents in divided.items():
@@ -108,6 +111,7 @@ def _divided(
     batch: list[D], contents: list[bytes], validation_fraction: float
 ) -> dict[Split, list[D]]:
     """Return the documents of each split, by a hash of their contents; empty ones are left out."""
+    # An empty document would be an end-of-document token alone.
     documents = [pair for pair in zip(batch, contents, strict=True) if pair[1]]
     if not validation_fraction:
         return {"train": [document for document, _ in documents]}
@@ -156,6 +160,7 @@ class _UnitShards:
 
     def finish(self) -> None:
         """Move the shards to their final paths, then write the marker."""
+        # Writers flush and close first, so that the hashes are those of complete files.
         with self.open_files:
             files = {split: writer.close() for split, writer in self._writers.items()}
         shards: list[TokenShard] = []
@@ -171,9 +176,11 @@ class _UnitShards:
                 host=self._host,
                 path=self._host and str(self._place / stem),
             )
+            # A unit may have no held-out document; then there is no file.
             _put(self._asides[split], self._place / stem, shard, keep=written.sequences > 0)
             if written.sequences:
                 shards.append(shard)
+        # Before the marker: after a power failure, a marker must not name missing files.
         fsync_folder(self._place)
         marker = UnitMarker(
             key=self._key,

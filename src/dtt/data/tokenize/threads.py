@@ -18,6 +18,7 @@ def ahead(items: Iterator[T], reader: Executor) -> Iterator[T]:
 
     No item may be None.
     """
+    # None marks the end, because StopIteration cannot pass through a future.
     coming = reader.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = reader.submit(next, items, None)
@@ -41,14 +42,17 @@ class Behind:
 
     def do(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call `action` later, in the background thread."""
+        # Bounds memory: a slow disk makes the encoder wait instead of collecting batches.
         self._finish(self._depth)
         self._waiting.append(self._thread.submit(self._try, partial(action, *args, **kwargs)))
 
     def _try(self, action: Callable[[], None]) -> None:
+        # Actions after a failed one would write to a broken file.
         if self._failed:
             return
         try:
             action()
+        # Also KeyboardInterrupt: the next action must not run.
         except BaseException:
             self._failed = True
             raise
@@ -70,4 +74,5 @@ class Behind:
             if error is None:
                 self._finish(0)
         finally:
+            # Waits for the action in progress, drops the others.
             self._thread.shutdown(cancel_futures=True)

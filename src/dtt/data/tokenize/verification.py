@@ -46,18 +46,21 @@ def find_faults(
     Files on a node's local disk are checked by the ranks of that node. Without `remember`, the
     results of the checks are not recorded, so nothing is written.
     """
+    # The name of the node, not of the rank: a local disk is shared by the ranks of a node.
     here = socket.gethostname()
     in_manifest = _by_unit(out, key)
     faults: dict[int, Fault] = {}
 
     def check(unit: int) -> str | None:
         """Check a unit and record its fault; return the host of its files if it is another node."""
+        # A unit whose marker was lost may still be proven complete by the manifest.
         marker = read_marker(out, unit, key)
         if marker is None and in_manifest is None:
             there = marker_path(out, unit).exists()
             faults[unit] = Fault("its marker is damaged" if there else NOT_MADE)
             return None
         shards = (in_manifest or {}).get(unit, []) if marker is None else marker.shards
+        # A shard on another node's disk cannot be read here; one of its ranks does it below.
         for shard in shards:
             if _stem(out, shard, here) is None:
                 return shard.host
@@ -68,13 +71,17 @@ def find_faults(
             faults[unit] = Fault("its marker is missing", intact=True)
         return None
 
+    # Interleaved, because neighbouring units are often of one size.
     own = range(comm.rank, units, comm.size)
     away = [[unit, host] for unit in own if (host := check(unit)) is not None]
+    # All ranks take part in both gathers, also those without units.
     gathered: list[Any] = comm.gather([here, away])
     for unit, host in [found for _, others in gathered for found in others]:
         ranks = [rank for rank, (name, _) in enumerate(gathered) if name == host]
+        # One rank of that node, chosen by the unit, so that its ranks share the work.
         if ranks and comm.rank == ranks[unit % len(ranks)]:
             check(unit)
+        # Reported once, by rank 0: every rank sees it.
         elif not ranks and comm.rank == 0:
             faults[unit] = Fault(f"on the disk of {host}, which is not part of this run")
     everyone: list[Any] = comm.gather([[unit, *fault] for unit, fault in faults.items()])
@@ -106,6 +113,7 @@ def _by_unit(out: Path, key: str) -> dict[int, list[TokenShard]] | None:
 def _stem(out: Path, shard: TokenShard, here: str) -> Path | None:
     """Return the path of a shard's files without suffix; None if they are on another node."""
     stem = out / shard.stem
+    # The files may have been moved from the local disk into the folder.
     if shard.path is None or idx_path(stem).exists():
         return stem
     return Path(shard.path) if shard.host == here else None
@@ -121,6 +129,7 @@ def _damage(
         try:
             found = facts(out, [path])
             now |= found
+            # Size and time first: hashing all files of a large folder takes minutes.
             if not found.items() <= known.items() and sha256_file(path) != sha256:
                 return (
                     f"{path} is damaged: its sha256 differs from that of the data that was written"
@@ -129,6 +138,7 @@ def _damage(
             return f"{path} is missing"
         except OSError as error:  # such as a failing disk
             return f"{path} cannot be read: {error.strerror}"
+    # Only after all files of the unit are intact.
     if remember and now != known:
         remember_hashed(out, unit, now)
     return None

@@ -58,6 +58,7 @@ class TreeBatch:
 
     def add(self, rows: Sequence[OptionTree], shared: int) -> None:
         """Add questions; if there are several, as branches of one tree of `shared` tokens."""
+        # A single question has nothing to share.
         if len(rows) < 2:
             shared = 0
         root = range(self.size, self.size + shared)
@@ -73,12 +74,15 @@ class TreeBatch:
         for i, (option, branch) in enumerate(
             zip(row.options, row.branches, strict=True), row.first
         ):
+            # Indices in the packed batch of all tokens of this option, shared ones included.
             path = [*root, *own, *range(self.size, self.size + len(branch))]
             self.size += len(branch)
+            # The first target is predicted from the last token of the context.
             before = path[len(option.context) - 1 :]
             self.scored += map(
                 ScoredToken, repeat(row.question), repeat(i), before, option.continuation
             )
+        # An option of one token is scored from the prefix and has no branch.
         return TokenTree(prefix, [TokenTree(branch) for branch in row.branches if branch])
 
 
@@ -95,9 +99,11 @@ def tree_batches(questions: Sequence[Sequence[Option]], batch_tokens: int) -> It
         if options
         for row in _trees(i, 0, options, batch_tokens)
     )
+    # Sorting brings equal beginnings together, for any order of the questions.
     for shared, group in _groups(sorted(rows, key=lambda row: row.prefix)):
         members, size = list[OptionTree](), 0
         for row in group:
+            # The first member pays for the shared tokens, each further one only for its own.
             if batch.size + size + row.size - (shared if members else 0) > batch_tokens:
                 batch.add(members, shared)
                 if batch.trees:
@@ -115,6 +121,7 @@ def _trees(
     question: int, first: int, options: Sequence[Option], batch_tokens: int
 ) -> Iterator[OptionTree]:
     """Yield the tree of a question, or trees of parts of its options if it exceeds a batch."""
+    # Halves, until a part fits: the context is then computed once per part.
     tree, half = _tree(question, first, options), len(options) // 2
     if tree.size <= batch_tokens or half == 0:
         yield tree
@@ -124,7 +131,10 @@ def _trees(
 
 
 def _tree(question: int, first: int, options: Sequence[Option]) -> OptionTree:
+    # The last token of an option is only a target, so it is no input.
     inputs = [(*option.context, *option.continuation[:-1]) for option in options]
+    # All sorted sequences lie between the smallest and the largest, so what these two share, all
+    # share.
     common = _common(min(inputs), max(inputs))
     branches = tuple(tokens[common:] for tokens in inputs)
     return OptionTree(question, first, options, inputs[0][:common], branches)
@@ -145,6 +155,7 @@ def _groups(rows: Sequence[OptionTree]) -> Iterator[tuple[int, list[OptionTree]]
             yield shared, group
             group, shared = [following], 0
         else:
+            # A group shares what its least similar neighbours share.
             shared = min(shared or common, common)
             group.append(following)
     if group:

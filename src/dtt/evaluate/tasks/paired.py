@@ -63,6 +63,7 @@ def compare(
 
     `type` and `chance` are those of the task.
     """
+    # By id: the two files may have the questions in another order, or other ones.
     others = {record["id"]: record for record in second}
     ours = [record for record in first if record["id"] in others]
     theirs = [others[record["id"]] for record in ours]
@@ -83,6 +84,7 @@ def compare(
 
 def _test(ours: Sequence[float], theirs: Sequence[float]) -> McNemar:
     right = list(zip(ours, theirs, strict=True))
+    # Ties carry no information about which model is better.
     first, second = right.count((1.0, 0.0)), right.count((0.0, 1.0))
     return McNemar(first, second, mcnemar(first, second))
 
@@ -96,8 +98,10 @@ def mcnemar(only_first: int, only_second: int) -> float:
     discordant = only_first + only_second
     if discordant < EXACT_BELOW:
         fewer = min(only_first, only_second)
+        # Exact integers: the counts may be large, and p-values small.
         tail = sum(math.comb(discordant, k) for k in range(fewer + 1))
         return float(min(1.0, 2 * tail / 2**discordant))
+    # The correction brings the continuous distribution closer to the discrete one.
     statistic = max(0, abs(only_first - only_second) - 1) ** 2 / discordant
     return math.erfc(math.sqrt(statistic / 2))
 

@@ -101,7 +101,7 @@ class TaskRunner:
         task, total = data.task, len(data.questions)
         writer: ResultWriter | _Unsaved = _Unsaved()
         with ExitStack() as stack:
-
+            # Runs on rank 0. Its result or error reaches all ranks, so all go on or all stop.
             def open_file() -> tuple[TaskResult | None, int, int]:
                 nonlocal writer
                 if file is not None:
@@ -119,9 +119,11 @@ class TaskRunner:
             with progress(task.name, total, "questions", shown=self.world.first) as advance:
                 advance(answered)
                 while answered < total:
+                    # Asked between blocks as well, for tasks whose blocks have one batch.
                     records = None if stop() else self._next_block(data, answered, blocks, stop)
                     if records is None:
                         return None
+                    # Written before the next block is computed, so a kill loses one block.
                     self.world.on_first(partial(writer.append, records))
                     answered, blocks = answered + len(records), blocks + 1
                     advance(len(records))
@@ -137,6 +139,7 @@ class TaskRunner:
         self, data: TaskData, answered: int, blocks: int, stop: Callable[[], bool]
     ) -> list[AnswerRecord] | None:
         """Return the records of the block after `blocks` blocks; None if `stop()` was true."""
+        # The shift is limited, as the number of blocks of a damaged file could be anything.
         size = min(FIRST_BLOCK << min(blocks, 32), LARGEST_BLOCK)
         rest = (data.questions[i] for i in range(answered, len(data.questions)))
         return self._score(data.task, self._encode(data.task, rest, size), stop)
@@ -149,6 +152,7 @@ class TaskRunner:
         facts: list[Mapping[str, Any]] = []
         tokens = 0
         for question in questions:
+            # At least one question, however long it is.
             if tokens >= size:
                 break
             chosen.append(question)
@@ -182,6 +186,8 @@ class TaskRunner:
         """Return the records of a block; None if `stop()` was true."""
         records = []
         if task.type == "generation":
+            # Answers may end at the first token of a stop string, which saves the rest of
+            # `max_tokens`.
             ends = (*self.until_ids, *tokens_that_begin_with(self.encoder.tokenizer, task.until))
             replies = self.generator.generate(block.prompts, task.max_tokens, ends, stop)
             if replies is None:
@@ -193,6 +199,8 @@ class TaskRunner:
         else:
             asked = block.options
             if task.type == "rolling":  # windows have nothing to share, as options have
+                # As questions of their own, so that windows of one document can go to different
+                # ranks.
                 asked = [[window] for windows in block.options for window in windows]
             scores = self.scorer.score(asked, stop)
             if scores is None:
@@ -232,6 +240,7 @@ def _count_tokens(options: Sequence[Option]) -> int:
 
 def _rounded(question: Question, log_likelihood: float) -> float:
     """Round a log-likelihood; raise Diverged if it is not finite."""
+    # Before it is written: JSON, and so a result file, has no NaN.
     if not math.isfinite(log_likelihood):
         raise Diverged(
             "the model's log-probabilities are not finite",
@@ -259,6 +268,7 @@ def _compared(task: Task, question: Question, scores: Sequence[OptionScore]) -> 
 def _rolled(task: Task, question: Question, scores: Sequence[OptionScore]) -> AnswerRecord:
     """Return the record of a document, whose windows have `scores`."""
     text = question.answers[0] if question.answers else question.continuations[0]
+    # fsum: the total must not depend on the order in which windows were scored.
     total = math.fsum(score.log_likelihood for score in scores)
     return {
         "log_likelihood": _rounded(question, total),
@@ -269,6 +279,7 @@ def _rolled(task: Task, question: Question, scores: Sequence[OptionScore]) -> An
 
 def _generated(task: Task, question: Question, text: str) -> AnswerRecord:
     """Return the record of a generated text; an empty answer is never right."""
+    # The earliest stop string, as the model may have continued past it.
     ends = [at for end in task.until if (at := text.find(end)) >= 0]
     answer = text[: min(ends, default=len(text))]
     try:

@@ -85,6 +85,8 @@ class Script:
     """True if the job runs the copy of dtt in `code/` of its directory."""
 
     def __post_init__(self) -> None:
+        # The script quotes every value, but `#SBATCH` lines are parsed by Slurm, which knows no
+        # shell quoting. So names are restricted instead.
         if not re.fullmatch(PLAIN_NAME, self.job_name):
             raise ConfigError(
                 f"{self.job_name!r} is not a valid name of a Slurm job",
@@ -100,6 +102,7 @@ class Script:
                 next="submit from a parent folder, with another name",
             )
         texts = [str(self.directory), *self.argv]
+        # A line break would end a comment or an option of the script.
         if any(re.search(r"[\x00-\x1f\x7f-\x9f]", text) for text in texts):
             raise ConfigError(
                 "paths and arguments of a Slurm job cannot contain control characters",
@@ -168,6 +171,7 @@ def _template(text: str) -> Template:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
+    # Sandboxed, because launch.template is a file of the user that may come from elsewhere.
     environment = SandboxedEnvironment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -194,6 +198,7 @@ def _variables(script: Script) -> dict[str, Any]:
     """Return the variables that a template may use."""
     launch = script.launch
     folder = script.job / "logs"
+    # %A_%a for tasks of an array, whose %j is a different number for each.
     stem = "%x-%A_%a" if script.array else "%x-%j"
     return {
         "job_name": script.job_name.replace("/", "."),
@@ -250,6 +255,7 @@ def _launcher(script: Script) -> Iterator[str]:
     if script.kind == "tokenize" and launch.mpi == "mpirun":
         yield f"mpirun -n {script.nodes * script.tasks_per_node}"
         return
+    # From the allocation, because `sbatch --nodes=N slurm.sh` overrides the number in the script.
     yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
     # Since Slurm 22.05, srun no longer inherits --cpus-per-task from sbatch.
     if launch.cpus_per_task is not None:
@@ -291,9 +297,11 @@ def lead(job: JobDir, launch: LaunchConfig) -> int:
     """
     if launch.lead_seconds is not None:
         return min(launch.lead_seconds, LONGEST_LEAD)
+    # Read at each submission: the job measures its step and save times while it runs.
     recorded = (read_text(job.lead) or "").strip()
     seconds = int(recorded) if re.fullmatch(r"[0-9]{1,9}", recorded) else DEFAULT_LEAD
     if launch.time_limit is not None:
+        # A lead of more than half would leave less time to train than to stop.
         seconds = min(seconds, max(1, launch.time_limit // 2))
     return min(seconds, LONGEST_LEAD)
 
@@ -311,6 +319,7 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
     started = time.time()
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    # The request may have been processed: submitting again could start the job twice.
     if done.returncode != 0 and NO_ANSWER.search(done.stderr):
         return _accepted(script.absolute(), started - CLOCKS_DIFFER, done.stderr.strip())
     if done.returncode != 0:
@@ -320,6 +329,7 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
             why=done.stderr.strip() or f"sbatch exited with {done.returncode}",
             next="fix the `launch` section, then submit again",
         )
+    # `--parsable` prints `id;cluster` where there are several clusters.
     return done.stdout.strip().partition(";")[0]
 
 
@@ -328,6 +338,7 @@ def _accepted(script: Path, since: float, message: str) -> str:
 
     Raises Unanswered if the queue does not show the job either.
     """
+    # Ten seconds in all, as a controller under load answers late.
     for seconds in (1, 3, 6):
         time.sleep(seconds)
         if found := squeue.of_script(script, since):

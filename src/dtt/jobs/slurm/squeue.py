@@ -17,6 +17,8 @@ RUNNING = frozenset(
 )
 
 SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%V|%S|%e|%r")
+# --duplicates lists every run of a requeued job: without it, the last row hides how the first
+# ended.
 SACCT = (
     "sacct", "--noheader", "--allocations", "--duplicates", "--parsable2",
     "--format=JobID,State,NodeList,Submit,Start,End,Reason",
@@ -92,6 +94,7 @@ def ask(ids: Collection[str]) -> Answer:
     if code != 0 and "Invalid job id" not in error:
         return Answer({}, error=error or f"squeue exited with {code}")
     try:
+        # Another version, or a wrapper that the site installed, may print something else.
         jobs = _parse(out)
     except ValueError:
         return Answer({}, error="unexpected output of squeue")
@@ -141,6 +144,7 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
             argv, capture_output=True, text=True, env=env, check=False, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired:
+        # A hanging controller must not hang `dtt job status`.
         return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
     lines = done.stderr.strip().splitlines()
     return done.returncode, done.stdout, lines[-1] if lines else ""
@@ -170,6 +174,7 @@ def current(ids: Iterable[str], answer: Answer) -> SlurmJob | None:
     That is the running one, else the queued one, else the last. A running one takes precedence over
     a queued one, which may be its successor.
     """
+    # In the order of submission, so that the last one wins among equals.
     known = [answer.jobs[id] for id in ids if id in answer.jobs]
     rank = {job.id: (job.running, job.queued, i) for i, job in enumerate(known)}
     return max(known, key=lambda job: rank[job.id], default=None)

@@ -43,6 +43,7 @@ def submit(script: Script, *, send: bool = True) -> str | None:
     if not send:
         record(None)
         return None
+    # Before submission: a job that starts at once must not find the requests of an earlier one.
     with _requests_removed(jobs), _unanswered_recorded(record):
         id = job_script.submit(folder.script)
     record(id)
@@ -57,6 +58,7 @@ def submit_again(job: JobDir) -> str:
         _record(job, id, argv, directory, None, job.script)
 
     with _requests_removed([job]), _unanswered_recorded(record):
+        # The directory of the first submission: sbatch would use the current one.
         id = job_script.submit(job.script, *([f"--chdir={directory}"] if directory else []))
     record(id)
     return id
@@ -69,6 +71,7 @@ def find_unanswered(job: JobDir) -> list[str]:
     newest = records[-1] if records else {}
     if newest.get("job_id") is not None or not fits(newest, UNANSWERED):
         return []
+    # sbatch retries on its own for minutes, so the submission may be older than the record.
     earliest = newest["time"] - job_script.LONGEST_WAIT
     found = squeue.of_script(Path(newest["script"]), earliest)
     task = "" if newest["task"] is None else f"_{newest['task']}"

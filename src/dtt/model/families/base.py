@@ -94,6 +94,8 @@ class Family:
             **self.hf_facts(arch),
             "initializer_range": arch.init_std.matrix,
             "tie_word_embeddings": arch.tie_embeddings,
+            # dtt separates documents by one token, which also starts a generation. GPT-2 uses the
+            # same id for both.
             "bos_token_id": end_of_document,
             "eos_token_id": end_of_document,
         }

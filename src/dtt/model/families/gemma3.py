@@ -45,10 +45,12 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
     return replace(
         llama.architecture(cfg, tokenizer_size, seq_len),
         **AXES,
+        # Counted from 1, as in Gemma: with a pattern of 6, layers 6, 12, … are full.
         windows=tuple(
             local if layer % cfg.window_pattern else None for layer in range(1, cfg.n_layers + 1)
         ),
         rope_local_theta=cfg.rope_local_theta,
+        # null means the family's default, which is a tied head.
         tie_embeddings=cfg.tie_embeddings is not False,
         embed_scale=cfg.dim**0.5,
         attn_scale=(cfg.query_pre_attn_scalar or cfg.resolved_head_dim) ** -0.5,
@@ -72,6 +74,7 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
         },
         "sliding_window": next((w for w in arch.windows if w is not None), WINDOW),
         "layer_types": [GLOBAL if window is None else LOCAL for window in arch.windows],
+        # transformers reads an integer and takes its inverse root. muP's multiplier may round to 0.
         "query_pre_attn_scalar": max(1, round(arch.attn_scale**-2)),
         "final_logit_softcapping": arch.logit_softcap,
         "pad_token_id": None,  # transformers would not train the embedding of a padding token

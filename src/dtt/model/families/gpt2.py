@@ -62,6 +62,7 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
         "layer_norm_epsilon": arch.norm_eps,
         "resid_pdrop": arch.dropout,
         "embd_pdrop": arch.dropout,
+        # dtt applies no dropout to attention probabilities, so the export must not either.
         "attn_pdrop": 0.0,
     }
 
@@ -104,6 +105,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
         attn_scale=(dim // n_heads) ** -0.5,
         tie_embeddings=config.get("tie_word_embeddings", True),
         init_std=InitialStd.uniform(config.get("initializer_range", DEFAULT_STD)),
+        # The default of transformers, which a file may rely on by omission.
         dropout=config.get("resid_pdrop", 0.1),
     )
 

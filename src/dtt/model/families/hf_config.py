@@ -94,6 +94,7 @@ def check_values(
     """
     known = {**COMMON, **table}
     unknown = {k: v for k, v in config.items() if k not in known and v is not None}
+    # transformers is imported for its defaults only if a key is unknown: the import takes seconds.
     if unknown:
         harmless = defaults()
         unknown = {k: v for k, v in unknown.items() if k not in harmless or v != harmless[k]}

@@ -51,6 +51,8 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         n_heads=cfg.n_heads,
         n_kv_heads=cfg.n_kv_heads or cfg.n_heads,
         head_dim=cfg.resolved_head_dim,
+        # Three matrices of 8/3 have as many weights as two of 4, those of an MLP without a gate
+        # (Shazeer, 2020). The multiple of 64 suits matrix kernels and tensor parallelism.
         ffn_dim=cfg.ffn_dim or round_up(8 * cfg.dim // 3, 64),
         norm_eps=cfg.norm_eps,
         rope_theta=cfg.rope_theta,
@@ -81,6 +83,8 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
         "rms_norm_eps": arch.norm_eps,
         "rope_theta": arch.rope_theta,
         "rope_scaling": None if arch.rope_scaling == NoRopeScaling() else scaling,
+        # transformers 5 reads `rope_parameters` and older versions the two keys above it; the file
+        # serves both.
         "rope_parameters": scaling | {"rope_theta": arch.rope_theta},
         "attention_dropout": 0.0,
     }
@@ -126,6 +130,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
         n_kv_heads=config.get("num_key_value_heads") or n_heads,
         head_dim=head_dim,
         ffn_dim=config["intermediate_size"],
+        # the default of transformers
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,

@@ -33,6 +33,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     Missing keys have the defaults of transformers.
     """
     arch = llama.read_hf_config({"num_key_value_heads": 8, **config})
+    # A missing key means 4096 to transformers, and an explicit null means no window.
     window = config.get("sliding_window", 4096)
     return replace(arch, family="mistral", windows=(window,) * arch.n_layers)
 

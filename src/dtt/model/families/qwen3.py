@@ -29,6 +29,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
 
     Missing keys have the defaults of transformers.
     """
+    # Files may omit these: the defaults of transformers are not derived from other sizes.
     arch = llama.read_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * arch.n_layers:

@@ -60,6 +60,7 @@ def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
                 next="remove the one that is wrong",
             )
         found[place] = (within or beside or theta, _scaling(config, place, entries))
+    # Compared after parsing: the two places may spell the same scaling differently.
     if len(set(found.values())) > 1:
         raise unsupported(
             config,

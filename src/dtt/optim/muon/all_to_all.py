@@ -45,6 +45,7 @@ class WaitTimer:
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+        # Timestamps on the stream. A host clock around `wait` would measure only the launch.
         before.record()
         work.wait()
         after.record()
@@ -114,14 +115,19 @@ class AllToAll(NamedTuple):
         empty = partial(torch.empty, dtype=self.dtype, device=self.device)
         new = [empty(shape) for shape in self.shapes]
         outgoing, incoming = _views(stacks, self.send), _views(new, self.receive)
+        # Views: packing below is one fused copy per direction instead of one per slice.
         sources, targets = list(chain(*outgoing)), list(chain(*incoming))
+        # One rank holds all of every matrix (DDP): gathering is a copy within the process.
         if self.local:
             _copy(targets, sources)
             return Transfer(new)
+        # Sizes follow from the plan, which all ranks share, so no rank has to send them first.
         counts, expected = ([sum(map(Tensor.numel, m)) for m in g] for g in (outgoing, incoming))
         sent = empty(sum(counts))
         _copy(_split(sent, sources), sources)
         received = empty(sum(expected))
+        # One message per pair of ranks and bucket, not one per matrix: small messages are bound by
+        # latency.
         work = dist.all_to_all_single(
             received, sent, expected, counts, group=self.group, async_op=True
         )
@@ -140,6 +146,8 @@ def stagger(tasks: Iterable[Iterator[None]]) -> None:
     """
     running: list[Iterator[None]] = []
     for task in tasks:
+        # The newest first: it launches its messages before older tasks compute, so they overlap.
+        # All ranks have the same tasks, so the order of collectives is the same everywhere.
         running = _turn([task, *running])
     while running:
         running = _turn(running)

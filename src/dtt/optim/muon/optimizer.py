@@ -111,11 +111,14 @@ class Muon(torch.optim.Optimizer):
         updated = list(chain(*groups))
         for p in updated:
             self._make_state(p)
+        # Planned once. A parameter may get its first gradient later, or none, and then the buckets
+        # change.
         if list(map(id, updated)) != self._planned:
             self._buckets = self._plan(groups)
             self._planned = list(map(id, updated))
         stagger(map(self._update, self._buckets))
         if self._config.momentum_warmup and updated:
+            # Counts are tensors on the device, as a skipped step must not count.
             counts = [self.state[p]["step"] for p in updated]
             done = torch.stack(counts)
             self._write(counts, done, done + 1)
@@ -146,8 +149,11 @@ class Muon(torch.optim.Optimizer):
         """Create the state that `p` lacks, sharded as the parameter is."""
         config, state = self._config, self.state[p]
         if "momentum" not in state:
+            # fp32 or bf16 as the parameter, and sharded as it is: the momentum takes no memory of
+            # other ranks.
             state["momentum"] = zeros_sharded_as(p, p.shape)
         if config.normuon_beta2 is not None and "row_moment" not in state:
+            # One number per row: 1/columns of the size of the momentum.
             state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
         if self.hyperball and "radius" not in state:
             state["radius"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
@@ -159,8 +165,11 @@ class Muon(torch.optim.Optimizer):
 
         Other buckets compute in the meantime.
         """
+        # Both collectives start before anything waits, so that they share one latency.
         momenta = bucket.shards.gather.start([self._averaged(batch) for batch in bucket.batches])
         moments = bucket.rows.gather.start(self._row_moments(bucket))
+        # Without communication there is nothing to overlap, and a yield would only keep more
+        # buckets in memory.
         if momenta.pending:
             yield
         updates = [
@@ -173,6 +182,7 @@ class Muon(torch.optim.Optimizer):
         ]
         shards = bucket.shards.scatter.start(updates)
         rows = bucket.rows.scatter.start(normalized)
+        # Released before the yield: other buckets compute meanwhile, and their peak would add up.
         del momenta, updates, normalized
         if shards.pending:
             yield
@@ -193,11 +203,13 @@ class Muon(torch.optim.Optimizer):
     def _averaged(self, batch: ShardBatch) -> Tensor:
         """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
         decay = self._warmed_up(batch)
+        # Copies the gradients of the batch; `lerp_` below reuses the copy for the result.
         gradients = torch.stack(batch.of(_gradient))
         momenta = batch.of(lambda p: self.state[p]["momentum"])
         old = torch.stack(momenta)
         new = torch.lerp(old, gradients, _weight(1 - decay, old))
         self._write(momenta, old, new)
+        # Nesterov: g + momentum * (m - g), in the memory of the gradients.
         return gradients.lerp_(new, _weight(decay, new))
 
     def _warmed_up(self, batch: ShardBatch) -> float | Tensor:
@@ -222,6 +234,7 @@ class Muon(torch.optim.Optimizer):
         """
         assert self._config.normuon_beta2 is not None
         squares = update.float().square().mean(dim=-1, keepdim=True)
+        # The assigned rank has complete rows, so the mean square needs no all-reduce.
         new = old.lerp(squares, 1 - self._config.normuon_beta2)
         factor = 1 / (new.sqrt() + EPS)
         columns = update.size(-1)
@@ -232,6 +245,8 @@ class Muon(torch.optim.Optimizer):
 
     def _products(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> Tensor:
         """Return <w, w>, <w, u> and <u, u> of the shards [N, r, c] that this rank holds, [N, 3]."""
+        # Three numbers per matrix cross the network instead of the matrix. After the all-reduce
+        # every rank knows the norm of the new matrix before it computes its shard of it.
         old = torch.stack(batch.of(lambda p: p)).float()
         update = update.float() if rows is None else update.float() * rows[..., 1:]
         pairs = (old, old), (old, update), (update, update)
@@ -248,9 +263,13 @@ class Muon(torch.optim.Optimizer):
         radii = batch.of(lambda p: self.state[p]["radius"])
         kept = torch.stack(radii)
         radius = kept[:, :1].float()
+        # 0 until the first step: the radius is the norm before it, and checkpoints carry it from
+        # then on.
         radius = torch.where(radius > 0, radius, ww.sqrt())
         self._write(radii, kept, radius.expand_as(kept).contiguous())
+        # |step * u| = lr * radius, whatever the norm of u.
         step = lr * radius / (uu.sqrt() + EPS)
+        # |w - step u|² expanded. Rounding can make it slightly negative where both nearly cancel.
         norm = (ww - 2 * step * wu + step * step * uu).clamp_(min=0.0).sqrt()
         shrink = radius / (norm + EPS)
         return shrink, -shrink * step
@@ -269,6 +288,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[batch.group]
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
+        # Both need exact sums: rounding comes last, once.
         if self._rounding is not None or factors is not None:
             old = old.float()  # in bf16, the factor of the weights would be 1
         update = update.to(old.dtype)
@@ -281,6 +301,8 @@ class Muon(torch.optim.Optimizer):
         else:
             decayed = old
             if group["cautious"]:
+                # In the mask, not the decay: weights that the update enlarges do not decay in this
+                # step.
                 decayed = torch.where(update * old >= 0, old, 0.0)
             lr = group["lr"]
             change = update.mul_(-lr * self._scale(*batch.shape))
@@ -289,6 +311,8 @@ class Muon(torch.optim.Optimizer):
         if self._rounding is None:
             self._write(weights, old, new)
             return
+        # Decided on the device before rounding: a skipped step keeps the bf16 weights bit for bit,
+        # as they are exact in fp32.
         new = self._unless_skipped(old, new)
         for weight, value, shard in zip(weights, new, batch.shards, strict=True):
             name = self._names[shard.parameter]
@@ -315,6 +339,7 @@ class Muon(torch.optim.Optimizer):
         """Return `new`, or `old` if the step is skipped: decided on the device, without a wait."""
         if self.found_inf is None:
             return new
+        # `out=new` needs no further copy of the batch.
         return torch.where(self.found_inf == 1, old, new, out=new)
 
 

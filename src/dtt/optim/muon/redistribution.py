@@ -95,9 +95,13 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
         for p in parameters:
             layout = layout_of(p)
             found = matrices(p, number, split, layout.largest_fraction)
+            # Only ranks that hold a parameter can exchange it, so matrices are planned per set of
+            # ranks.
             by_ranks[tuple(sorted(layout.ranks))] += found
     return [
         _bucket(bucket, ranks, dtype, rows)
+        # Sorted, so that ranks in several sets start their collectives in the same order; another
+        # order would deadlock.
         for ranks, found in sorted(by_ranks.items(), key=lambda item: item[0])
         for bucket in buckets(assign(found, ranks), len(ranks), limit)
     ]
@@ -112,6 +116,8 @@ def _bucket(
     sharded = any(layout.replica_count < len(layout.ranks) for layout in layouts)
     held, assigned = _StackLayout(), _StackLayout()
     batches: dict[int, ShardBatch] = {}
+    # In the order of the bucket on every rank: sender and receiver agree on the positions without a
+    # message.
     for i, (matrix, layout) in enumerate(zip(bucket, layouts, strict=True)):
         box = layout.box(rank)
         if index := _overlap(matrix.box, box):
@@ -119,6 +125,8 @@ def _bucket(
             number = held.add(i, matrix, (height, width))
             batch = batches.setdefault(number, ShardBatch(matrix.group, matrix.shape, []))
             offset = tuple(o + side.start for o, side in zip(box.offset, index, strict=True))
+            # The replica of the first rank counts. Without sharding, each rank's own sums are
+            # complete.
             counted = layout.replicas[rank] == layout.replicas[layout.ranks[0]] or not sharded
             batch.shards.append(MatrixShard(matrix.parameter, index[:-1], offset, i, counted))
         if matrix.assigned_rank == rank:
@@ -153,6 +161,7 @@ def _overlap(part: Box, container: Box) -> Index:
         start = max(begin, first)
         stop = max(start, min(begin + size, first + length))
         index.append(slice(start - first, stop - first))
+    # Empty columns remain: a rank may hold no column of a row, but row values still need its place.
     return tuple(index) if all(side.start < side.stop for side in index[:-1]) else ()
 
 
@@ -170,6 +179,7 @@ class _StackLayout:
         size = self._sizes.setdefault(kind, 0)
         self._sizes[kind] += 1
         number = list(self._sizes).index(kind)
+        # Stacks, because matrices of one kind are orthogonalised in one batched product.
         self.slices[i] = StackSlice(number, (size,))
         return number
 
@@ -199,11 +209,15 @@ def _redistribution(
     all_local = True
     for i, matrix in enumerate(bucket):
         layout, assignee = layout_of(matrix.parameter), matrix.assigned_rank
+        # False if any assignee lacks a part. Every rank computes the same value, so all or none
+        # skip the collective.
         all_local &= prod(layout.boxes[assignee].shape) == matrix.parameter.numel()
         for other in layout.ranks if assignee == rank else [rank]:
+            # Relative to the matrix, so that both sides index the same elements.
             index = _overlap(layout.boxes[other], matrix.box)[-2:]
             if not index:
                 continue
+            # Other replicas hold the same numbers; sending them would multiply the traffic.
             sends = layout.replicas[other] == layout.replicas[assignee]
             if of_rows:
                 sends, index = sends and index[1].start == 0, index[:1]
@@ -214,6 +228,7 @@ def _redistribution(
                 if sends:
                     shards_from[position[other]].append(part)
             if other == rank:
+                # Results go to every replica: each updates its own weights.
                 results_from[position[assignee]].append(held.slices[i])
                 if sends:
                     shards_to[position[assignee]].append(held.slices[i])
@@ -222,5 +237,6 @@ def _redistribution(
     how = dtype, parameter.device, group_of(parameter)
     return Redistribution(
         AllToAll(shards_to, shards_from, assigned.shapes(gathered), *how, all_local),
+        # The way back is never local: the other ranks need the results.
         AllToAll(results_to, results_from, held.shapes(scattered), *how),
     )

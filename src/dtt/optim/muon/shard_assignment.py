@@ -38,6 +38,8 @@ class Matrix(NamedTuple):
     @property
     def flops(self) -> int:
         """FLOPs of a Newton-Schulz iteration: X X^T, its square, and their product with X."""
+        # X is [short, long]: 2 short² long for X Xᵀ and for the product with X, and 2 short³ for
+        # the square.
         short, long = sorted(self.shape)
         return 2 * short * short * (2 * long + short)
 
@@ -74,6 +76,8 @@ def assign(matrices: Iterable[Matrix], ranks: Iterable[int]) -> list[Matrix]:
     """
     assigned = []
     loads = [(0, rank) for rank in sorted(ranks)]
+    # Sorting by group last keeps matrices of one batch adjacent. `sorted` is stable, so ties stay
+    # in the order of the parameters, which is equal on all ranks.
     for matrix in sorted(matrices, key=lambda m: (-m.flops, m.shape, m.group)):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + matrix.flops, rank))
@@ -94,7 +98,10 @@ def buckets(assigned: Sequence[Matrix], ranks: int, limit: int) -> Iterator[list
     elements: Counter[int] = Counter()  # that each rank orthogonalises
     for matrix in assigned:
         size, before = prod(matrix.shape), elements[matrix.assigned_rank]
+        # Memory on the holder (its shards) and on the assignee (complete matrices) are limited
+        # separately.
         full = local + matrix.local_elements > limit or (before > 0 and before + size > limit)
+        # At least one matrix per rank, or some ranks would idle in this bucket.
         if bucket and (full or (flops >= enough and len(bucket) >= ranks > 1)):
             yield bucket
             bucket, local, flops = [], 0.0, 0

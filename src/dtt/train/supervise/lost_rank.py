@@ -48,6 +48,8 @@ def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
     places = _places(job, attempt)
     until = time.monotonic() + PATIENCE
     while True:
+        # In this order: the rank's own words first, then what the kernel knows, then the network's
+        # guess.
         if (record := _ending(job, attempt)) is not None:
             return _from_exit_record(record, job, attempt)
         if (dead := _dead_here(places)) is not None:
@@ -87,6 +89,7 @@ def _from_exit_record(record: dict[str, Any], job: JobDir, attempt: int) -> Peer
 
 def _dead_here(places: list[dict[str, Any]]) -> tuple[int, str, str] | None:
     """Return the lowest rank of this node whose process has ended: rank, node, how it ended."""
+    # Process ids mean something on this node only.
     here = socket.gethostname()
     for place in places:
         if place["node"] == here and (how := _end_of(place["pid"])) is not None:
@@ -104,8 +107,10 @@ def _end_of(pid: int) -> str | None:
         return None
     try:
         fields = launcher.stat_fields(pid)
+    # No entry: the parent has reaped it, and with it the status.
     except OSError:
         return "was killed, or crashed"
+    # Z is a zombie, X is dead: the process has ended and its status is still there.
     if fields[0] not in "ZX":
         return None
     status = int(fields[EXIT_CODE])
@@ -134,6 +139,7 @@ def _elsewhere(error: PeerLost, places: list[dict[str, Any]]) -> PeerLost:
     address = match[1]
     nodes = {place["node"] for place in places if place["node"] != socket.gethostname()}
     node = next((name for name in sorted(nodes) if _resolves(name, address)), address)
+    # Several ranks on that node: which one ended is not known here.
     ranks = [place["rank"] for place in places if place["node"] == node]
     who = f"rank {ranks[0]}" if len(ranks) == 1 else "a rank"
     among = f", one of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""

@@ -27,6 +27,7 @@ class TimeBreakdown:
     def start(self, step: int, meter: ThroughputMeter) -> None:
         """Note that training starts after step `step`; every call but the first is a rewind."""
         meter.restart()
+        # A rewind restarts the reader, not the clock of the attempt.
         if self._first is None:
             self._first = step
             meter.totals.clear()  # the timer of the startup has counted this time
@@ -57,11 +58,13 @@ class TimeBreakdown:
 
     def write(self, step: int, meter: ThroughputMeter) -> None:
         """Write the breakdown of the attempt up to `step`, from the totals of `meter`."""
+        # Ranks wait for each other, so one clock stands for all.
         if self._clock is None:
             return
         parts: defaultdict[str, float] = defaultdict(float, meter.totals)
         # The first step compiles: its excess over a usual step counts as part of the start.
         parts["start"] = sum(self._start.seconds.values()) + self._compiling
+        # Moved, not added: the sum of all parts stays the time of the attempt.
         parts["forward_backward"] -= self._compiling
         rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
         self._clock.set_fields(first=self._first, step=step, steps=meter.steps, parts=rounded)

@@ -56,6 +56,7 @@ class Speed:
 
         `memory` is the time constant in seconds of the weights of earlier steps.
         """
+        # Older steps fade with time, not with their number, so that the batch size does not matter.
         weight = math.exp(-seconds / memory)
         return replace(
             self, working=weight * self.working + seconds, tokens=weight * self.tokens + tokens
@@ -116,10 +117,13 @@ class TimeBudget:
         self.set_durations(
             **{part: seconds for part, seconds in pauses.items() if part in RECURRING}
         )
+        # The first call of an attempt has nothing to compare with.
         before, since = self._mark or (worked, step)
         if self._steps > COMPILING and step > since:  # after a rewind, `step` is an earlier one
             tokens = self.tokens_before(step) - self.tokens_before(since)
+            # At least a second, as the weight would be undefined at the end.
             memory = max(1.0, MEMORY * left)
+            # `worked` excludes pauses, which are counted one by one below.
             self.speed = self.speed.after(worked - before, tokens, memory)
         self._mark = worked, step
 
@@ -131,11 +135,14 @@ class TimeBudget:
         """
         latest = self.latest(step, left)
         if decay is None:
+            # Backwards from the last possible step: the decay must end there, not begin there.
             begin = before_last(self.schedule.decay, latest, self.tokens_before)
+            # A decay that cannot be long enough is still made: an undecayed end is worse.
             return 0 if begin > step else self._at_least_shortest(step, latest, self.limit)
         if latest < decay.end:
             nearest = self._at_least_shortest(step, latest, decay.end)
             return 0 if nearest == decay.end else nearest
+        # Each extension changes the rate: small gains of time are not worth a change.
         slack = 1 + TOLERANCE * (decay.end - step)
         return latest if latest > decay.end + slack else 0
 
@@ -144,9 +151,11 @@ class TimeBudget:
 
     def latest(self, step: int, left: float) -> int:
         """Return the last step with which the run, now after `step`, still ends in time."""
+        # Nothing is measured yet. Then the limit of steps holds, unless time is up.
         if self.speed.tokens == 0.0:
             return self.limit if left > 0.0 else step
         steps = range(step, self.limit + 1)
+        # Binary search: the estimate grows with the number of steps.
         return step + bisect_right(steps, left, key=lambda end: self.seconds(step, end)) - 1
 
     def seconds(self, step: int, end: int) -> float:
@@ -156,6 +165,8 @@ class TimeBudget:
         """
         speed, train = self.speed, self.train
         tokens = self.tokens_before(end) - self.tokens_before(step)
+        # The last evaluation and save may be slower than before, on a machine that is busy at the
+        # end.
         last = speed.evaluate + speed.tasks + speed.sample + speed.whole_save
         return (
             tokens * speed.working / speed.tokens

@@ -104,8 +104,11 @@ class Watchdog:
         self._hang, self._judge = folder / "hang", folder / "judge"
         self._places, self._stacks = folder / "ranks", folder / "stacks"
         # Written by the main thread.
+        # Each field has one writing thread, so no lock is needed: Python stores an attribute
+        # atomically.
         self._phase: Phase = "start"
         self._step = self._steps_done = self._marks = 0
+        # A monotonic clock: setting the wall clock must not look like a hang.
         self._progress = self._step_began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
         # Written by the watchdog thread.
@@ -153,6 +156,7 @@ class Watchdog:
     def step(self, step: int) -> None:
         """Record that `step` optimizer steps of the run are done."""
         self.beat()
+        # The first steps compile for minutes; their times would raise the limit of all later ones.
         if self._steps_done >= COMPILING:
             self._recent.append(self._progress - self._step_began)
         self._step_began = self._progress
@@ -182,6 +186,7 @@ class Watchdog:
             except OSError as error:  # saving a checkpoint reports a full disk
                 if working:
                     log.warning("the watchdog cannot write: %s", error)
+                # One warning per outage, not one every five seconds.
                 working = False
             if over:
                 return
@@ -203,6 +208,7 @@ class Watchdog:
             "node": socket.gethostname(),
             "pid": os.getpid(),
         }
+        # A rename, so that a reader never sees half a file.
         aside = self._job.heartbeat.with_name(".heartbeat.json.tmp")
         aside.write_text(json.dumps(record) + "\n")
         aside.replace(self._job.heartbeat)
@@ -215,9 +221,11 @@ class Watchdog:
         """Check progress: raise an alarm, report on one, withdraw one, or end the run."""
         moved = self._count(elapsed)
         if self._alarmed is None:
+            # Any rank may raise the alarm; all look for the file, as their collectives are stuck.
             if self._overdue():
                 _create(self._hang, self._ranks.rank)
             if self._hang.exists():
+                # A rank that saves or evaluates is the one the others wait for. It is no hang.
                 if self._excused():
                     self._withdraw()
                 else:
@@ -231,6 +239,7 @@ class Watchdog:
         elif moved:
             self._withdraw()
             self._forget()
+        # All reports, or patience: a frozen node never writes one.
         elif self._all_reported() or time.monotonic() - self._alarmed > self._patience:
             self._end()
 
@@ -266,6 +275,7 @@ class Watchdog:
         """Write this rank's stacks, then its `RankReport`, which marks that both are complete."""
         rank = self._ranks.rank
         self._stacks.mkdir(exist_ok=True)
+        # faulthandler is C and needs no memory, so it works also where Python code would not.
         with self._stack(rank, "txt").open("w") as file:
             faulthandler.dump_traceback(file)
         frames = sys._current_frames()  # noqa: SLF001  its documented name
@@ -285,6 +295,7 @@ class Watchdog:
         that.
         """
         record = self._job.attempt_dir(self._attempt) / "exit.json"
+        # Exclusive creation decides which rank reports, without messages between ranks.
         if _create(self._judge, self._ranks.rank):
             records = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
             reports = [
@@ -300,8 +311,11 @@ class Watchdog:
         else:
             deadline = time.monotonic() + self._patience
             while not record.exists() and time.monotonic() < deadline:
+                # torchrun would kill this rank, and with it the report that the first one still
+                # writes.
                 time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
         self.before_end()
+        # Not sys.exit: the main thread is stuck, and this is another thread.
         os._exit(ExitCode.BUG)
 
     def _node(self, rank: int) -> str:
