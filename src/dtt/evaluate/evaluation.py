@@ -293,6 +293,7 @@ def load_verified(model: EvaluatedModel, world: World) -> Trained:
 
     If a rank cannot read them, all raise the same error: a checkpoint may be deleted meanwhile.
     """
+    log.info("reading %s", model.name)
     from_rank_0(world, model.verify)
     trained, error = _attempted(model.load)
     errors = [one for one in world.gather(error) if one is not None]

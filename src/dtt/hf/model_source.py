@@ -43,6 +43,7 @@ def load_model(source: str, *, ema: bool) -> Trained:
         )
     from dtt.hf.read import read_hf_folder
 
+    log.info("reading the model in %s", folder)
     return read_hf_folder(folder)
 
 
@@ -82,6 +83,7 @@ def _read_job(source: str, ema: bool) -> Trained:
 
     folder, step = store.parse(source)
     job = JobDir(folder.parent)
+    log.info("reading the model in %s", source)
     checkpoint = find_checkpoint(folder, step)
     return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
 
