@@ -13,12 +13,14 @@ from pathlib import Path
 
 import filelock
 import pytest
+from fake_slurm import FakeSlurm
 from running import Dtt, write_documents
 
 from dtt.base.errors import ExitCode
 from dtt.base.files import exclusive
 from dtt.base.log import setup_logging
 from dtt.base.ranks import Ranks
+from dtt.jobs.slurm import squeue
 
 SLOW_DISK = """\
 import os
@@ -104,6 +106,17 @@ def test_the_wait_for_a_lock_names_its_holder(
     with exclusive(tmp_path, "dtt train", patience=10):
         said = capsys.readouterr().err
     assert f"waiting for {tmp_path}, which process 4242 on node7 is using" in said
+
+
+def test_the_wait_for_a_slow_slurm_is_logged_and_its_answer_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_logging(Ranks())
+    FakeSlurm(tmp_path).says("squeue", "7|50|/job/slurm.sh", "8|50|/other/slurm.sh")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(squeue, "PROMPT", -1.0)  # it is late already
+    assert squeue.of_script(Path("/job/slurm.sh"), since=40) == ["7"]
+    assert "waiting for Slurm: squeue\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
