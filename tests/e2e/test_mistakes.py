@@ -336,7 +336,7 @@ DATA = (
     Mistake("conversations given as text", "dtt download -d chat.jsonl", USAGE,
             ("columns: messages", "next:  data.type=chat"),
             text("chat.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n')),
-    Mistake("a CSV file with semicolons", "dtt download -d a.csv", MISSING,
+    Mistake("a CSV file with semicolons", "dtt download -d a.csv", USAGE,
             ("not separated by commas", "a.csv", "'id;text'"), text("a.csv", "id;text\n1;x\n")),
     Mistake("two columns that may be the text", "dtt download -d ab.jsonl", USAGE,
             ("cannot tell", "ab.jsonl", "download.text_column=a"),

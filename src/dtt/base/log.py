@@ -42,6 +42,12 @@ def setup_logging(ranks: Ranks) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
+def log_on_terminal(message: str, *values: object) -> None:
+    """Log what a wait is for, where a person watches; in a file it would only be noise."""
+    if sys.stderr.isatty():
+        log.info(message, *values)
+
+
 class ImportLog:
     """A finder of modules that finds none, and logs before a slow library is imported.
 

@@ -239,12 +239,12 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
 
 
 def _check_separator(path: Path, names: list[str]) -> None:
-    """Raise InputError if columns seem to be separated by semicolons or tabs.
+    """Raise ConfigError if columns seem to be separated by semicolons or tabs.
 
     Spreadsheets write semicolons in many languages. Otherwise the complete line would be the text.
     """
     if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise InputError(
+        raise ConfigError(
             "the columns of a CSV file are not separated by commas",
             where=path,
             why=f"its first line is {names[0]!r}",
