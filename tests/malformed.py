@@ -209,7 +209,7 @@ FAULTS = [
     Fault("no header", "csv", lambda: b"1,a\n2,b\n",
           refused="there is no column 'text'"),
     Fault("semicolons", "csv", lambda: comma("1;a", header="id;text"),
-          refused="there is no column 'text'"),
+          refused="the columns of a CSV file are not separated by commas"),
     Fault("no bytes", "csv", lambda: b"", 0, 1,
           "b.csv:1: the file is empty"),
     Fault("a header and nothing else", "csv", comma, 0, 0),

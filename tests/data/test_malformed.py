@@ -210,7 +210,12 @@ def test_a_refusal_does_not_depend_on_the_place_of_the_file(fault: Fault, tmp_pa
     (tmp_path / f"source/b.{fault.suffix}").rename(tmp_path / f"source/A.{fault.suffix}")
     with pytest.raises(DttError) as refused:
         download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
-    remedies = ("download.text_column=", "choose files with a column of text", "iconv -f ")
+    remedies = (
+        "download.text_column=",
+        "choose files with a column of text",
+        "iconv -f ",
+        "with commas",
+    )
     assert any(remedy in str(refused.value) for remedy in remedies)
 
 

@@ -435,5 +435,5 @@ def test_a_pipe_gets_text_while_it_is_generated_and_ctrl_c_ends_it(tmp_path: Pat
         process.send_signal(signal.SIGINT)
         rest, said = process.communicate(timeout=100)
         assert re.fullmatch(rb"a*\n", rest)
-        assert said == b"interrupted\n"
+        assert said.endswith(b"interrupted\n")
         assert process.returncode == 130

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.base.errors import DiskFull, InUse
+from dtt.base.log import log
 from dtt.base.reading import retrying
 
 if TYPE_CHECKING:
@@ -154,7 +155,13 @@ def exclusive(
     lock = filelock.FileLock(path)
     holder = _holder(path)  # read first: some versions of filelock truncate the file
     try:
-        retrying(lambda: lock.acquire(timeout=patience))
+        try:
+            retrying(lambda: lock.acquire(timeout=0))
+        except filelock.Timeout:
+            if patience == 0:
+                raise
+            log.info("waiting for %s, which %s is using", folder, holder or "another process")
+            retrying(lambda: lock.acquire(timeout=patience))
     except filelock.Timeout:
         raise InUse(
             f"{folder} is in use",

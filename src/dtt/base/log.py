@@ -14,6 +14,16 @@ from dtt.base.ranks import Ranks
 log = logging.getLogger("dtt")
 
 ERASE_LINE = "\r\x1b[K"
+SLOW_IMPORTS = {
+    "numpy": "libraries",
+    "pyarrow": "libraries",
+    "torch": "PyTorch",
+    "transformers": "transformers",
+    "datasets": "datasets",
+    "wandb": "wandb",
+    "lm_eval": "lm-evaluation-harness",
+}
+"""Modules that take seconds to import from a network disk, with the names to log."""
 
 
 def setup_logging(ranks: Ranks) -> None:
@@ -32,15 +42,43 @@ def setup_logging(ranks: Ranks) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
+def log_on_terminal(message: str, *values: object) -> None:
+    """Log what a wait is for, where a person watches; in a file it would only be noise."""
+    if sys.stderr.isatty():
+        log.info(message, *values)
+
+
+class ImportLog:
+    """A finder of modules that finds none, and logs before a slow library is imported.
+
+    A timer that logs only if an import takes long would be quieter, but could not run: Python holds
+    the GIL while it loads the shared libraries of torch, which is most of that time.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Log the import of a slow library; return None, so that Python asks the next finder."""
+        what = SLOW_IMPORTS.get(name)
+        if what is not None and what not in self._logged:
+            # PyTorch and the others import numpy themselves.
+            self._logged |= {what, "libraries"}
+            log.info("loading %s", what)
+
+
 Advance = Callable[[int], None]
+
+FIRST_LINE = 2.0
+"""Seconds after which progress is first logged where stderr is not a terminal."""
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "B", *, shown: bool = True) -> Iterator[Advance]:
     """Show the progress of `what`; yield the function `advance(amount)`.
 
-    On a terminal this is a bar with the time left, elsewhere a plain line every 10 seconds. `unit`
-    "B" is shown as bytes. `shown=False` (ranks other than 0) prints nothing.
+    On a terminal this is a bar with the time left, elsewhere a plain line after 2 seconds and then
+    every 10. `unit` "B" is shown as bytes. `shown=False` (ranks other than 0) prints nothing.
     """
     if not shown or not log.isEnabledFor(logging.INFO):
         yield lambda amount: None
@@ -71,7 +109,8 @@ def _bar(what: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 def _plain(what: str, total: int, unit: str, every: float = 10.0) -> Advance:
-    start = last = time.monotonic()
+    start = time.monotonic()
+    last = start - every + FIRST_LINE
     done = 0
 
     def advance(amount: int) -> None:

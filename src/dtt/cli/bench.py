@@ -38,7 +38,7 @@ def bench(
     Downloads the data, writes jobs/bench/<name>/<start>/ with a job per seed and bench.json. The
     same command continues after an interruption. Without RECIPE, lists recipes and results.
     """
-    with command():
+    with command("finished runs are kept; run the same command to continue"):
         from dtt.bench import run as bench
 
         bench.run(name, overrides or [], runs=runs, new=new)

@@ -98,7 +98,7 @@ def eval_(
     before is not computed again, and an evaluation that was interrupted continues. Defaults are
     the keys of the job's section `eval`. With --json, prints one object per task.
     """
-    with command():
+    with command("the finished results are kept; run the same command to continue"):
         from dtt.evaluate import run as evaluation
         from dtt.evaluate import watch as eval_watch
 

@@ -42,7 +42,7 @@ def download(
 
     Writes data/corpus/<dataset>/. Downloads only missing files, and uses local files in place.
     """
-    with command():
+    with command("the downloaded files are kept; run the same command to continue"):
         from dtt.data.corpus import run_download as download
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
@@ -84,7 +84,7 @@ def tokenize(
     Reads data/corpus/<dataset>/, writes data/tokens/<dataset>-<tokenizer>/. The output does not
     depend on the number of processes. The same command resumes after an interruption.
     """
-    with command():
+    with command("the finished units are kept; run the same command to continue"):
         from dtt.data.tokenize import run as tokenize
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
@@ -136,7 +136,7 @@ def train(
     Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
     75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
     """
-    with command():
+    with command("the saved checkpoints are kept; run the same command to resume"):
         from dtt.train import run as train
 
         options = config, job_or_overrides or [], allow_change or [], from_step, branch
@@ -178,7 +178,7 @@ def export(
     Reads jobs/<name>/checkpoints/, writes exports/<name>/. Replaces an earlier export of the same
     job once the new one is verified.
     """
-    with command():
+    with command("the checkpoint is unchanged; run the same command to export it"):
         from dtt.hf import export
 
         export.run(
@@ -212,7 +212,7 @@ def pipeline(
     If the configuration defines stages of training, trains each of them in turn and exports the
     last. Skips finished work, so the same command resumes after an interruption.
     """
-    with command():
+    with command("finished stages are kept; run the same command to continue"):
         from dtt.launch import pipeline
 
         pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)

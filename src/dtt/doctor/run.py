@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dtt.base import local
 from dtt.base.errors import ConfigError, EnvironmentUnfit
+from dtt.base.log import log_on_terminal
 from dtt.base.ranks import Ranks
 from dtt.doctor import disk
 from dtt.doctor.disk import Disk
@@ -68,6 +69,7 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
         return
     findings = Findings(ranks, socket.gethostname(), environment.facts())
     if ranks.local_rank == 0:
+        log_on_terminal("measuring the disk of %s", folder)
         with findings.recording():
             findings.disk = disk.examine(folder)
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError, Preempted
 from dtt.base.files import sha256_file
-from dtt.base.log import log
+from dtt.base.log import log, log_on_terminal
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
 from dtt.config.load import load_job
@@ -293,6 +293,7 @@ def load_verified(model: EvaluatedModel, world: World) -> Trained:
 
     If a rank cannot read them, all raise the same error: a checkpoint may be deleted meanwhile.
     """
+    log_on_terminal("reading %s", model.name)
     from_rank_0(world, model.verify)
     trained, error = _attempted(model.load)
     errors = [one for one in world.gather(error) if one is not None]

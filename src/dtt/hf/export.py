@@ -49,7 +49,6 @@ def run(
     checkpoints, step = store.parse(source, step)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
-    log.info("export: loading PyTorch and transformers")  # seconds, on a network disk a minute
     from dtt.hf import hf
     from dtt.hf import upload as hub
     from dtt.hf.read import find_checkpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.log import log
+from dtt.base.log import log, log_on_terminal
 from dtt.config.init import HF
 from dtt.config.load import load_job
 
@@ -43,6 +43,7 @@ def load_model(source: str, *, ema: bool) -> Trained:
         )
     from dtt.hf.read import read_hf_folder
 
+    log_on_terminal("reading the model in %s", folder)
     return read_hf_folder(folder)
 
 
@@ -82,6 +83,7 @@ def _read_job(source: str, ema: bool) -> Trained:
 
     folder, step = store.parse(source)
     job = JobDir(folder.parent)
+    log_on_terminal("reading the model in %s", source)
     checkpoint = find_checkpoint(folder, step)
     return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
 

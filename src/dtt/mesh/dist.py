@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dtt.base.errors import DttError, EnvironmentUnfit, PeerLost
+from dtt.base.log import log
 from dtt.base.ranks import Ranks
 
 T = TypeVar("T")
@@ -139,6 +140,7 @@ def start(ranks: Ranks, device: str, timeout: timedelta = timedelta(minutes=30))
             "for srun, export MASTER_ADDR=FIRST_NODE MASTER_PORT=29500",
         )
     on_gpu = chosen.type == "cuda"
+    log.info("waiting for all %d ranks to start", ranks.size)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, rank=ranks.rank, world_size=ranks.size
     )

@@ -16,7 +16,7 @@ from typing import NoReturn
 from dtt.base import launcher
 from dtt.base.errors import DiskFull, DttError, ExitCode, InputError, StorageError
 from dtt.base.files import free_space
-from dtt.base.log import setup_logging
+from dtt.base.log import ImportLog, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.base.reading import FULL
 from dtt.mesh.comm import abort_peers
@@ -32,11 +32,12 @@ REMEDIES = {
 
 
 @contextmanager
-def command() -> Iterator[None]:
+def command(kept: str = "") -> Iterator[None]:
     """Run a command's body, and end the process with the exit code of its outcome.
 
-    User errors are printed without a traceback (DTT_DEBUG=1 shows it), bugs with one. If this is
-    one of several ranks, the other ranks end too.
+    `kept` is printed after Ctrl-C: what remains of the work, and how to continue. User errors are
+    printed without a traceback (DTT_DEBUG=1 shows it), bugs with one. If this is one of several
+    ranks, the other ranks end too.
     """
     ranks = Ranks.detect()
     launcher.watch(ranks)  # before the slow imports: a launcher may end during them
@@ -45,6 +46,7 @@ def command() -> Iterator[None]:
         # the other ranks with SIGTERM when one has failed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     setup_logging(ranks)
+    sys.meta_path.insert(0, ImportLog())
     # OpenMP threads that wait should sleep instead of spin: this is as fast on an idle machine, and
     # up to twice as fast where other processes use the same cores. torch reads it when it is
     # loaded.
@@ -68,7 +70,7 @@ def command() -> Iterator[None]:
             _drop_output()
         code = _report(in_words(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(f"interrupted: {kept}" if kept else "interrupted", file=sys.stderr)
         code = ExitCode.INTERRUPTED
         abort_peers(code, "interrupted")
     except Exception as error:  # noqa: BLE001  a bug: print what a report needs, end all ranks

@@ -81,7 +81,7 @@ def transfer(
     if rates_given is None:
         rates = [cfg.optim.lr * 2.0**octave for octave in OCTAVES]
     else:
-        rates = _numbers("--lrs", rates_given, float)
+        rates = _numbers("--lrs", rates_given, float, "1e-3,2e-3")
     world = dist.start(Ranks(), cfg.train.device)
     results: dict[str, Any] = {}
     rows = []
@@ -225,13 +225,13 @@ def _finish(results: dict[str, Any], plot_file: Path, *, as_json: bool) -> None:
 
 def _widths(cfg: RunConfig, given: str) -> list[int]:
     """Return the widths of `--widths`, after checking that the model can be built at each."""
-    widths = _numbers("--widths", given, int)
+    widths = _numbers("--widths", given, int, "64,128,256")
     for width in widths:
         at_width(cfg, width)
     return widths
 
 
-def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+def _numbers(option: str, text: str, kind: Callable[[str], Number], example: str) -> list[Number]:
     """Parse two or more different positive numbers, such as `64,128`; return them sorted.
 
     Raises ConfigError for anything else.
@@ -243,6 +243,6 @@ def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numb
     if len(found) < 2 or not all(0 < one < math.inf for one in found):
         raise ConfigError(
             f"{option} {text}: expected two or more different positive numbers",
-            next=f"separate them with commas, such as {option} 64,128,256",
+            next=f"separate them with commas, such as {option} {example}",
         )
     return found

@@ -58,6 +58,7 @@ def apply(
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
         log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
+        log.info("the first step also compiles the model, which may take minutes")
         compile_each_block(model)
         # Uncompiled on a CPU, where blocks of logits stay in the cache. `dtt.parallel` does not
         # import Decoder.

@@ -353,6 +353,7 @@ def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None
     folder = this.job.checkpoints
     if folder.exists():
         retention.sweep_staging(folder)
+        log.info("verifying a checkpoint in %s", folder)
     if from_step is None:
         return store.newest(folder, check_position)
     checkpoint = store.at_step(folder, from_step)

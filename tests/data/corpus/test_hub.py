@@ -147,7 +147,11 @@ def test_a_subset_a_split_and_a_number_of_files_can_be_chosen(downloads: Downloa
         ({"dataset": "org/gated"}, 66, ["gated", "request access", "hf auth login"]),
         ({"dataset": "org/multi"}, 2, ["subset", "'en', 'de'", "download.name="]),
         ({"dataset": "org/multi", "name": "fr"}, 2, ["'fr' not found", "'en', 'de'"]),
-        ({"dataset": "org/plain", "split": "dev"}, 2, ["no split 'dev'", "train, test"]),
+        (
+            {"dataset": "org/plain", "split": "dev"},
+            2,
+            ["no split 'dev'", "train, test", "download.split=train"],
+        ),
         ({"dataset": "org/plain", "revision": "v9"}, 2, ["no revision 'v9'"]),
         ({"dataset": "org/plain", "text_column": "body"}, 2, ["no column 'body'", "text"]),
         ({"dataset": "org/script"}, 66, ["no plain data files"]),

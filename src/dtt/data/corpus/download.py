@@ -180,6 +180,7 @@ def _from_hub(
     """
     from dtt.data.corpus import hub  # slow to import, and not needed for other sources
 
+    log.info("looking up %s on the Hub", dataset)
     pinned = previous.source.revision if previous else None
     commit = pinned if pinned and cfg.revision in (None, pinned) else hub.pin(dataset, cfg.revision)
     source = CorpusSource(

@@ -190,13 +190,16 @@ def _check_column(path: Path, kinds: Kinds, column: str) -> None:
 
 def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
     texts = [name for name, kind in kinds.items() if kind == TEXT]
+    remedy = 'choose files with a column of text, such as lines {"text": "…"}'
+    if texts:
+        remedy = f"download.text_column={texts[0]}"
+    elif any(name in kinds for name in MESSAGE_COLUMNS):
+        remedy = "data.type=chat, as these rows are conversations"
     return ConfigError(
         what,
         where=path,
         why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
-        next=f"download.text_column={texts[0]}"
-        if texts
-        else 'choose files with a column of text, such as lines {"text": "…"}',
+        next=remedy,
     )
 
 
@@ -219,6 +222,8 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
                     names = [name for name in rows.fieldnames or () if name]
                     # Invalid bytes must end here, not where a name is written to a manifest.
                     "".join(names).encode(errors="surrogateescape").decode()
+                    if names != [wanted]:
+                        _check_separator(path, names)
                     return dict.fromkeys(names, TEXT)
             case _:
                 return _json_kinds(path, wanted)
@@ -231,6 +236,20 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
             why=str(damage).splitlines()[0],
             next="fetch or write the file again",
         ) from None
+
+
+def _check_separator(path: Path, names: list[str]) -> None:
+    """Raise ConfigError if columns seem to be separated by semicolons or tabs.
+
+    Spreadsheets write semicolons in many languages. Otherwise the complete line would be the text.
+    """
+    if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+        raise ConfigError(
+            "the columns of a CSV file are not separated by commas",
+            where=path,
+            why=f"its first line is {names[0]!r}",
+            next="write the file again with commas, or as JSON lines",
+        )
 
 
 def _check_names(path: Path, names: list[str]) -> None:

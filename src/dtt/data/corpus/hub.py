@@ -94,7 +94,7 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
                 f"{repo} has no split {split!r}",
                 where="download.split",
                 why=f"it has: {', '.join(splits) or 'none'}",
-                next=f"--split {next(iter(splits), 'NAME')}",
+                next=f"download.split={next(iter(splits), 'NAME')}",
             )
         paths = [url.removeprefix(f"hf://datasets/{repo}@{commit}/") for url in splits[split]]
     return files_named(repo, paths, commit)

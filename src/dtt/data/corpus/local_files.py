@@ -65,7 +65,7 @@ def local_files(dataset: Path, split: str | None) -> list[Path]:
         raise InputError(
             f"no file of {dataset} belongs to split {split!r}",
             why=f"files are chosen by a word in their path; found {known[0].name}, …",
-            next="omit --split to use every file",
+            next="omit download.split to use every file",
         )
     files = sorted(_once(chosen or found, folder, left_out))
     left_out.report()

@@ -317,7 +317,11 @@ def _check_splits(
             where=corpus.folder,
             why=f"{train + validation} documents, of which "
             f"tokenize.validation_fraction={cfg.validation_fraction:g} are held out",
-            next=f"tokenize.validation_fraction={enough:.2g}, or 0 to hold out none"
+            next=(
+                f"tokenize.validation_fraction={enough:.2g}, or 0 to hold out none"
+                if train + validation > 1
+                else "tokenize.validation_fraction=0 holds out none"
+            )
             + (
                 "; download.txt_documents=line makes more documents of text files"
                 if corpus.manifest.file_format == "txt"

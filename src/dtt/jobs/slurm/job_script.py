@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.log import log
 from dtt.base.reading import read_text
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.jobs.slurm import squeue
@@ -318,6 +319,7 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
         )
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
     started = time.time()
+    log.info("submitting %s", script)  # a busy controller takes up to a minute to answer
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     # The request may have been processed: submitting again could start the job twice.
     if done.returncode != 0 and NO_ANSWER.search(done.stderr):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtt.base.errors import EnvironmentUnfit
+from dtt.base.log import log
 
 QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 RUNNING = frozenset(
@@ -25,6 +26,8 @@ SACCT = (
 )  # fmt: skip
 TIMEOUT = 60
 """Timeout in seconds; squeue takes about 20 s to fail when the controller is down."""
+PROMPT = 1.5
+"""Seconds after which dtt logs that it waits for Slurm."""
 
 
 SUSPENDED = frozenset({"STOPPED", "SUSPENDED"})
@@ -139,15 +142,21 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
     if shutil.which(argv[0]) is None:
         return 127, "", f"{argv[0]} is not installed"
     env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # Unix time is independent of the time zone
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, env=env, check=False, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        # A hanging controller must not hang `dtt job status`.
-        return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
-    lines = done.stderr.strip().splitlines()
-    return done.returncode, done.stdout, lines[-1] if lines else ""
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            try:
+                out, error = process.communicate(timeout=PROMPT)
+            except subprocess.TimeoutExpired:
+                log.info("waiting for Slurm: %s", argv[0])
+                out, error = process.communicate(timeout=TIMEOUT - PROMPT)
+        except subprocess.TimeoutExpired:
+            # A hanging controller must not hang `dtt job status`.
+            process.kill()
+            return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
+    lines = error.strip().splitlines()
+    return process.returncode, out, lines[-1] if lines else ""
 
 
 def _parse(out: str) -> dict[str, SlurmJob]:
