@@ -22,24 +22,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from data_loaders import END, SEQ_LEN
-from measurement import Table
+import torch
+from measurement import Table, parser_of
+from peers import BATCH, SEQ_LEN, first_batch
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import SplitCounts, TokenShard, TokensManifest
 from dtt.artifacts.shard_files import index_bytes
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.loader import BatchReader, training_batches
 from dtt.data.token_file import HEADER, MAGIC, VERSION, TokenFileWriter, bin_path, idx_path
 
-VOCAB_SIZE = 50_257
-LOADERS = Path(__file__).with_name("data_loaders.py")
+VOCAB_SIZE, END, GLOBAL_BATCH = 50_257, 0, 512
+PEERS = Path(__file__).with_name("peers.py")
 SPARSE_DOCUMENT = 1_000_000
 LIMIT = 900
 """Timeout of a worker process, in seconds."""
@@ -112,11 +120,50 @@ def first_error(text: str) -> str:
     return match[1] if match else "no error message"
 
 
-def run(python: str, name: str, folder: Path, seconds: float, samples: int = 0) -> dict[str, float]:
+def batches(folder: Path, mixture: bool) -> Iterator[int]:
+    """Yield the tokens of each batch of `dtt train`; `mixture`: two sources, document masks."""
+    sources: list[dict[str, object]] = [{"path": folder, "name": "a"}]
+    if mixture:
+        sources = [sources[0] | {"weight": 0.7}, {"path": folder, "name": "b", "weight": 0.3}]
+    data = {"type": "tokens", "sources": tuple(sources), "mask_documents": mixture}
+    train = {
+        "seq_len": SEQ_LEN, "global_batch_tokens": GLOBAL_BATCH * SEQ_LEN, "micro_batch": BATCH,
+        "steps": 10**9,
+    }  # fmt: skip
+    cfg = RunConfig.model_validate({"data": data, "train": train})
+    for problem in compatibility.file_problems(folder):  # as at the start of every run
+        raise problem
+    reader = BatchReader(0, 1, BATCH, torch.device("cpu"), mask_documents=mixture)
+    for batch in training_batches(open_dataset(cfg), reader, 0):
+        for micro_batch in batch.micro_batches:
+            yield micro_batch.tokens.numel()
+
+
+def work(folder: Path, mixture: bool, seconds: float) -> dict[str, float]:
+    """Return the figures of the first batch, then tokens per second of wall and of CPU time."""
+    figures = first_batch(lambda path: batches(path, mixture), folder)
+    if seconds:
+        endless = batches(folder, mixture)
+        rates(endless, seconds)  # warms caches and memory maps
+        figures["rate"], figures["cpu_rate"] = rates(endless, seconds)
+    return figures
+
+
+def rates(endless: Iterator[int], seconds: float) -> tuple[float, float]:
+    """Return tokens per second of wall time and of CPU time, over at least one batch."""
+    start, cpu_start, tokens = time.perf_counter(), time.process_time(), next(endless)
+    while time.perf_counter() - start < seconds:
+        tokens += next(endless)
+    return tokens / (time.perf_counter() - start), tokens / (time.process_time() - cpu_start)
+
+
+def run(command: Sequence[object]) -> dict[str, float]:
     """Run a worker and return its figures; raise RuntimeError with its first error if it fails."""
-    command = [python, str(LOADERS), name, str(folder), str(seconds), str(samples)]
+    argv, env = list(map(str, command)), os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            argv, check=False, capture_output=True, text=True, timeout=LIMIT, env=env
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no batch after {LIMIT} s") from None
     if done.returncode:
@@ -125,7 +172,12 @@ def run(python: str, name: str, folder: Path, seconds: float, samples: int = 0) 
     return figures
 
 
-def first_batch(peers: str, folder: Path, shards: int, tokens: int) -> None:
+def dtt(folder: Path, name: str, seconds: float) -> list[object]:
+    """Return the command of a worker of dtt."""
+    return [sys.executable, __file__, "--worker", folder, name, "--seconds", seconds]
+
+
+def compare(peers: str, folder: Path, shards: int, tokens: int) -> None:
     """Measure the time to the first batch on sparse files."""
     write_sparse(folder, shards, tokens)
     print(f"\n{shards:,} shards, {tokens:,} tokens")
@@ -133,13 +185,14 @@ def first_batch(peers: str, folder: Path, shards: int, tokens: int) -> None:
     # Megatron indexes whole epochs: slightly more samples than one epoch would double the index.
     half_an_epoch = tokens // SEQ_LEN // 2
     reference = None
-    for label, python, name in (
-        ("dtt", sys.executable, "dtt"),
-        ("megatron-core, index built", peers, "megatron"),
-        ("megatron-core, index kept", peers, "megatron"),
+    megatron: list[object] = [peers, PEERS, "load", folder, half_an_epoch]
+    for label, command in (
+        ("dtt", dtt(folder, "plain", 0)),
+        ("megatron-core, index built", megatron),
+        ("megatron-core, index kept", megatron),
     ):
         try:
-            figures = run(python, name, folder, 0, half_an_epoch)
+            figures = run(command)
         except RuntimeError as error:
             table.row(label, note=f"failed: {error}")
             continue
@@ -151,23 +204,23 @@ def first_batch(peers: str, folder: Path, shards: int, tokens: int) -> None:
         )  # fmt: skip
 
 
-def throughput(work: Path, shards: list[int], tokens: int, seconds: float, turns: int) -> None:
+def throughput(folder: Path, shards: list[int], tokens: int, seconds: float, turns: int) -> None:
     """Measure dtt on the same number of tokens in different numbers of shards.
 
     Prints medians of interleaved runs.
     """
     for number in shards:
-        write_real(work / str(number), number, tokens)
+        write_real(folder / str(number), number, tokens)
     print(f"{tokens:,} tokens, T = {SEQ_LEN}, medians of {turns} runs of {seconds:g} s in turn")
     columns = {
         "first batch": 13, "M tokens/s": 12, "ratio": 8, "from, to": 14,
         "per core": 10, "ratio ": 8, "from, to ": 14,
     }  # fmt: skip
-    for name in ("dtt", "dtt-masked-mixture"):
+    for name in ("plain", "mixture"):
         runs: dict[int, list[dict[str, float]]] = {number: [] for number in shards}
         for turn in range(turns):
             for number in shards[:: -1 if turn % 2 else 1]:
-                runs[number].append(run(sys.executable, name, work / str(number), seconds))
+                runs[number].append(run(dtt(folder / str(number), name, seconds)))
         print(f"\n{name}")
         table = Table("shards", 10, columns)
         for number, figures in runs.items():
@@ -182,25 +235,28 @@ def throughput(work: Path, shards: list[int], tokens: int, seconds: float, turns
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shards", type=int, nargs="+", default=[10, 1_000, 10_000])
     parser.add_argument("--tokens", type=float, help="default: 1e12, with --turns 1e9")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, with --turns")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--turns", type=int, help="compare numbers of shards, dtt alone")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        folder, name = args.worker
+        print(json.dumps(work(Path(folder), name == "mixture", args.seconds)))
+        return
     tokens = int(args.tokens or (1e9 if args.turns else 1e12))
     if args.turns:
-        with tempfile.TemporaryDirectory(dir=args.work) as work:
-            throughput(Path(work), args.shards, tokens, args.seconds, args.turns)
+        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+            throughput(Path(folder), args.shards, tokens, args.seconds, args.turns)
         return
     print("ratio: times as long as dtt. files: open file descriptors")
     for shards in args.shards:
-        with tempfile.TemporaryDirectory(dir=args.work) as work:
-            first_batch(args.peers_python, Path(work, "tokens"), shards, tokens)
+        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+            compare(args.peers_python, Path(folder, "tokens"), shards, tokens)
 
 
 if __name__ == "__main__":

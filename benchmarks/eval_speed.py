@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from measurement import Table, column_medians, in_turns
+from measurement import Table, column_medians, in_turns, parser_of
 from tokenizers import Tokenizer
 
 from dtt.base.ranks import Ranks
@@ -141,7 +141,7 @@ def difference(ours: Scores, theirs: Scores) -> float:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=FILES, default=list(FILES))

@@ -19,7 +19,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # processes are forked, so no threads may exist before
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -41,7 +40,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from checkpoint_backends import DTT_BACKENDS, PEER_BACKENDS, Backend, Dtt, State, state_of
+from checkpointing import DTT_BACKENDS, PEER_BACKENDS, Backend, Dtt, State, state_of
+from measurement import parser_of
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import reading
@@ -217,10 +217,11 @@ def equal(state: State, step: int) -> bool:
 
 def unchanged(backend: Backend, folder: Path, before: Path) -> bool:
     """Return True if the files of OLD are the same as before the save."""
-    now, previous = backend.files(folder, OLD), backend.files(before, OLD)
-    return [p.name for p in now] == [p.name for p in previous] and all(
-        a.read_bytes() == b.read_bytes() for a, b in zip(now, previous, strict=True)
+    now, previous = (
+        {path.name: path.read_bytes() for path in backend.files(root, OLD)}
+        for root in (folder, before)
     )
+    return now == previous
 
 
 def in_a_fork(function: Callable[[], str]) -> str:
@@ -265,11 +266,8 @@ def damages(all_files: list[Path], other: dict[str, bytes], quick: bool) -> Iter
             yield "cut short", path.name, {path: data[:cut]}
     for _ in range(200 if quick else 1000):
         path = rng.choice(all_files)
-        yield (
-            "a bit flipped",
-            path.name,
-            {path: flipped(good[path], rng.randrange(8 * len(good[path])))},
-        )
+        bit = rng.randrange(8 * len(good[path]))
+        yield "a bit flipped", path.name, {path: flipped(good[path], bit)}
     for path in all_files:
         if path.name == "MANIFEST.json":
             for bit in range(0, 8 * len(good[path]), 16 if quick else 1):
@@ -338,7 +336,7 @@ def outcome_of_damage(backend: Backend, folder: Path, damaged_file: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[""], help="only back ends whose names start with one of these"
     )

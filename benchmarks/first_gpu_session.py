@@ -48,8 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import DTT, make_tokens
-from measurement import Table
+from measurement import DTT, Table, make_tokens, parser_of
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -393,19 +392,6 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
 }
 
 
-def run_block(session: Session) -> int:
-    """Run the session's block in this process; return the exit code."""
-    for work in BLOCKS[session.block]:
-        work(session)
-    return 1 if session.failed else 0
-
-
-def results(out: Path, block: str) -> list[dict[str, Any]]:
-    """Return the reports of a block's parts, also after a timeout."""
-    path = out / f"{block}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a block in a separate process and return its entry of the summary."""
     (options.out / f"{block}.jsonl").unlink(missing_ok=True)
@@ -426,13 +412,13 @@ def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
             os.killpg(process.pid, 9)  # its own session: also kills its children
             process.wait()
     seconds = round(time.perf_counter() - start, 1)
-    return {"status": status, "seconds": seconds, "parts": results(options.out, block)}
+    path = options.out / f"{block}.jsonl"  # its parts, also after a timeout
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {"status": status, "seconds": seconds, "parts": list(map(json.loads, lines))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("blocks", nargs="*", default=[], choices=[*BLOCKS, []])
     parser.add_argument("--out", type=Path, default=Path("gpu-session"))
     parser.add_argument("--minutes", type=float, default=8.0, help="for each block")
@@ -443,7 +429,10 @@ def main() -> None:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.alone:
-        sys.exit(run_block(Session(options.out, options.tiny, options.blocks[0])))
+        session = Session(options.out, options.tiny, options.blocks[0])
+        for work in BLOCKS[session.block]:
+            work(session)
+        sys.exit(bool(session.failed))
     summary: dict[str, Any] = {}
     for block in options.blocks or BLOCKS:
         summary[block] = supervise(block, options)

@@ -1,16 +1,93 @@
-"""Time alternatives in turns, read the memory of this process, and print tables.
-
-Only the standard library is imported: environments of peers, which lack dtt, load this module too.
-"""
+"""What the scripts share: running dtt, small token folders, timing in turns, tables."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+DTT = [sys.executable, "-m", "dtt.main"]
+SHARED_DATA = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
+"""Corpora and tokenizers for benchmarks: `$DTT_SHARED/data`, by default `../shared/data`."""
+
+
+def dtt(*arguments: object, folder: Path | None = None) -> str:
+    """Run a dtt command, which must succeed, in `folder` and return its standard output."""
+    command = [*DTT, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+def parser_of(script: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of a script."""
+    return argparse.ArgumentParser(
+        description=script, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def wait_until(true: Callable[[], object], limit: float, pause: float = 0.001) -> bool:
+    """Poll until `true()` holds; return False if it does not within `limit` seconds."""
+    end = time.monotonic() + limit
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank on this machine."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+# ---- token folders -------------------------------------------------------------------------------
+
+
+def make_tokens(folder: Path) -> Path:
+    """Create `folder/tokens`, the tokens of 400 short synthetic documents, and return its path."""
+    write_documents(folder / "counting.jsonl")
+    dtt("download", "-d", "counting.jsonl", folder=folder)
+    several_units = "tokenize.unit_bytes=8192"
+    dtt(
+        "tokenize", "-d", "counting.jsonl", "tokenizer.vocab_size=300", several_units,
+        "tokenize.out=tokens", "tokenize.validation_fraction=0.1", folder=folder,
+    )  # fmt: skip
+    return folder / "tokens"
+
+
+def write_documents(path: Path, step: int = 7) -> None:
+    """Write 400 short synthetic documents as JSON lines; another `step` makes other text."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = (
+        " ".join(words[(i * step + j * j) % 10] for j in range(40 + i % 30)) for i in range(400)
+    )
+    text = "".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i, line in enumerate(lines))
+    path.write_text(text)
+
+
+# ---- timing and tables ---------------------------------------------------------------------------
 
 
 def in_turns(
@@ -33,27 +110,6 @@ def in_turns(
 def column_medians(rows: Iterable[Sequence[float]]) -> list[float]:
     """Return the median of each column."""
     return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-def _status_bytes(field: str) -> int:
-    """Return a size from /proc/self/status (Linux only), in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def resident_memory() -> int:
-    """Return the resident memory of this process, in bytes."""
-    return _status_bytes("VmRSS")
-
-
-def peak_memory() -> int:
-    """Return the peak resident memory of this process since its start or the reset, in bytes."""
-    return _status_bytes("VmHWM")
-
-
-def reset_peak_memory() -> None:
-    """Reset the peak to the resident memory in use now."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Table:

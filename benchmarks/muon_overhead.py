@@ -27,8 +27,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from jobs import free_port, rank_environment
-from measurement import Table, in_turns
+from measurement import Table, free_port, in_turns, parser_of, rank_environment
 from torch.multiprocessing.spawn import spawn
 
 from dtt.base.ranks import Ranks
@@ -155,9 +154,7 @@ def cells(layout: str, size: str, given: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", default="34M,124M")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5)

@@ -16,8 +16,7 @@ import subprocess
 import sys
 from fnmatch import fnmatchcase
 
-from jobs import free_port, rank_environment
-from measurement import Table
+from measurement import Table, free_port, rank_environment
 
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve

@@ -14,7 +14,6 @@ process pinned to one core, as the encoder is. The ids of all tools must be equa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -33,8 +32,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jobs import SHARED_DATA
-from measurement import Table, column_medians
+from measurement import SHARED_DATA, Table, column_medians, parser_of
 from xxhash import xxh3_64_intdigest
 
 from dtt.artifacts.manifests import TokensManifest
@@ -266,7 +264,7 @@ def memory(files: list[Path], tokenizer: Path, work: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, default=SHARED_DATA)
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers", default="encoder,encoder-process,datatrove,pool,datasets,hf")
@@ -301,7 +299,7 @@ def installed(python: str, names: list[str]) -> Iterator[tuple[str, list[str | P
         except subprocess.CalledProcessError:
             print(f"{name} is left out: {python} -m pip install {package}")
         else:
-            yield name, [python, HERE / "tokenize_peers.py", name]
+            yield name, [python, HERE / "peers.py", "tokenize", name]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/train_cpu.py --peers-python PYTHON [--rounds 5] [--shape llama-34m] [--fp32]
 
-PYTHON has torch, transformers, accelerate, litgpt, torchtitan and triton, which torchtitan imports.
+PYTHON has torch, transformers, accelerate and litgpt.
 Every system trains the same shape with the same batch, precision, threads, clipping and optimizer
 (fused AdamW) in a separate process. They take turns, one step each, so that other load on the
 machine affects all alike; the first two rounds are a warm-up. Figures are medians. A step of dtt is
@@ -11,7 +11,6 @@ a complete iteration of its training loop, including data loading, anomaly guard
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import make_tokens
-from measurement import Table, peak_memory
-from train_peers import PEERS, SHAPES, Shape
+from measurement import Table, make_tokens, parser_of
+from peers import SHAPES, TRAINERS, Shape, peak_memory
 
+from dtt.mesh.peak_flops import measured_flops
 from dtt.model import count, families
 
-HERE = Path(__file__).parent
+PEERS = str(Path(__file__).with_name("peers.py"))
 WARM_UP = 2
 
 
@@ -90,10 +89,8 @@ def train(shape: Shape, precision: str) -> None:
 
     def wait_and_step(self: Trainer, *arguments: Any) -> None:
         nonlocal start
-        now = time.perf_counter()
-        print(
-            json.dumps({"ready": True} if start is None else {"seconds": now - start}), flush=True
-        )
+        record = {"seconds": time.perf_counter() - start} if start else {"ready": True}
+        print(json.dumps(record), flush=True)
         if sys.stdin.readline().strip() == "end":
             print(json.dumps({"peak": peak_memory()}), flush=True)
             os._exit(0)
@@ -120,17 +117,6 @@ def keys(shape: Shape) -> list[str]:
     return ["model.tie_embeddings=true", *(f"model.{name}={shape[name]}" for name in names)]
 
 
-def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """Return the FLOP/s of the fastest of a few matrix multiplications of square matrices."""
-    a, b = torch.randn(2, size, size).to(dtype)
-    fastest = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        a @ b
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
-
-
 def flops_per_token(shape: Shape) -> int:
     """Return the FLOPs per token as counted by `dtt.model.count`."""
     from dtt.config.load import resolve
@@ -144,8 +130,8 @@ def compare(name: str, precision: str, peers: str | None, rounds: int, threads: 
     """Print the table of one shape."""
     dtt = [sys.executable, __file__, "--worker", name, precision, "--threads", str(threads)]
     workers = {"dtt train": Worker(dtt, threads)}
-    for peer in PEERS if peers else ():
-        command = [peers or "", str(HERE / "train_peers.py"), peer, name, precision, str(threads)]
+    for peer in TRAINERS if peers else ():
+        command = [peers or "", PEERS, "train", peer, name, precision, str(threads)]
         workers[peer] = Worker(command, threads)
     errors = {peer: worker.error() for peer, worker in workers.items() if worker.failed}
     running = {peer: worker for peer, worker in workers.items() if not worker.failed}
@@ -154,7 +140,8 @@ def compare(name: str, precision: str, peers: str | None, rounds: int, threads: 
             worker.step()
     shape = SHAPES[name]
     tokens = shape["batch"] * shape["seq_len"]
-    peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    peak = measured_flops(torch.device("cpu"), dtype)
     median = {p: statistics.median(w.seconds[WARM_UP:]) for p, w in running.items()}
     seconds_per_token_at_peak = flops_per_token(shape) / peak
     print(f"\n{name}, {precision}, batch {shape['batch']} x {shape['seq_len']}, {threads} threads; "
@@ -164,21 +151,15 @@ def compare(name: str, precision: str, peers: str | None, rounds: int, threads: 
     for peer, worker in running.items():
         rate = tokens / median[peer]
         table.row(
-            peer,
-            f"{median[peer]:.3f}",
-            f"{rate:.0f}",
-            f"{rate * seconds_per_token_at_peak:.0%}",
-            f"{worker.end() / 1e9:.2f}",
-            f"{median[peer] / median['dtt train']:.2f}x",
-        )
+            peer, f"{median[peer]:.3f}", f"{rate:.0f}", f"{rate * seconds_per_token_at_peak:.0%}",
+            f"{worker.end() / 1e9:.2f}", f"{median[peer] / median['dtt train']:.2f}x",
+        )  # fmt: skip
     for peer, error in errors.items():
         table.row(peer, note=f"does not run: {error[:90]}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--peers-python")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -14,7 +14,6 @@ peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,9 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jobs import DTT, make_tokens
-from measurement import Table
-from train_peers import Shape, hf_model
+from measurement import DTT, Table, make_tokens, parser_of
+from peers import Shape, hf_model
 
 from dtt.base import local
 
@@ -146,9 +144,7 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", default=[], choices=[*CASES, []])
     parser.add_argument("--steps", type=int, help="of every case; default: the case's own")
     parser.add_argument("--processes", type=int, default=1)

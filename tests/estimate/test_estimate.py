@@ -297,11 +297,7 @@ def test_muon_sends_as_much_as_real_ranks_do() -> None:
 
 
 def _step_peaks(pipe: object) -> None:
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from simulate import Trace
+    from simulated_ranks import Trace
 
     found = []
     for settings in STEPS:
@@ -363,15 +359,13 @@ def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -
 
 def _simulate(pipe: object) -> None:
     import sys
-    from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    import simulate
+    from simulated_ranks import case_of, parse_arguments, simulate
 
     arguments = "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3"
-    sys.argv = ["simulate", *arguments.split(), "--optimizer", "muon"]
-    one = simulate.case_of(simulate.parse_arguments())
-    *peaks, received = simulate.simulate(one)
+    sys.argv = ["simulated_ranks", *arguments.split(), "--optimizer", "muon"]
+    one = case_of(parse_arguments())
+    *peaks, received = simulate(one)
     *passes, step = (
         moment.total - moment.parts["framework"] - moment.parts["batches"]
         for moment in moments(one)

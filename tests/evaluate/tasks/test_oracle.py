@@ -1,21 +1,20 @@
 """`dtt eval` and lm-evaluation-harness: same log-likelihoods and metrics, and its tasks on a model
-of dtt. `benchmarks/eval_oracle.py` compares every question of four tasks."""
+of dtt. `tests/lm_eval_oracle.py` compares every question of four tasks."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import forked_runs
+import lm_eval_oracle as oracle
 import pytest
 import yaml
 from forked import run_dtt
-from running import ROOT, Dtt
+from running import Dtt
 from tiny_job import END_OF_DOCUMENT, IM_END, write_chat_job, write_job
 from tokenizers import processors
 
@@ -38,16 +37,6 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Iterator[ModuleType]:
-    """The script `benchmarks/eval_oracle.py`."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import eval_oracle
-
-    yield eval_oracle
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
 def run(arguments: list[str], folder: Path) -> str:
     code, out, err = run_dtt(arguments, folder, {}, 170)
     assert code == 0, err
@@ -56,7 +45,7 @@ def run(arguments: list[str], folder: Path) -> str:
 
 @pytest.mark.slow(except_for=["gpt2", "gemma3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_lm_eval_with_transformers(family: str, oracle: ModuleType) -> None:
+def test_scores_are_those_of_lm_eval_with_transformers(family: str) -> None:
     cloze = [{"id": row["id"], "context": row["context"], "continuation": "1."} for row in ROWS]
     tasks = {"choices": ROWS, "cloze": cloze}
     bpe = oracle.train_tokenizer(text for rows in tasks.values() for text in oracle.texts_of(rows))

@@ -1,7 +1,7 @@
 """Compare the scores of `dtt eval` with those of lm-evaluation-harness, question by question.
 
-    python benchmarks/eval_oracle.py                       every question, every family
-    python benchmarks/eval_oracle.py --families gpt2 --questions 100
+    python tests/lm_eval_oracle.py                       every question, every family
+    python tests/lm_eval_oracle.py --families gpt2 --questions 100
 
 Tiny models, trained for 40 steps (`--steps`), fp32, on a CPU. Their context is 128 tokens, so that
 some questions are truncated; attention windows are 32 tokens. dtt and lm-eval's `hf` backend read
@@ -26,7 +26,9 @@ import argparse
 import json
 import logging
 import math
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import SHARED_DATA, dtt
-from measurement import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dtt.config.model import Llama3RopeScaling, ModelConfig
@@ -49,6 +49,7 @@ from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 
+SHARED_DATA = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
 CONTEXT, STEPS = 128, 40
 GROUPED: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,6 +67,8 @@ FILES = {
     "lambada": "lambada_openai.jsonl",
 }
 END = "<|endoftext|>"
+COLUMNS = ("questions", "difference", "close", "acc", "acc_norm", "perplexity", "s")
+ROW = "{:9}{:13}{:>10}{:>12}{:>7}{:>9}{:>10}{:>14}{:>7}"
 Rows = list[dict[str, Any]]
 Run = Callable[[list[str], Path], object]
 """Runs a dtt command with these arguments in a folder."""
@@ -86,8 +89,7 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {metadata.version('transformers')}, "
         f"lm-eval {metadata.version('lm_eval')}"
     )
-    widths = {"questions": 10, "difference": 12, "close": 7, "acc": 9, "acc_norm": 10}
-    table = Table("family   task", 22, widths | {"perplexity": 14, "s": 7})
+    print(ROW.format("family", "task", *COLUMNS))
     wrong = []
     for family in options.families.split(","):
         own, end = (llama, "</s>") if family == "mistral" else (bpe, END)
@@ -98,15 +100,10 @@ def main() -> None:
         for name, one in compare_family(family, own, end, tasks, steps=options.steps).items():
             metrics = one.metrics
             perplexity = metrics.get("perplexity") or metrics.get("byte_perplexity")
-            table.row(
-                f"{family:8} {name}",
-                f"{one.questions:,}",
-                f"{one.difference:.1e}",
-                str(one.close),
-                *(f"{metrics[m][0]:.4f}" if m in metrics else "" for m in ("acc", "acc_norm")),
-                f"{perplexity[0]:.6g}" if perplexity else "",
-                f"{time.monotonic() - start:.0f}",
-            )
+            shares = (f"{metrics[m][0]:.4f}" if m in metrics else "" for m in ("acc", "acc_norm"))
+            counted = f"{one.questions:,}", f"{one.difference:.1e}", str(one.close), *shares
+            found = f"{perplexity[0]:.6g}" if perplexity else ""
+            print(ROW.format(family, name, *counted, found, f"{time.monotonic() - start:.0f}"))
             wrong += [f"{family} {name}: {problem}" for problem in one.problems(name == "rolling")]
     if wrong:
         sys.exit("\n".join(wrong))
@@ -371,12 +368,22 @@ def compare(ours: Scores, theirs: Scores, rolling: bool) -> Comparison:
     return Comparison(len(pairs), largest, close, greedy, metrics)
 
 
+def run_dtt(arguments: list[str], folder: Path) -> None:
+    """Run a dtt command, which must succeed, in a process of its own."""
+    subprocess.run(
+        [sys.executable, "-m", "dtt.main", *arguments],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
 def compare_family(
     family: str,
     tokenizer: Tokenizer,
     end: str,
     tasks: Mapping[str, Rows],
-    run: Run = lambda arguments, folder: dtt(*arguments, folder=folder),
+    run: Run = run_dtt,
     steps: int = STEPS,
 ) -> dict[str, Comparison]:
     """Return the comparison of each task with an export of a model of `family`."""

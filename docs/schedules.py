@@ -1,6 +1,6 @@
 """Plot every learning-rate schedule as one picture: docs/schedules.png.
 
-    python benchmarks/schedules.py [FILE.png]
+    python docs/schedules.py [FILE.png]
 
 The left half shows each type over a run of 1,000 steps, the right half every shape of a WSD decay.
 The rates are those that training uses, one point per step.
@@ -56,7 +56,7 @@ def draw(axes: Axes, configs: Mapping[str, ScheduleConfig]) -> None:
 
 def main() -> None:
     """Plot both halves and save the picture."""
-    default = Path(__file__).parents[1] / "docs/schedules.png"
+    default = Path(__file__).with_name("schedules.png")
     drawing = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
     left, right = drawing.subplots(1, 2, sharey=True)
     left.set(title="type", xlabel="step", ylabel="share of the peak rate")

@@ -1,8 +1,8 @@
 """Simulate a thousand ranks, and compare memory and communication with `dtt plan`.
 
-    python benchmarks/simulate.py [MODEL] [--ranks N] [--shard N] [--context N] [--tensor N]
-                                  [--seq-len T] [--micro-batch B] [--accumulation A]
-                                  [--remat KIND] [--layers L] [--optimizer NAME]
+    python tests/simulated_ranks.py [MODEL] [--ranks N] [--shard N] [--context N] [--tensor N]
+                                    [--seq-len T] [--micro-batch B] [--accumulation A]
+                                    [--remat KIND] [--layers L] [--optimizer NAME]
 
 dtt's own code builds the model, applies it to a mesh and trains it for two steps, with a fake
 process group, which sends nothing, and fake tensors, which have a shape but no memory. The trace
@@ -23,7 +23,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from measurement import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -138,7 +137,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    address: int = storage._cdata  # noqa: SLF001  its address in C++
+    address: int = storage._cdata
     return address
 
 
@@ -151,7 +150,7 @@ def _group_size(argument: Any) -> int:
     try:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()
-        return c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined]  # noqa: SLF001
+        return c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined]
     except (RuntimeError, TypeError, ValueError):
         return 0
 
@@ -276,20 +275,20 @@ def main() -> None:
         f"{case.arch.family}, {sum(w.numel for w in case.weights) / 1e9:.2f}B parameters, "
         f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - start:.0f} s"
     )
-    table = Table("", 46, {"formula": 12, "simulated": 12, "ratio": 8})
+    print(f"{'':46}{'formula':>12}{'simulated':>12}{'ratio':>8}")
     *passes, step = moments(case)
     for planned, peak in zip((max(passes, key=lambda one: one.total), step), peaks, strict=True):
         held = planned.total - sum(planned.parts[part] for part in ("framework", "batches"))
-        add_row(table, f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
+        print_row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
     total = sum(one.bytes for one in collective_costs(case))
-    add_row(table, "received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
+    print_row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
     for kind, size in received.items():
-        table.row(f"  {kind}", "", f"{size / 1e9:.3f}")
+        print(f"  {kind:44}{'':12}{size / 1e9:>12.3f}")
 
 
-def add_row(table: Table, label: str, formula: float, simulated: float) -> None:
+def print_row(label: str, formula: float, simulated: float) -> None:
     """Print two figures and their ratio."""
-    table.row(label, f"{formula:.3f}", f"{simulated:.3f}", f"{formula / simulated:.3f}")
+    print(f"{label:46}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
 
 
 if __name__ == "__main__":
