@@ -82,6 +82,7 @@ def generate(
         'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0',
         "dtt chat exports/assistant < questions.txt                # one user message per line",
         "dtt chat jobs/assistant --json --ids < conversations.jsonl",
+        "dtt chat jobs/assistant --web                             # a page, and OpenAI's API",
     )
 )
 def chat(
@@ -101,6 +102,13 @@ def chat(
     ema: Ema = False,
     ids: Annotated[bool, typer.Option("--ids", help="Print the token ids of each prompt.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a page and OpenAI's API on 127.0.0.1 instead.")
+    ] = False,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, metavar="N", help="Port for --web; 0 chooses a free one."),
+    ] = 0,
 ) -> None:
     """Converse with a model that was trained on conversations.
 
@@ -108,12 +116,25 @@ def chat(
     Reads messages from the terminal, or from stdin one per line. With --json, lines of stdin that
     start with { or [ are JSON: {"role": …, "content": …} continues the conversation, {"messages":
     […]} starts a new one. If the context is full, the oldest turns are dropped.
+
+    With --web, the printed address opens a page, and other programs use /v1/chat/completions and
+    /v1/completions; the options are their defaults. The server refuses every request without the
+    random token of the address. A model without a chat template continues texts.
     """
     with command():
-        from dtt.generate import chat
+        from dtt.base.errors import ConfigError
         from dtt.generate.run import Sampling
 
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+        if web:
+            if json or ids:
+                raise ConfigError("--web and --json or --ids are mutually exclusive")
+            from dtt.generate import web as body
+
+            body.run(source, system, sampling, template=template, ema=ema, port=port)
+            return
+        from dtt.generate import chat
+
         chat.run(
             source,
             system,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from dtt.base.errors import InputError
 from dtt.generate.chat_console import (
@@ -17,6 +18,12 @@ from dtt.generate.chat_console import (
 from dtt.generate.chat_session import ChatSession
 from dtt.generate.run import Sampling
 from dtt.hf.model_source import find_chat_format, load_model, on_device
+
+if TYPE_CHECKING:
+    from dtt.data.conversations.chat_encoder import ChatEncoder
+    from dtt.hf.chat_format import ChatFormat
+    from dtt.hf.read import Trained
+    from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
 
 
 def run(
@@ -35,24 +42,18 @@ def run(
     model without one needs it. With `as_json`, each answer is a line of JSON; with `show_ids`, the
     ids of prompts are printed, too.
     """
-    chat, end_of_document = find_chat_format(source, template)
-    encoder = chat.encoder()
+    found = find_chat_format(source, template)
+    encoder = found[0].encoder()  # refuses a malformed template before it waits for input
     terminal = sys.stdin is not None and sys.stdin.isatty()
     lines = None if terminal else _first_of(read_lines(_stdin()))
     trained = load_model(source, ema=ema)
     import torch
 
-    from dtt.data.text.tokenizer import open_tokenizer
     from dtt.model.generate import PrefixCachedGenerator
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    session = ChatSession(
-        encoder,
-        open_tokenizer(trained.tokenizer),
-        PrefixCachedGenerator(on_device(trained, device)),
-        frozenset({*encoder.stop_tokens, *chat.facts.stop_tokens, *end_of_document}),
-        sampling,
-    )
+    generator = PrefixCachedGenerator(on_device(trained, device))
+    session = open_session(found, encoder, trained, generator, sampling)
     session.set_system(system)
     open_stdout(as_json=as_json)
     printer = AnswerPrinter(as_json, show_ids)
@@ -60,6 +61,22 @@ def run(
         converse(session, printer)
     else:
         answer_lines(session, printer, lines)
+
+
+def open_session(
+    found: tuple[ChatFormat, tuple[int, ...]],
+    encoder: ChatEncoder,
+    trained: Trained,
+    generator: PrefixCachedGenerator | GeneratorPool,
+    sampling: Sampling,
+) -> ChatSession:
+    """Return a conversation without messages; `found` is what `find_chat_format` has returned."""
+    from dtt.data.text.tokenizer import open_tokenizer
+
+    chat, end_of_document = found
+    stop_tokens = {*encoder.stop_tokens, *chat.facts.stop_tokens, *end_of_document}
+    tokenizer = open_tokenizer(trained.tokenizer)
+    return ChatSession(encoder, tokenizer, generator, frozenset(stop_tokens), sampling)
 
 
 def _stdin() -> Iterable[bytes]:

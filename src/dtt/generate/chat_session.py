@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dtt.data.conversations.chat_encoder import ChatEncoder
-    from dtt.model.generate import PrefixCachedGenerator
+    from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
 
 ANSWER_SHARE = 4
 """The oldest turns are dropped to keep 1/4 of the context free for an answer, or `max_tokens`."""
@@ -39,6 +39,53 @@ class StreamedAnswer:
     content: str = ""
     finish_reason: Literal["stop", "length", "interrupted"] = "interrupted"
 
+    def stream(
+        self,
+        tokenizer: Tokenizer,
+        tokens: Generator[int],
+        stop_tokens: Collection[int],
+        *,
+        stop_texts: Sequence[str] = (),
+        skip_special_tokens: bool = False,
+    ) -> Generator[str]:
+        """Yield the text of `tokens` as they come, and collect it.
+
+        It ends before any of `stop_tokens` and `stop_texts`, and never within a UTF-8 character.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
+        held = ""  # its end may turn out to be the start of a stop text
+        with closing(tokens):
+            for token in tokens:
+                if token in stop_tokens:
+                    self.finish_reason = "stop"
+                    break
+                self.ids.append(token)
+                held += decoder.step(tokenizer, token) or ""
+                ends = [held.index(stop) for stop in stop_texts if stop in held]
+                if ends:
+                    self.finish_reason = "stop"
+                    held = held[: min(ends)]
+                    break
+                ready = len(held) - _start_of_stop(held, stop_texts)
+                self.content += held[:ready]
+                yield held[:ready]
+                held = held[ready:]
+            else:
+                self.finish_reason = "length"
+        if held:
+            self.content += held
+            yield held
+
+
+def _start_of_stop(text: str, stop_texts: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that a stop text begins with."""
+    return max(
+        (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n])),
+        default=0,
+    )
+
 
 class ChatSession:
     """A conversation with one model.
@@ -51,7 +98,7 @@ class ChatSession:
         self,
         encoder: ChatEncoder,
         tokenizer: Tokenizer,
-        generator: PrefixCachedGenerator,
+        generator: PrefixCachedGenerator | GeneratorPool,
         stop_tokens: frozenset[int],
         sampling: Sampling,
     ) -> None:
@@ -61,6 +108,14 @@ class ChatSession:
         self._context = generator.model.arch.max_seq_len
         self._system: tuple[Message, ...] = ()
         self.conversation = Conversation(())
+
+    def another(self, sampling: Sampling) -> ChatSession:
+        """Return a conversation with the same model and system prompt, without messages."""
+        other = ChatSession(
+            self._encoder, self._tokenizer, self._generator, self._stop_tokens, sampling
+        )
+        other._system = self._system
+        return other
 
     def reset(self) -> None:
         """Forget all messages except the system prompt."""
@@ -108,27 +163,17 @@ class ChatSession:
             len(conversation.messages) - len(fitting.messages),
         )
 
-    def stream(self, answer: StreamedAnswer) -> Generator[str]:
+    def stream(self, answer: StreamedAnswer, *, stop_texts: Sequence[str] = ()) -> Generator[str]:
         """Yield the text of an answer while it is generated, and append it to the conversation.
 
-        The text never ends within a UTF-8 character. If the iterator is closed or interrupted, the
-        text so far is the answer; if there is none, the message without an answer is removed.
+        If the iterator is closed or interrupted, the text so far is the answer; if there is none,
+        the message without an answer is removed.
         """
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(skip_special_tokens=False)
+        tokens = generated(self._generator, answer.prompt_ids, self._sampling)
         try:
-            with closing(self._tokens(answer.prompt_ids)) as tokens:
-                for token in tokens:
-                    if token in self._stop_tokens:
-                        answer.finish_reason = "stop"
-                        break
-                    answer.ids.append(token)
-                    text = decoder.step(self._tokenizer, token) or ""
-                    answer.content += text
-                    yield text
-                else:
-                    answer.finish_reason = "length"
+            yield from answer.stream(
+                self._tokenizer, tokens, self._stop_tokens, stop_texts=stop_texts
+            )
         finally:
             self._append(answer)
 
@@ -140,22 +185,6 @@ class ChatSession:
         else:
             messages = messages[:-1]
         self.conversation = replace(self.conversation, messages=messages)
-
-    def _tokens(self, prompt_ids: list[int]) -> Generator[int]:
-        import torch
-
-        from dtt.generate.run import prompt_seed
-
-        sampling = self._sampling
-        device = self._generator.cache.device
-        return self._generator.generate(
-            prompt_ids,
-            max_new_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            generator=torch.Generator(device).manual_seed(prompt_seed(sampling.seed, prompt_ids)),
-        )
 
     def _fit(self, conversation: Conversation) -> tuple[Conversation, list[int]]:
         """Return the conversation without the oldest turns that do not fit, and its prompt."""
@@ -196,6 +225,26 @@ class ChatSession:
                 why=refused.why,
                 next="change the messages, or use another template with --template",
             ) from None
+
+
+def generated(
+    generator: PrefixCachedGenerator | GeneratorPool, prompt_ids: list[int], sampling: Sampling
+) -> Generator[int]:
+    """Yield the tokens that continue a prompt."""
+    import torch
+
+    from dtt.generate.run import prompt_seed
+
+    return generator.generate(
+        prompt_ids,
+        max_new_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        generator=torch.Generator(generator.device).manual_seed(
+            prompt_seed(sampling.seed, prompt_ids)
+        ),
+    )
 
 
 def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

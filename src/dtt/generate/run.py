@@ -165,12 +165,14 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, trained: Trained) -> list[list[int]]:
-    """Return the token ids of the prompts, with the errors of `_encode`."""
+    """Return the token ids of the prompts, with the errors of `encode_prompt`."""
     names = [f"prompt {n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
-    return [_encode(t, tokenizer, trained, name) for t, name in zip(texts, names, strict=True)]
+    return [
+        encode_prompt(t, tokenizer, trained, name) for t, name in zip(texts, names, strict=True)
+    ]
 
 
-def _encode(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
+def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
     """Return the token ids of a prompt; an empty prompt becomes the token that begins a
     document, or else the end-of-document token.
 

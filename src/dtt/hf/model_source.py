@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from dtt.hf.read import Trained
     from dtt.model.decoder import Decoder
 
+
+class NoChatTemplate(ConfigError):
+    """A model whose conversation format is unknown."""
+
+
 SOURCES = "a job (jobs/run, jobs/run@500), an export (exports/run), or hf:ORG/NAME"
 
 
@@ -132,7 +137,7 @@ def find_model(name: str, files: Sequence[str] | None = None, *, where: str | No
 def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tuple[int, ...]]:
     """Return the model's conversation format and the tokens that end its documents.
 
-    Reads no weights. Raises ConfigError if the model has no chat template and `template` is None.
+    Reads no weights. Raises NoChatTemplate if the model has none and `template` is None.
     """
     # Imports numpy, which commands that only name a model do without.
     from dtt.hf.chat_format import (
@@ -154,7 +159,7 @@ def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tup
     if template is not None:
         return chosen_chat_format(template, tokenizer, ends), ends
     if own is None:
-        raise ConfigError(
+        raise NoChatTemplate(
             f"{source} has no chat template, so its conversation format is unknown",
             why=_why_none(folder),
             next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "

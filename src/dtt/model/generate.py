@@ -5,7 +5,10 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +122,11 @@ class PrefixCachedGenerator:
         """Tokens whose keys and values are cached. Appended to after a complete forward pass, so an
         exception at any point leaves a state from which the next prompt can continue."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the model and the cache."""
+        return self.cache.device
+
     def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Return the number of cached tokens of a prompt; the last token is always computed."""
         pairs = zip(self.cached_ids, prompt_ids[:-1], strict=False)
@@ -178,6 +186,39 @@ class PrefixCachedGenerator:
             # Doubling copies each cached token a constant number of times on average, however many
             # turns follow.
             self.cache.reserve(min(max(capacity, 2 * current), self.model.arch.max_seq_len))
+
+
+class GeneratorPool:
+    """Generators for several threads, used like a single PrefixCachedGenerator.
+
+    Each prompt gets the idle generator that has cached the longest prefix of it, so the turns of
+    one conversation find their cache again although others are answered in between.
+    """
+
+    def __init__(self, model: Decoder, size: int) -> None:
+        """Generate at most `size` continuations at once: each has a KV cache of its own."""
+        self.model, self.device = model, model.embed.weight.device
+        self._idle = [PrefixCachedGenerator(model) for _ in range(size)]
+        self._free = threading.Semaphore(size)
+        self._lock = threading.Lock()
+
+    def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
+        """Return the number of tokens of a prompt that an idle generator has cached."""
+        with self._lock:
+            return max((idle.cached_prefix(prompt_ids) for idle in self._idle), default=0)
+
+    def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generator[int]:
+        """Yield the tokens that continue a prompt, after a wait if no generator is idle."""
+        with self._free:
+            with self._lock:
+                chosen = max(self._idle, key=lambda idle: idle.cached_prefix(prompt_ids))
+                self._idle.remove(chosen)
+            try:
+                with closing(chosen.generate(prompt_ids, **options)) as tokens:
+                    yield from tokens
+            finally:
+                with self._lock:
+                    self._idle.append(chosen)
 
 
 @torch.no_grad()  # FSDP2 reuses buffers in training, which inference tensors would forbid

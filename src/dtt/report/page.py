@@ -51,21 +51,33 @@ def render(data: Mapping[str, Any]) -> str:
     """Return the page for `data`, with all secrets redacted."""
     # Before texts are joined or shortened: half of a secret would not be recognised.
     clean = without_secrets(data)
-    script = f"(() => {{\n'use strict';\n{_joined(SCRIPTS)}}})();"  # no name becomes a global
-    # The policy names hashes of the script and the style, so both are final here.
-    style = _joined(STYLES)
-    # A page on disk must not contact anything. A live page reads its own server.
-    connect = "'self'" if clean.get("live") else "'none'"
+    return document(
+        str(clean["title"]),
+        clean,
+        joined("dtt.report", SCRIPTS),
+        joined("dtt.report", STYLES),
+        connects=bool(clean.get("live")),
+    )
+
+
+def document(title: str, data: Any, script: str, style: str, *, connects: bool) -> str:
+    """Return a page that draws itself in `main#page`, from `data`, which has no secrets.
+
+    Its content security policy allows this script and style only, and requests to its own server
+    if it `connects`.
+    """
+    script = f"(() => {{\n'use strict';\n{script}}})();"  # no name becomes a global
+    connect = "'self'" if connects else "'none'"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     return PAGE.format(
         policy=policy,
-        title=html.escape(str(clean["title"])),
+        title=html.escape(title),
         style=style,
         script=script,
-        data=embedded(clean),
+        data=embedded(data),
     )
 
 
@@ -96,9 +108,9 @@ def without_secrets(value: Any) -> Any:
 
 
 @cache
-def _joined(names: tuple[str, ...]) -> str:
-    """Return the content of asset files, one after the other."""
-    folder = resources.files("dtt.report") / "assets"
+def joined(package: str, names: tuple[str, ...]) -> str:
+    """Return the content of asset files of a package, one after the other."""
+    folder = resources.files(package) / "assets"
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 

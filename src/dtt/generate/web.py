@@ -1,0 +1,437 @@
+"""`dtt chat --web`: a page to converse with a model, and OpenAI's API for other programs.
+
+The API is the part of https://platform.openai.com/docs/api-reference that clients and lm-eval use:
+`POST /v1/chat/completions`, `POST /v1/completions` and `GET /v1/models`. A parameter that dtt
+cannot honour is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from dtt.base.errors import ConfigError, DttError
+from dtt.base.local_server import Connection, LocalServer
+from dtt.base.log import log
+from dtt.base.secrets import redacted
+from dtt.data.conversations.dialects import parse_prompt
+from dtt.data.conversations.rows import RefusedRow
+from dtt.generate.chat import open_session
+from dtt.generate.chat_session import ChatSession, StreamedAnswer, generated
+from dtt.generate.run import Sampling, encode_prompt
+from dtt.hf.model_source import NoChatTemplate, find_chat_format, load_model, on_device
+from dtt.report.page import document, joined
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from dtt.hf.read import Trained
+    from dtt.model.generate import GeneratorPool
+
+ANSWERS_AT_ONCE = 4
+"""Further requests wait. Each of these keeps the memory of a KV cache until the server ends."""
+LONGEST_BODY = 2**24
+"""Bytes of a request."""
+MOST_STOPS = 16
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "logit_bias": ({},), "suffix": ("",), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+}  # fmt: skip
+"""Parameters that dtt does not have, and their values that ask for nothing."""
+LABELS = ("user", "metadata", "safety_identifier", "store")
+"""Parameters that describe a request without changing the answer."""
+
+Answers = list[tuple[StreamedAnswer, Generator[str]]]
+"""Answers, each with the iterator that generates its text."""
+Logprobs = Callable[[StreamedAnswer], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server."""
+
+    name: str
+    trained: Trained
+    tokenizer: Tokenizer
+    """Adds to a text what the documents of the model begin with."""
+    generators: GeneratorPool
+    session: ChatSession | None
+    """A conversation without messages, which knows the chat format; None without a chat format."""
+    sampling: Sampling
+    """Defaults of requests."""
+
+
+def run(
+    source: str,
+    system: str,
+    sampling: Sampling,
+    *,
+    template: str | None = None,
+    ema: bool = False,
+    port: int = 0,
+) -> None:
+    """Serve a model on `port` of 127.0.0.1 (0: any free port) until the user interrupts it.
+
+    Arguments are those of `chat.run`. A model without a chat format continues texts.
+    """
+    try:
+        found = find_chat_format(source, template)
+    except NoChatTemplate:
+        found = None
+    encoder = None if found is None else found[0].encoder()
+    trained = load_model(source, ema=ema)
+    import torch
+
+    from dtt.model.generate import GeneratorPool
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generators = GeneratorPool(on_device(trained, device), ANSWERS_AT_ONCE)
+    session = None
+    if found is not None and encoder is not None:
+        session = open_session(found, encoder, trained, generators, sampling)
+        session.set_system(system)
+    elif system:
+        raise ConfigError(f"--system requires a chat template, and {source} has none")
+    served = Served(source, trained, trained.open_tokenizer(), generators, session, sampling)
+    server = LocalServer(Api(served), port)
+    try:
+        log.info(
+            "OpenAI API: base_url http://127.0.0.1:%d/v1, api_key %s", server.port, server.token
+        )
+        log.info("from another machine: ssh -L %d:127.0.0.1:%d HOST", server.port, server.port)
+        print(server.url, flush=True)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+
+
+class Refused(ConfigError):
+    """A parameter of a request that is invalid, or that dtt does not have."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"parameter {name!r}: {why}")
+        self.name = name
+
+
+class Fields:
+    """The parameters of a request; each is taken once, and none may be left."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        # Clients send null for a parameter that is not set.
+        self._left = {name: value for name, value in body.items() if value is not None}
+        for name in LABELS:
+            self._left.pop(name, None)
+        for name, values in NEUTRAL.items():
+            if self._left.get(name) in values:
+                del self._left[name]
+
+    def take(self, name: str, default: Any, *kinds: type) -> Any:
+        """Return a parameter; raise Refused if it has another type."""
+        value = self._left.pop(name, default)
+        # True is an int for Python, and 1 is no float for JSON's users.
+        valid = type(value) in kinds or (float in kinds and type(value) is int)
+        if value is not default and not valid:
+            raise Refused(name, f"it must be of type {' or '.join(k.__name__ for k in kinds)}")
+        return value
+
+    def number(self, name: str, default: Any, low: float, high: float, kind: type) -> Any:
+        """Return a number in [low, high]; raise Refused for another one."""
+        value = self.take(name, default, kind)
+        if value is not default and not low <= value <= high:  # NaN is in no interval
+            raise Refused(name, f"{value} is not between {low} and {high}")
+        return value
+
+    def end(self) -> None:
+        """Raise Refused for a parameter that was not taken."""
+        if self._left:
+            raise Refused(next(iter(self._left)), "dtt does not have it; leave it out")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a request for a chat and for a continuation have in common."""
+
+    sampling: Sampling
+    stop_texts: tuple[str, ...]
+    stream: bool
+    with_usage: bool
+
+    @classmethod
+    def take(cls, fields: Fields, served: Served, *, fewest: int = 1) -> Options:
+        """Take the options of a request; `fewest` is the lowest limit of new tokens."""
+        name = fields.take("model", served.name, str)
+        if name != served.name:
+            raise Refused("model", f"this server has {served.name!r} only, not {name!r}")
+        own = served.sampling
+        most = fields.number("max_tokens", None, fewest, 2**31, int)
+        most = fields.number("max_completion_tokens", most, fewest, 2**31, int)
+        stop = fields.take("stop", [], str, list)
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
+            raise Refused("stop", f"it must be one to {MOST_STOPS} texts that are not empty")
+        stream = fields.take("stream", False, bool)
+        stream_options = fields.take("stream_options", {}, dict)
+        if stream_options.keys() - {"include_usage"}:
+            raise Refused("stream_options", "dtt has only include_usage")
+        return cls(
+            Sampling(
+                max_tokens=own.max_tokens if most is None else most,
+                temperature=fields.number("temperature", own.temperature, 0.0, 100.0, float),
+                top_k=fields.number("top_k", own.top_k, 1, 2**31, int),
+                top_p=fields.number("top_p", own.top_p, 1e-6, 1.0, float),
+                seed=fields.number("seed", own.seed, -(2**63), 2**63 - 1, int),
+            ),
+            tuple(texts),
+            stream,
+            stream_options.get("include_usage") is True,
+        )
+
+
+class Api:
+    """Answers to requests."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._started = int(time.time())
+
+    def answer(self, connection: Connection, path: str, query: str) -> None:
+        """Answer a request for the page or of the API."""
+        methods = {"": "GET", "v1/models": "GET"}
+        posts = {"v1/chat/completions": self._chat, "v1/completions": self._complete}
+        if path not in methods | posts:
+            _fail(connection, HTTPStatus.NOT_FOUND, f"there is no /{path}")
+        elif connection.command != methods.get(path, "POST"):
+            _fail(connection, HTTPStatus.METHOD_NOT_ALLOWED, f"use {methods.get(path, 'POST')}")
+        elif path == "":
+            connection.send(HTTPStatus.OK, self._page(), "text/html")
+        elif path == "v1/models":
+            model = {"id": self._served.name, "object": "model", "created": self._started}
+            _send(connection, {"object": "list", "data": [model | {"owned_by": "dtt"}]})
+        else:
+            try:
+                posts[path](connection, Fields(_body(connection)))
+            except DttError as error:
+                _fail(connection, HTTPStatus.BAD_REQUEST, error)
+
+    def _page(self) -> str:
+        data = {
+            "model": redacted(self._served.name),
+            "chat": self._served.session is not None,
+            "temperature": self._served.sampling.temperature,
+            "max_tokens": self._served.sampling.max_tokens,
+        }
+        script = joined("dtt.report", ("elements.js",)) + joined("dtt.generate", ("chat.js",))
+        style = joined("dtt.report", ("theme.css",)) + joined("dtt.generate", ("chat.css",))
+        return document(f"dtt chat: {data['model']}", data, script, style, connects=True)
+
+    def _chat(self, connection: Connection, fields: Fields) -> None:
+        served = self._served
+        if served.session is None:
+            raise ConfigError(
+                f"{served.name} has no chat template", next="use /v1/completions, or --template"
+            )
+        options = Options.take(fields, served)
+        row = {"messages": fields.take("messages", None, list)}
+        if tools := fields.take("tools", [], list):
+            row["tools"] = tools
+        # Without it a program would not notice that the model has not seen what it sent.
+        may_drop = fields.take("drop_oldest_turns", False, bool)
+        fields.end()
+        try:
+            conversation = parse_prompt(row)
+        except (RefusedRow, RecursionError) as error:
+            raise Refused("messages", str(error) or "it is nested too deep") from None
+        session = served.session.another(options.sampling)
+        answer = session.start(conversation)
+        if answer.dropped_messages and not may_drop:
+            raise ConfigError(
+                "the conversation is too long for the context of the model",
+                next="leave out old messages, or send drop_oldest_turns: true",
+            )
+        texts = session.stream(answer, stop_texts=options.stop_texts)
+        Response(connection, self._served.name, options, chat=True).send([(answer, texts)])
+
+    def _complete(self, connection: Connection, fields: Fields) -> None:
+        served = self._served
+        echo = fields.take("echo", False, bool)
+        logprobs = fields.number("logprobs", None, 0, 100, int)
+        options = Options.take(fields, served, fewest=0 if echo else 1)
+        prompts = fields.take("prompt", None, str, list)
+        fields.end()
+        if options.stream and logprobs is not None:
+            raise Refused("logprobs", "they are not streamed; leave out stream")
+        encoded = [self._ids(prompt) for prompt in _prompts(prompts)]
+        ends = () if served.trained.end_of_document is None else (served.trained.end_of_document,)
+        answers: Answers = []
+        for ids in encoded:
+            answer = StreamedAnswer(ids, served.generators.cached_prefix(ids), 0)
+            texts = answer.stream(
+                served.tokenizer,
+                generated(served.generators, ids, options.sampling),
+                ends,
+                stop_texts=options.stop_texts,
+                skip_special_tokens=True,
+            )
+            answers.append((answer, self._echoed(ids, texts) if echo else texts))
+        response = Response(connection, served.name, options, chat=False)
+        if logprobs is None:
+            response.send(answers)
+        else:
+            response.send(answers, lambda answer: self._logprobs(answer, logprobs, echo=echo))
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        served = self._served
+        if isinstance(prompt, str):
+            return encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
+        arch = served.trained.arch
+        if not all(0 <= token < arch.vocab_size for token in prompt):
+            raise Refused("prompt", f"a token id is not in [0, {arch.vocab_size})")
+        if not 0 < len(prompt) < arch.max_seq_len:
+            raise Refused("prompt", f"it must have 1 to {arch.max_seq_len - 1} tokens")
+        return prompt
+
+    def _echoed(self, ids: list[int], texts: Generator[str]) -> Generator[str]:
+        yield self._served.tokenizer.decode(ids, skip_special_tokens=True)
+        yield from texts
+
+    def _logprobs(self, answer: StreamedAnswer, top: int, *, echo: bool) -> dict[str, Any]:
+        """Return the natural logarithms of the probabilities of tokens, and of the `top` likeliest.
+
+        One forward pass over prompt and answer: the logits of sampling are not kept.
+        """
+        import torch
+
+        served = self._served
+        ids = answer.prompt_ids + answer.ids
+        with torch.inference_mode():
+            tokens_1T = torch.tensor([ids], device=served.generators.device)
+            logprobs_TV = served.generators.model(tokens_1T)[0].float().log_softmax(-1)
+        follower_T1 = tokens_1T[0, 1:, None]
+        own = logprobs_TV[:-1].gather(1, follower_T1)[:, 0].tolist()
+        best = logprobs_TV[:-1].topk(min(max(top, 1), logprobs_TV.shape[1]))
+        name = served.tokenizer.id_to_token  # unlike their texts, these differ for all tokens
+        tops = [
+            {name(token): value for token, value in zip(tokens, values, strict=True)}
+            for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        first = 0 if echo else len(answer.prompt_ids)
+        return {
+            "tokens": [name(token) for token in ids[first:]],
+            "token_logprobs": [None, *own][first:],  # nothing predicts the first token
+            "top_logprobs": [None, *tops][first:] if top else None,
+        }
+
+
+class Response:
+    """The response to one request."""
+
+    def __init__(self, connection: Connection, model: str, options: Options, *, chat: bool) -> None:
+        self._connection, self._options, self._chat = connection, options, chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if chat and options.stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def send(self, answers: Answers, logprobs: Logprobs | None = None) -> None:
+        """Generate and send the answers, until the client goes away."""
+        if self._options.stream:
+            self._stream(answers)
+            return
+        choices = []
+        for index, (answer, texts) in enumerate(answers):
+            text = "".join(self._while_connected(texts))
+            found = None if logprobs is None else logprobs(answer)
+            choices.append(self._choice(index, text, answer.finish_reason, found))
+        _send(self._connection, self._head | {"choices": choices, "usage": _usage(answers)})
+
+    def _stream(self, answers: Answers) -> None:
+        self._connection.start_stream("text/event-stream")
+        try:
+            for index, (answer, texts) in enumerate(answers):
+                for text in self._while_connected(texts):
+                    if text:
+                        self._event(choices=[self._choice(index, text)])
+                self._event(choices=[self._choice(index, "", answer.finish_reason)])
+            if self._options.with_usage:
+                self._event(choices=[], usage=_usage(answers))
+        except DttError as error:  # the status has been sent
+            self._event(error={"message": redacted(str(error)), "type": "server_error"})
+        self._connection.send_chunk("data: [DONE]\n\n")
+        self._connection.send_chunk("")
+
+    def _while_connected(self, texts: Generator[str]) -> Iterator[str]:
+        with closing(texts):
+            for text in texts:
+                if self._connection.gone():
+                    raise ConnectionAbortedError
+                yield text
+
+    def _choice(
+        self, index: int, text: str, finish: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        name = "delta" if self._options.stream else "message"
+        content = {name: message} if self._chat else {"text": text}
+        return {"index": index, "finish_reason": finish, "logprobs": logprobs, **content}
+
+    def _event(self, **content: Any) -> None:
+        self._connection.send_chunk(f"data: {json.dumps(self._head | content)}\n\n")
+
+
+def _usage(answers: Answers) -> dict[str, Any]:
+    prompt = sum(len(answer.prompt_ids) for answer, _ in answers)
+    new = sum(len(answer.ids) for answer, _ in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a, _ in answers)},
+        "dropped_messages": sum(answer.dropped_messages for answer, _ in answers),
+    }
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a request: texts, or lists of token ids."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if prompts and (all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))):
+        return prompts
+    raise Refused("prompt", "it must be a text, token ids, or a list of either")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _body(connection: Connection) -> dict[str, Any]:
+    content = connection.read_body(LONGEST_BODY)
+    if content is None:
+        raise ConfigError(f"the request has no Content-Length, or more than {LONGEST_BODY} bytes")
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ConfigError("the request is not a JSON object")
+    return body
+
+
+def _send(connection: Connection, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
+    connection.send(status, json.dumps(value), "application/json")
+
+
+def _fail(connection: Connection, status: HTTPStatus, error: object) -> None:
+    parameter = error.name if isinstance(error, Refused) else None
+    message = {"message": redacted(str(error)), "type": "invalid_request_error"}
+    _send(connection, {"error": message | {"param": parameter, "code": None}}, status)

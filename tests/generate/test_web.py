@@ -1,0 +1,342 @@
+"""`dtt chat --web`: the official client, lm-eval and a browser as its users."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import torch
+from browser import OpenPage
+from openai import OpenAI
+from playwright.sync_api import Browser, expect
+from running import Dtt
+from tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
+
+from dtt.generate.chat_session import StreamedAnswer
+from dtt.hf.model_source import load_model, on_device
+
+TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
+HOSTILE = "<img src=x onerror='window.pwned=1'>"
+
+
+@dataclass
+class Served:
+    """A server in a process of its own."""
+
+    url: str
+    model: str
+
+    @property
+    def token(self) -> str:
+        return urlsplit(self.url).path.strip("/")
+
+    @property
+    def base(self) -> str:
+        return f"http://{urlsplit(self.url).netloc}/v1"
+
+    def client(self, token: str | None = None) -> OpenAI:
+        return OpenAI(base_url=self.base, api_key=token or self.token, max_retries=0)
+
+    def ask(self, text: str, **options: Any) -> Any:
+        return self.client().chat.completions.create(
+            model=self.model, messages=[{"role": "user", "content": text}], **options
+        )
+
+
+def serve(folder: Path, *arguments: object) -> Iterator[Served]:
+    """A server that ends with Ctrl-C, and without a traceback."""
+    dtt = Dtt(folder)
+    process = dtt.start("chat", *arguments, "--web", "--temperature", 0)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    try:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url), process.stderr
+        yield Served(url, str(arguments[0]))
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in error
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that answers everything with one sentence."""
+    folder = tmp_path_factory.mktemp("chat")
+    yield from serve(folder, write_chat_job(folder, "Hi wörld🙂!").relative_to(folder))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that says `ab` until its long context is full."""
+    folder = tmp_path_factory.mktemp("endless")
+    job = write_chat_job(folder, seq_len=16384)
+    newline, a, b = (TOKENIZER.encode(c).ids[0] for c in "\nab")
+    write_checkpoint(job, 20, says={newline: a, a: b, b: a})
+    yield from serve(folder, job.relative_to(folder), "--max-new-tokens", 16384)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model without a chat format, with seeded weights."""
+    folder = tmp_path_factory.mktemp("base")
+    yield from serve(folder, write_job(folder), "--max-new-tokens", 8)
+
+
+def test_the_official_client_gets_an_answer_whole_and_in_pieces(chat: Served) -> None:
+    whole = chat.ask("hello")
+    assert whole.choices[0].message.content == "Hi wörld🙂!"
+    assert whole.choices[0].finish_reason == "stop"
+    pieces = list(chat.ask("hello", stream=True, stream_options={"include_usage": True}))
+    texts = [piece.choices[0].delta.content for piece in pieces if piece.choices]
+    assert "".join(texts) == "Hi wörld🙂!"
+    assert len([text for text in texts if text]) == len("Hi wörld🙂!")
+    usage = pieces[-1].usage
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    assert [model.id for model in chat.client().models.list()] == [chat.model]
+
+
+def test_stop_texts_limits_and_seeds_are_honoured(chat: Served, base: Served) -> None:
+    assert chat.ask("x", stop=["zz", "rl"]).choices[0].message.content == "Hi wö"
+    stopped = "".join(
+        piece.choices[0].delta.content or "" for piece in chat.ask("x", stop="wörlx", stream=True)
+    )
+    assert stopped == "Hi wörld🙂!", "the start of a stop text that does not follow is sent"
+    limited = chat.ask("x", max_completion_tokens=2).choices[0]
+    assert (limited.message.content, limited.finish_reason) == ("Hi", "length")
+
+    def drawn(seed: int) -> str:
+        found = base.client().completions.create(
+            model=base.model, prompt="abc", temperature=5, seed=seed
+        )
+        return found.choices[0].text
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("abcabd", ["abd"], "abc"),
+        ("aaab", ["aab"], "a"),
+        ("xy", ["yz"], "xy"),
+        ("ab", ["b", "ab"], ""),
+    ],
+)
+def test_a_stop_text_ends_an_answer_wherever_tokens_end(
+    text: str, stops: list[str], expected: str
+) -> None:
+    answer = StreamedAnswer([], 0, 0)
+    tokens = (token for token in TOKENIZER.encode(text).ids)
+    pieces = list(answer.stream(TOKENIZER, tokens, (), stop_texts=stops))
+    assert "".join(pieces) == answer.content == expected
+    assert answer.finish_reason == ("stop" if expected != text else "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"n": 2}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"logprobs": True}, "logprobs"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"temperature": True}}, "temperature"),
+        ({"extra_body": {"model": "gpt-4"}}, "model"),
+        ({"extra_body": {"messages": [{"role": "user"}]}}, "messages"),
+        ({"extra_body": {"messages": "hello"}}, "messages"),
+    ],
+)
+def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
+    options: dict[str, Any], named: str, chat: Served
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat.ask("hello", **options)
+    assert refused.value.param == named
+    assert named in refused.value.message
+
+
+def test_a_conversation_that_does_not_fit_is_refused_or_shortened_on_request(chat: Served) -> None:
+    turns = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
+    messages: Any = [*turns, *turns, {"role": "user", "content": "z"}]
+    create = chat.client().chat.completions.create
+    with pytest.raises(openai.BadRequestError, match="too long for the context"):
+        create(model=chat.model, messages=messages)
+    found = create(model=chat.model, messages=messages, extra_body={"drop_oldest_turns": True})
+    assert found.choices[0].message.content == "Hi wörld🙂!"
+    assert found.usage.dropped_messages == 2  # type: ignore[union-attr]
+
+
+def test_log_probabilities_equal_those_of_the_model(base: Served) -> None:
+    prompt = TOKENIZER.encode("abcab").ids
+    (choice,) = (
+        base.client()
+        .completions.create(model=base.model, prompt=[prompt], max_tokens=1, logprobs=1, echo=True)
+        .choices
+    )
+    assert choice.logprobs is not None
+    trained = load_model(base.model, ema=False)
+    model = on_device(trained, torch.device("cpu"))
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt]))[0].log_softmax(-1)
+    own = [expected[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:-1] == pytest.approx(own, abs=1e-5)
+    tops = choice.logprobs.top_logprobs or []
+    assert [max(top.values()) for top in tops[1:]] == pytest.approx(
+        expected.max(-1).values.tolist(), abs=1e-5
+    )
+    both = base.client().completions.create(
+        model=base.model, prompt=["abc", "b"], max_tokens=0, echo=True
+    )
+    assert [choice.text for choice in both.choices] == ["abc", "b"]
+
+
+def test_lm_eval_scores_through_the_api_as_the_model_does(
+    base: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    monkeypatch.setenv("OPENAI_API_KEY", base.token)
+    end = "<|endoftext|>"
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token=end)
+    fast.save_pretrained(tmp_path)
+    api = LocalCompletionsAPI(
+        base_url=f"{base.base}/completions", model=base.model, tokenizer=str(tmp_path),
+        tokenizer_backend="huggingface", max_length=64,
+    )  # fmt: skip
+    context, following = (TOKENIZER.encode(text).ids for text in ("abc", "ab"))
+    ((score, greedy),) = api._loglikelihood_tokens([(("abc", "ab"), context, following)])
+    model = on_device(load_model(base.model, ema=False), torch.device("cpu"))
+    ids = context + following
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
+    expected = sum(logprobs[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
+    assert score == pytest.approx(expected, abs=1e-4)
+    likeliest = logprobs.argmax(-1)[len(context) - 1 : -1].tolist()
+    assert greedy == (likeliest == following)
+    request = Instance("generate_until", {}, ("abc", {"until": ["q"], "max_gen_toks": 4}), 0)
+    create = base.client().completions.create
+    same = create(model=base.model, prompt="abc", max_tokens=4, temperature=0, seed=1234, stop="q")
+    assert api.generate_until([request]) == [same.choices[0].text]
+
+
+def test_nothing_is_answered_without_the_token(chat: Served) -> None:
+    for token in ("wrong", chat.token + "x"):
+        with pytest.raises(openai.PermissionDeniedError):
+            chat.client(token).models.list()
+    parts = urlsplit(chat.url)
+    assert parts.port is not None
+    for head in (
+        f"GET /{chat.token}/ HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    ):
+        with socket.create_connection(("127.0.0.1", parts.port)) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(64).startswith(b"HTTP/1.1 403")
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{", '"x"', "[" * 100_000])
+def test_a_body_that_is_no_object_is_refused(body: str, chat: Served) -> None:
+    parts = urlsplit(chat.url)
+    assert parts.port is not None
+    with socket.create_connection(("127.0.0.1", parts.port), timeout=30) as connection:
+        head = f"POST /{chat.token}/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 400")
+    error = json.loads(received.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == "the request is not a JSON object"
+
+
+def test_two_clients_are_answered_at_the_same_time(endless: Served) -> None:
+    both_begun = threading.Barrier(2, timeout=60)
+    ended = []
+
+    def read() -> None:
+        with endless.ask("x", stream=True) as pieces:
+            next(iter(pieces))
+            both_begun.wait()  # breaks if one is only answered after the other
+            ended.append(True)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended == [True, True]
+
+
+def test_three_turns_in_a_browser(chat: Served, chromium: Browser) -> None:
+    with OpenPage(chromium, chat.url) as opened:
+        page = opened.page
+        for turn in range(1, 4):
+            page.fill("#message", f"question {turn} {HOSTILE}")
+            page.press("#message", "Enter")
+            expect(page.locator(".message.assistant")).to_have_text(["Hi wörld🙂!"] * turn)
+            page.wait_for_selector("button[type=submit]:not([disabled])")
+        assert page.locator(".message.user").first.inner_text() == f"question 1 {HOSTILE}"
+        assert opened.pwned is None
+        assert opened.axe() == []
+        page.click("text=Reset")
+        assert page.locator(".message").count() == 0
+        assert opened.problems == []
+
+
+def test_an_answer_is_stopped_in_a_browser(endless: Served, chromium: Browser) -> None:
+    with OpenPage(chromium, endless.url) as opened:
+        page = opened.page
+        page.fill("#message", "go on")
+        page.click("text=Send")
+        expect(page.locator(".message.assistant")).to_contain_text("abab")
+        page.click("text=Stop")
+        page.wait_for_selector("text=Stopped.")
+        page.wait_for_selector("button[type=submit]:not([disabled])")
+        kept = page.locator(".message.assistant").inner_text()
+        assert kept.startswith("abab")
+        assert opened.problems == []
+
+
+def test_hostile_output_is_shown_as_text(tmp_path: Path, chromium: Browser) -> None:
+    script = "<b onclik='wd.pn=1>"  # its characters differ, as the model needs
+    unique = "".join(dict.fromkeys(script))
+    job = write_chat_job(tmp_path, unique)
+    for served in serve(tmp_path, job):
+        with OpenPage(chromium, served.url) as opened:
+            opened.page.fill("#message", "x")
+            opened.page.press("#message", "Enter")
+            expect(opened.page.locator(".message.assistant")).to_have_text(unique)
+            assert (opened.problems, opened.pwned) == ([], None)
+
+
+def test_a_model_without_a_chat_format_continues_texts(base: Served, chromium: Browser) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        base.ask("hello")
+    expected = base.client().completions.create(model=base.model, prompt="abc").choices[0].text
+    with OpenPage(chromium, base.url) as opened:
+        page = opened.page
+        page.fill("#message", "abc")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.locator(".message.assistant")).to_have_text(expected)
+        assert opened.axe() == []
+        assert opened.problems == []
