@@ -64,11 +64,13 @@ only if `download.text_column` names it.
 
 In a folder, dtt ignores hidden files, files whose name begins with `_`, files of unsupported
 formats, broken links, and links to files that it already reads. The log has one line per reason,
-with the number of files. Links to other files and folders are followed.
+with the number of files. Links to other files and folders are followed. With `download.include`,
+see [data format](data-format.md#choosing-files), each pattern must match a file, and dtt refuses a
+file of another ending that is not text (NUL bytes, PDF, images) by its name.
 
 Empty documents are dropped and counted. Documents that contain only white space are kept and
-counted, with a warning. If a corpus contains nothing else, `dtt tokenize` and training from text
-exit with code 66.
+counted, with a warning. If a corpus contains nothing else, or no readable document at all,
+`dtt tokenize` exits with code 66 before it trains a tokenizer, and so does training from text.
 
 | fault | kept | skipped | what is printed |
 | --- | --- | --- | --- |
@@ -326,6 +328,7 @@ def test_a_corpus_of_white_space_is_refused_by_tokenize_and_by_training_from_tex
         )  # fmt: skip
         assert "only white space" in refused.stderr
         assert not TokensManifest.exists(dtt.folder / "tokens")
+        assert "training a tokenizer" not in refused.stderr
     refused = dtt(
         "train", "data.type=text", "download.out=corpus", *given, "model.dim=16",
         "model.n_layers=1", "model.n_heads=2", "train.seq_len=16", "train.micro_batch=1",

@@ -26,6 +26,8 @@ class CorpusSource(Record):
     revision: str | None = None
     max_files: int | None = None
     """Number of files that were taken from the start of the split; None: all."""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 class CorpusRequest(Record):
@@ -37,6 +39,8 @@ class CorpusRequest(Record):
     text_column: str | None
     txt_documents: str
     max_files: int | None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 class CorpusDescription(Record):

@@ -22,7 +22,8 @@ class DownloadConfig(Section):
     name: str | None = None
     """Subset (configuration) of a Hub dataset."""
     split: str | None = None
-    """Split to download; null: `train` from the Hub, every file of a local folder."""
+    """Split to download; null: `train` from the Hub, every file of a local folder. With `include`
+    and no `name`, null means every file of the repository."""
     revision: str | None = None
     """Branch, tag or commit of a Hub dataset; the manifest records the resolved commit."""
     text_column: str | None = None
@@ -34,6 +35,13 @@ class DownloadConfig(Section):
     folder."""
     max_files: PositiveInt | None = None
     """Maximum number of files, taken in name order; null: all."""
+    include: tuple[str, ...] = ()
+    """Patterns of the files to read, such as `['**/*.md']`, as in .gitignore and relative to the
+    folder or repository: `*.md` at any depth, `docs/` everything below, `a/*.md` only directly in
+    it, `**` any number of folders. A file of an unknown ending is then text, as in .txt files.
+    Hidden files need a pattern with a leading dot. Empty: all files of a known ending."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of the files and folders to leave out, of the same kind."""
     out: Path | None = None
     """Folder of the corpus, which `tokenize` reads, and `train` with `data.type: text`; null:
     `data/corpus/<dataset>`."""

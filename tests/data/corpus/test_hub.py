@@ -44,7 +44,8 @@ from dtt.base.errors import DttError
 for line in sys.stdin:
     out, options = json.loads(line)
     try:
-        answer = download(DownloadConfig(**options), Path(out)).model_dump(mode="json")
+        cfg = DownloadConfig.model_validate_json(json.dumps(options))
+        answer = download(cfg, Path(out)).model_dump(mode="json")
     except DttError as error:
         answer = {"error": str(error), "code": int(error.exit_code)}
     print(json.dumps(answer), flush=True)
@@ -75,12 +76,22 @@ MULTI = {
     "de/a.jsonl": b'{"text": "deutsch"}\n',
 }
 
+NOTES = {
+    ".gitattributes": b"*.png filter=lfs",
+    "README.md": b"# Notes",
+    "notes/one.md": b"one",
+    "notes/two.md": b"two",
+    "notes/three.rst": b"three",
+    "notes/a.png": b"\x89PNG\r\n\x1a\n\0",
+}
+
 
 @pytest.fixture(scope="module")
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Downloads]:
     with loopback_hub().LoopbackHub() as hub:
         hub.add("dataset", "org/plain", FILES)
         hub.add("dataset", "org/multi", MULTI)
+        hub.add("dataset", "org/notes", NOTES)
         hub.add("dataset", "org/gated", FILES, gated=True)
         hub.add("dataset", "org/script", {"script.py": b"print(1)"})
         hub.add("dataset", "org/images", {"train/a.png": b"\x89PNG", "train/b.png": b"\x89PNG"})
@@ -99,6 +110,8 @@ def test_the_files_of_a_split_arrive_as_they_are_with_their_commit(downloads: Do
         "split": "train",
         "revision": commit,
         "max_files": None,
+        "include": [],
+        "exclude": [],
     }
     names = [name for name in FILES if "train" in name]
     assert [file["path"] for file in manifest["files"]] == names
@@ -140,6 +153,27 @@ def test_a_subset_a_split_and_a_number_of_files_can_be_chosen(downloads: Downloa
     assert len(downloads("one", dataset="org/plain")["files"]) == 2
 
 
+def test_patterns_choose_the_files_that_are_fetched(downloads: Downloads) -> None:
+    options = {"dataset": "org/notes", "include": ["**/*.md"], "exclude": ["/README.md"]}
+    manifest = downloads("notes", **options)
+    assert [file["path"] for file in manifest["files"]] == ["notes/one.md", "notes/two.md"]
+    assert (manifest["file_format"], manifest["txt_documents"]) == ("txt", "file")
+    assert manifest["source"]["include"] == manifest["request"]["include"] == ["**/*.md"]
+    assert manifest["source"]["split"] is None
+    fetched = {path.name for path in (downloads.folder / "notes").rglob("*") if path.is_file()}
+    assert not fetched & {"README.md", "three.rst", "a.png"}
+    more = downloads("notes", dataset="org/notes", include=["notes/*.rst"])
+    assert [file["path"] for file in more["files"]] == ["notes/three.rst"]
+
+
+def test_patterns_narrow_a_split(downloads: Downloads) -> None:
+    manifest = downloads("narrow", dataset="org/plain", split="train", include=["data/*-00001-*"])
+    names = [file["path"] for file in manifest["files"]]
+    assert names == ["data/train-00001-of-00002.parquet"]
+    without = downloads("without", dataset="org/plain", exclude=["*-00001-*"])
+    assert [file["path"] for file in without["files"]] == ["data/train-00000-of-00002.parquet"]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -156,6 +190,9 @@ def test_a_subset_a_split_and_a_number_of_files_can_be_chosen(downloads: Downloa
         ({"dataset": "org/plain", "text_column": "body"}, 2, ["no column 'body'", "text"]),
         ({"dataset": "org/script"}, 66, ["no plain data files"]),
         ({"dataset": "org/images"}, 66, ["a.png"]),
+        ({"dataset": "org/notes"}, 66, ["two.md", "download.include=['**/*.md']"]),
+        ({"dataset": "org/notes", "include": ["*.txt"]}, 2, ["matches '*.txt'", ".md (3)"]),
+        ({"dataset": "org/notes", "include": ["notes/"]}, 66, ["a.png", "PNG", "exclude="]),
     ],
 )
 def test_each_mistake_is_reported_with_what_to_do(

@@ -249,16 +249,34 @@ def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None
         run(corpus, tmp_path / "out", on_bad_document="stop")
 
 
-@pytest.mark.parametrize("content", [b'{"text": ""}\n', b'{"text": 1}\n{"text": 2}\n'])
-def test_a_corpus_without_documents_is_reported(
-    corpora: Any, tmp_path: Path, content: bytes
+@pytest.mark.parametrize(
+    ("content", "reason", "remedy"),
+    [
+        (b'{"text": ""}\n', "1 are empty", "text_column=NAME"),
+        (b'{"text": " "}\n', "1 contain only white space", "text_column=NAME"),
+        (b'{"text": ""}\n{"text": "\\n"}\n', "1 are empty; 1 contain only", "text_column=NAME"),
+        (b'{"text": 1}\n{"text": 2}\n', "2 could not be used.*the text is int", "text_column=NAME"),
+        (b'{"body": "x"}\n', "1 could not be used.*no key 'text'", "text_column=NAME"),
+        (b'{"text": "x\n', "1 could not be used.*not JSON", "write the files again"),
+        (b'{"text": "\xff"}\n', "1 could not be used.*not UTF-8", "iconv"),
+    ],
+)
+def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
+    corpora: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes,
+    reason: str,
+    remedy: str,
 ) -> None:
     first = b'{"text": "x"}\n'
     corpus = corpora.make({"a.jsonl": first + content}, text_column="text")
     path, record = corpus.path(0), corpus.manifest.files[0]
     path.write_bytes(content.ljust(record.bytes, b"\n"))
-    with pytest.raises(InputError, match="contains no documents"):
+    error = rf"the corpus contains[^$]*{reason}[^$]*{remedy}"
+    with caplog.at_level("INFO", "dtt"), pytest.raises(InputError, match=error):
         run(corpus, tmp_path / "out")
+    assert "training a tokenizer" not in caplog.text
 
 
 def test_the_engine_sample_is_small_and_spread_over_the_corpus(corpora: Any) -> None:

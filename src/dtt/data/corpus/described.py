@@ -18,7 +18,9 @@ from dtt.config.run import RunConfig
 
 SAMPLED = 2**20
 """Bytes that are compared at both ends of a file."""
-OPTIONS = ("name", "split", "revision", "text_column", "txt_documents", "max_files")
+OPTIONS = (
+    "name", "split", "revision", "text_column", "txt_documents", "max_files", "include", "exclude",
+)  # fmt: skip
 """Keys of the section `download` that decide which documents there are."""
 
 
@@ -113,4 +115,6 @@ def _samples(path: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return str(list(value)) if value else "not set"
     return "not set" if value is None else str(value)

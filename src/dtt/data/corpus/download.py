@@ -7,6 +7,7 @@ neither fetched nor read again.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +18,12 @@ from dtt.base.log import log, progress
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import stdlib, stdlib_chat
 from dtt.data.corpus.encodings import check_encodings
+from dtt.data.corpus.file_choice import FilePatterns, one_format
 from dtt.data.corpus.formats import (
     check_rows,
     check_windows,
     find_text_column,
     holds_conversations,
-    one_format,
 )
 from dtt.data.corpus.local_files import local_files, real_path
 
@@ -92,14 +93,16 @@ def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
 
 def _check_options(cfg: DownloadConfig, kind: str) -> None:
     """Raise ConfigError if an option is set that does not apply to this kind of dataset."""
-    foreign = {"hub": (), "local": ("name", "revision"), "stdlib": ("name", "revision", "split")}
+    of_hub = ("name", "revision")
+    foreign = {"hub": (), "local": of_hub, "stdlib": (*of_hub, "split", "include", "exclude")}
     for option in foreign[kind]:
         value = getattr(cfg, option)
-        if value is not None:
+        if value not in (None, ()):
+            where = "datasets on the Hub" if option in of_hub else "folders and datasets on the Hub"
             raise ConfigError(
-                f"download.{option} ({value}) applies only to datasets on the Hub",
-                why=f"{cfg.dataset} is not a dataset on the Hub",
-                next=f"set download.{option}=null",
+                f"download.{option} ({value}) applies only to {where}",
+                why=f"{cfg.dataset} is none",
+                next=f"set download.{option}={'null' if isinstance(value, str) else '[]'}",
             )
 
 
@@ -136,10 +139,14 @@ def _from_stdlib(dataset: str, out: Path, previous: CorpusManifest | None) -> Co
 
 def local_manifest(path: Path) -> CorpusManifest:
     """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
-    files = tuple(_record(file, str(file), sha256="not hashed") for file in local_files(path, None))
+    cfg = DownloadConfig()
+    found = local_files(path, None)
+    # Other advice than a download's: an inspection has no configuration that could choose files.
+    one_format(found, str(path), FilePatterns(cfg, f"dtt download -d {shlex.quote(str(path))} "))
+    files = tuple(_record(file, str(file), sha256="not hashed") for file in found)
     source = CorpusSource(kind="local", id=str(path))
     rows = holds_conversations([path / record.path for record in files if record.bytes])
-    return _manifest(DownloadConfig(), source, path, files, rows=rows)
+    return _manifest(cfg, source, path, files, rows=rows)
 
 
 def _from_local(
@@ -150,10 +157,20 @@ def _from_local(
     *,
     rows: bool,
 ) -> CorpusManifest:
-    found = local_files(dataset, cfg.split)
-    source = CorpusSource(kind="local", id=str(dataset), split=cfg.split, max_files=cfg.max_files)
-    one_format(found, str(dataset))
+    patterns = FilePatterns(cfg)
+    found = local_files(dataset, cfg.split, patterns)
+    source = CorpusSource(
+        kind="local",
+        id=str(dataset),
+        split=cfg.split,
+        max_files=cfg.max_files,
+        include=cfg.include,
+        exclude=cfg.exclude,
+    )
+    one_format(found, str(dataset), patterns)
     found = found[: cfg.max_files]
+    if patterns.chooses:
+        patterns.refuse_binary(found)
     known = {record.path: record for record in previous.files} if previous else {}
     files = []
     with progress("hashing", sum(path.stat().st_size for path in found)) as advance:
@@ -176,29 +193,44 @@ def _from_hub(
 ) -> CorpusManifest:
     """Fetch a dataset from the Hub.
 
-    Keeps the commit that `previous` is pinned to, unless `cfg.revision` names another one.
+    `cfg.include` without a subset or split chooses among all files of the repository: `datasets`
+    knows no split of text files such as .md. Keeps the commit that `previous` is pinned to, unless
+    `cfg.revision` names another one.
     """
     from dtt.data.corpus import hub  # slow to import, and not needed for other sources
 
     log.info("looking up %s on the Hub", dataset)
     pinned = previous.source.revision if previous else None
     commit = pinned if pinned and cfg.revision in (None, pinned) else hub.pin(dataset, cfg.revision)
+    whole = bool(cfg.include) and cfg.name is None and cfg.split is None
     source = CorpusSource(
         kind="hub",
         id=dataset,
         name=cfg.name,
-        split=cfg.split or "train",
+        split=None if whole else cfg.split or "train",
         revision=commit,
         max_files=cfg.max_files,
+        include=cfg.include,
+        exclude=cfg.exclude,
     )
     if previous and previous.source == source and _unchanged(out, previous):
         return _manifest(cfg, source, out, previous.files, rows=rows)
-    remote = hub.files_of_split(dataset, cfg.name, cfg.split or "train", commit)[: cfg.max_files]
-    one_format([Path(file.path) for file in remote], dataset)
+    patterns = FilePatterns(cfg)
+    if whole:
+        remote = hub.all_files(dataset, commit)
+    else:
+        remote = hub.files_of_split(dataset, cfg.name, cfg.split or "train", commit)
+    remote = [
+        file for file in remote if not patterns.excludes(file.path) and patterns.includes(file.path)
+    ][: cfg.max_files]
+    patterns.check_all_matched(dataset)
+    one_format([Path(file.path) for file in remote], dataset, patterns)
     log.info("%s at %s: %d files", dataset, commit[:12], len(remote))
     missing = sum(file.bytes for file in remote if not (out / file.path).is_file())
     check_space(out, missing, dataset)
     hashes = hub.fetch(dataset, commit, remote, out)
+    if patterns.chooses:
+        patterns.refuse_binary([out / file.path for file in remote])
     files = tuple(
         _record(out / file.path, file.path, sha256)
         for file, sha256 in zip(remote, hashes, strict=True)
@@ -221,7 +253,7 @@ def _manifest(
             why="no file has any content",
             next="specify another file or folder with -d",
         )
-    file_format = one_format(paths, source.id)
+    file_format = one_format(paths, source.id, FilePatterns(cfg))
     check_windows(paths)
     if file_format != "parquet":
         check_encodings(paths)

@@ -28,6 +28,14 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+SIGNATURES = {
+    b"%PDF-": "PDF",
+    b"\x89PNG": "PNG",
+    b"\xff\xd8\xff": "JPEG",
+    b"GIF8": "GIF",
+    b"BZh": "bzip2",
+}
+"""The beginnings of common binary files; those of PDF and bzip2 may be free of NUL bytes."""
 INVALID, NOT_ASCII = re.compile("[\udc80-\udcff]"), re.compile("[^\x00-\x7f]")
 
 
@@ -56,6 +64,18 @@ def check_encodings(paths: Sequence[Path]) -> None:
         log.warning("%s: %s; documents with such bytes will be skipped", path, why)
     if len(damaged) > SHOWN:
         log.warning("files with invalid UTF-8: %d", len(damaged))
+
+
+def binary_kind(path: Path) -> str | None:
+    """Return what shows that a file is not text, as a predicate; None for text.
+
+    NUL bytes show it, as they do for git and grep, except in UTF-16, which is text.
+    """
+    sample = _sample(path)
+    for signature, name in SIGNATURES.items():
+        if sample.startswith(signature):
+            return f"is a {name} file"
+    return "contains NUL bytes" if b"\0" in sample and not _marked(sample) else None
 
 
 def _sample(path: Path) -> bytes:

@@ -346,38 +346,3 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
-
-
-def one_format(paths: list[Path], dataset: str) -> FileFormat:
-    """Return the format that all `paths` share; files of unsupported formats are ignored.
-
-    Raises InputError if dtt supports none of the formats, ConfigError if there are several.
-    """
-    examples: dict[FileFormat, Path] = {}
-    for path in paths:
-        found = file_format(path)
-        if found is not None:
-            examples.setdefault(found, path)
-    if not examples and any(path.suffix == ".arrow" for path in paths):
-        raise InputError(
-            f"{dataset} was written by save_to_disk of `datasets`",
-            why="dtt does not read .arrow files",
-            next='write Parquet: python -c "from datasets import load_from_disk as load; '
-            f"load('{dataset}').to_parquet('NEW.parquet')\"; of several splits, "
-            f"load('{dataset}')['train']",
-        )
-    if not examples:
-        raise InputError(
-            f"no file of {dataset} has a format that dtt reads",
-            why=f"found {', '.join(path.name for path in paths[:3])}"
-            if paths
-            else "no file at all",
-            next=f"use {KNOWN}",
-        )
-    if len(examples) > 1:
-        raise ConfigError(
-            f"{dataset} mixes formats",
-            why=", ".join(f"{path.name} is {name}" for name, path in examples.items()),
-            next="specify a file, or a folder with one format",
-        )
-    return next(iter(examples))

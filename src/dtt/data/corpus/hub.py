@@ -100,6 +100,18 @@ def files_of_split(repo: str, name: str | None, split: str, commit: str) -> list
     return files_named(repo, paths, commit)
 
 
+def all_files(repo: str, commit: str) -> list[RemoteFile]:
+    """Return all files of a dataset, ordered by path."""
+    with _told_apart(repo, commit):
+        tree = HfApi().list_repo_tree(repo, recursive=True, repo_type="dataset", revision=commit)
+        files = [
+            RemoteFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None)
+            for entry in tree
+            if isinstance(entry, RepoFile)
+        ]
+    return sorted(files, key=lambda file: checked_name(file.path, Path(repo)))
+
+
 def files_named(repo: str, paths: Sequence[str], commit: str) -> list[RemoteFile]:
     """Return the files of a dataset with these paths, in this order.
 

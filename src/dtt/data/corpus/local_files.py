@@ -10,12 +10,20 @@ from pathlib import Path
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.formats import file_format, is_compressed
 
 SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
 """Synonyms of split names."""
 SHOWN = 3
 """Maximum number of files that are logged for each reason to leave files out."""
+
+HIDDEN = {
+    False: "hidden, or named _…; name one with -d to read it",
+    True: "hidden; a pattern of download.include with a leading dot reads it",
+}
+"""The reason to leave out hidden files, without and with `download.include`."""
 
 
 class LeftOut:
@@ -37,27 +45,35 @@ class LeftOut:
             )
 
 
-def local_files(dataset: Path, split: str | None) -> list[Path]:
+def local_files(
+    dataset: Path, split: str | None, patterns: FilePatterns | None = None
+) -> list[Path]:
     """Return the files with documents in `dataset`, a file or a folder, sorted by path.
 
     A folder is searched recursively. Links to files and folders are followed, and each file is
-    returned once. These are left out: hidden files, files whose name starts with `_`, files of
-    unknown formats, and, if `split` is given, files whose path does not contain it as a word:
-    `train` selects `train-00000-of-7.parquet` and `train/a.txt`. The number of files left out is
-    logged with the reasons.
+    returned once. `patterns` choose the files; these are left out, too: hidden files, files whose
+    name starts with `_` and files of unknown formats (both unless `include` is set), and, if
+    `split` is given, files whose path does not contain it as a word: `train` selects
+    `train-00000-of-7.parquet` and `train/a.txt`. The number of files left out is logged with the
+    reasons.
 
-    Raises InputError if no file belongs to `split`, or if a name is not UTF-8.
+    Raises InputError if no file belongs to `split`, or if a name is not UTF-8, and ConfigError if a
+    pattern matches nothing.
     """
+    patterns = patterns or FilePatterns(DownloadConfig())
     left_out = LeftOut()
     folder = dataset if dataset.is_dir() else dataset.parent
     if dataset.is_dir():
-        found = list(_files_below(dataset, left_out))
+        found = list(_files_below(dataset, left_out, patterns))
     else:
-        found = [dataset] if dataset.is_file() else []
-    known = [path for path in found if file_format(path)]
+        name = dataset.name
+        chosen_itself = not patterns.excludes(name) and patterns.includes(name)
+        found = [dataset] if dataset.is_file() and chosen_itself else []
+    patterns.check_all_matched(str(dataset))
+    known = [path for path in found if patterns.format_of(path)]
     if known:
         for path in found:
-            if not file_format(path):
+            if not patterns.format_of(path):
                 left_out.add("files of other formats", path.name)
     chosen = [path for path in known if split is None or _has_word(path, folder, split)]
     if known and not chosen:
@@ -80,13 +96,16 @@ def real_path(path: Path) -> Path:
     For example, the Hub's cache links `train.jsonl.gz` to a file without any suffix.
     """
     real = path.resolve()
-    if (file_format(real), is_compressed(real)) == (file_format(path), is_compressed(path)):
+    kinds = [(file_format(one) or one.suffix, is_compressed(one)) for one in (real, path)]
+    if kinds[0] == kinds[1]:
         return real
     return path.parent.resolve() / path.name
 
 
-def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield every file below `folder`; hidden files are left out.
+def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Iterator[Path]:
+    """Yield every file below `folder` that the patterns choose; hidden files are left out.
+
+    An excluded folder is not even listed: it may be huge, or closed to this user.
 
     Each folder is visited once, so cycles of links terminate. Linked folders are visited last, so
     that a folder that is also reachable without a link gets its real path.
@@ -106,12 +125,17 @@ def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
                 is_link = entry.is_symlink()
                 is_folder = path.is_dir() if is_link else entry.is_dir()
                 name = _name(path, folder) + "/" * is_folder
-                if entry.name.startswith((".", "_")):
-                    left_out.add("hidden, or named _…; name one with -d to read it", name)
+                if patterns.excludes(name):
+                    left_out.add("matched by download.exclude", name)
+                elif patterns.skips(entry.name):
+                    left_out.add(HIDDEN[patterns.chooses], name)
                 elif is_folder:
                     (linked if is_link else pending).append(path)
                 elif path.is_file() if is_link else entry.is_file():
-                    yield path
+                    if patterns.includes(name):
+                        yield path
+                    else:
+                        left_out.add("not matched by download.include", name)
                 else:
                     left_out.add("not regular files (broken links, pipes, …)", name)
 

@@ -14,6 +14,7 @@ from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out
 from dtt.data.corpus.units import Unit
+from dtt.data.corpus.usable import nothing_usable
 from dtt.data.samples.encoded_documents import UNIT_BYTES, Document, Documents, EncodedDocuments
 from dtt.data.samples.shuffle import permutation
 from dtt.data.text.encoder import Encoder
@@ -93,17 +94,27 @@ class TextStream:
         Skips groups of documents that contain no sample or hold only white space. Raises InputError
         if the corpus has no text to train on, or only white space.
         """
-        bad = BadDocuments()
-        blank = False
+        bad, fraction = BadDocuments(), self._fraction
+        corpus = self._documents.corpus
+        total = empty = blank = 0
         for unit in self._documents.units:
             for documents in _cut(self._documents.of(unit, bad), ESTIMATE_BYTES):
                 row = self._encode(documents)
                 if len(row) and not all(document.text.isspace() for document in documents):
                     text_bytes = sum(unit.text_bytes for unit in self._documents.units)
-                    train = text_bytes * (1 - self._fraction)
+                    train = text_bytes * (1 - fraction)
                     return row, max(int(train * len(row.ids) / row.text_bytes), len(row.ids))
-                blank |= len(row) > 0
-        raise self._no_documents(bad, blank=blank)
+                total += len(documents)
+                empty += sum(not document.text for document in documents)
+                blank += sum(document.text.isspace() for document in documents)
+        if total > empty + blank:
+            raise InputError(
+                "every document with text is held out for validation",
+                where=corpus.folder,
+                why=f"{total - empty - blank} of them; tokenize.validation_fraction={fraction:g}",
+                next="tokenize.validation_fraction=0 holds out none",
+            )
+        raise nothing_usable(corpus, bad.count, bad.examples, empty=empty, blank=blank)
 
     def parts(self, cursor: Cursor) -> Iterator[tuple[UnitPart, EncodedDocuments]]:
         """Yield all non-empty parts from `cursor` on, epoch after epoch, without end."""
@@ -126,7 +137,8 @@ class TextStream:
                     logged = bad.count
                     log.info("skipped %d documents, such as %s", logged, bad.examples[0])
             if place == before:
-                raise self._no_documents(bad)
+                corpus = self._documents.corpus
+                raise nothing_usable(corpus, bad.count, bad.examples, empty=0, blank=0)
             unit_places = range(len(units))
 
     def find(self, sample: int) -> tuple[int, EncodedDocuments]:
@@ -165,19 +177,6 @@ class TextStream:
                 why=f"more than {1 << UNIT_SHIFT} sequences, and it must be read from its start",
                 next="create token files from it: dtt tokenize",
             )
-
-    def _no_documents(self, bad: BadDocuments, *, blank: bool = False) -> InputError:
-        unread = f"{bad.count} could not be read, such as {bad.examples[0]}" if bad.count else None
-        if blank:
-            unread = "; ".join(filter(None, ["it contains only white space", unread]))
-        return InputError(
-            "the corpus contains no documents to train on",
-            where=self._documents.corpus.folder,
-            why=unread,
-            next="write the files again as the reason says, then dtt download with the same options"
-            if unread
-            else "specify another file or folder: dtt download -d PATH",
-        )
 
 
 def _cut(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:

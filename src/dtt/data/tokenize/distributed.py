@@ -27,6 +27,7 @@ from dtt.base.files import check_space, exclusive, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import WORK, UnitMarker, marker_path, read_marker
@@ -270,17 +271,6 @@ def _all_markers(out: Path, plan: WorkPlan) -> list[UnitMarker]:
     return markers
 
 
-def _remedy(manifest: TokensManifest, problems: tuple[str, ...]) -> str:
-    """Return what to do about a corpus of which nothing can be used."""
-    if manifest.refused:
-        return "change the rows as the reason says; docs/tutorial-chat.md lists the formats"
-    if problems and "UTF" in problems[0]:
-        return "convert the files to UTF-8: iconv -f ENCODING -t UTF-8 FILE > NEW"
-    if problems:
-        return "write the files again as the reason says, then dtt download with the same options"
-    return "specify another file or folder: dtt download -d PATH"
-
-
 def _check_splits(
     cfg: TokenizeConfig,
     corpus: Corpus,
@@ -289,25 +279,15 @@ def _check_splits(
     problems: tuple[str, ...],
 ) -> None:
     train, validation = (manifest.counts(split).documents for split in ("train", "validation"))
-    if train + validation == 0:
-        clear(cfg, out)
-        raise InputError(
-            "the corpus contains no documents",
-            where=corpus.folder,
-            why=f"{manifest.left_out} could not be used, such as {problems[0]}"
-            if problems
-            else "all of its files are empty",
-            next=_remedy(manifest, problems),
-        )
     if manifest.blank_documents == train + validation:
         clear(cfg, out)
-        raise InputError(
-            "the corpus contains only white space",
-            where=corpus.folder,
-            why=f"{train + validation} documents, none of which contains a word to learn from",
-            next="choose another column, download.text_column=NAME, or another data set"
-            if corpus.manifest.text_column
-            else "specify another file or folder: dtt download -d PATH",
+        raise nothing_usable(
+            corpus,
+            manifest.left_out,
+            problems,
+            empty=manifest.empty_documents,
+            blank=manifest.blank_documents,
+            refused=bool(manifest.refused),
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
         clear(cfg, out)  # the files are unusable for any other validation fraction

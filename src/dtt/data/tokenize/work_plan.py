@@ -22,6 +22,7 @@ from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfi
 from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.corpus.usable import check_usable
 from dtt.data.text.pretokens import count_pre_tokens, sum_over_ranks
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
@@ -185,6 +186,9 @@ def _prepare(
             identity = None
     must_train = comm.broadcast(identity is None and content is None)
     if must_train:
+        if comm.rank == 0:  # if it raises, the others wait in the collective until terminated
+            stop = cfg.on_bad_document == "stop"
+            check_usable(cut.corpus, cut.units, stop_at_bad=stop)
         content = _trained(tokenizer, cut, cfg.validation_fraction, out, comm)
     if comm.rank == 0 and identity is None:
         assert content is not None

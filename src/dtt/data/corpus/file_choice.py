@@ -1,0 +1,231 @@
+"""Choice of the files of a dataset by `download.include` and `download.exclude`, and their format.
+
+The patterns are those of .gitignore, which most users know, and which find `**/*.md` in the folder
+itself, too. `fnmatch`, and thus `allow_patterns` of `huggingface_hub`, would not.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pathspec import GitIgnoreSpec
+
+from dtt.base.errors import ConfigError, InputError
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus.encodings import binary_kind
+from dtt.data.corpus.formats import KNOWN, METADATA, FileFormat, file_format, is_compressed
+
+Key = Literal["include", "exclude"]
+SHOWN = 8
+"""Maximum number of endings in a message."""
+
+
+class FilePatterns:
+    """The patterns of a configuration, and which of them have matched something.
+
+    Names are relative to the folder or repository, with slashes.
+    """
+
+    def __init__(self, cfg: DownloadConfig, command: str = "") -> None:
+        """Compile the patterns; errors suggest `command` followed by a key.
+
+        Raises ConfigError for a pattern that is not valid.
+        """
+        self._patterns: dict[Key, tuple[str, ...]] = {
+            "include": cfg.include,
+            "exclude": cfg.exclude,
+        }
+        self._specs = {
+            key: {pattern: _compiled(key, pattern) for pattern in patterns}
+            for key, patterns in self._patterns.items()
+        }
+        self._unused = {(key, one) for key, many in self._patterns.items() for one in many}
+        self._hidden = {
+            pattern
+            for pattern in cfg.include
+            if any(part.startswith(".") for part in pattern.split("/"))
+        }
+        self._endings: Counter[str] = Counter()
+        self._command = command
+
+    @property
+    def chooses(self) -> bool:
+        """True if `include` chooses the files; then a file of an unknown ending is text."""
+        return bool(self._patterns["include"])
+
+    def skips(self, name: str) -> bool:
+        """Return True if a file or folder of this name, the last component, counts as hidden.
+
+        As in a shell, `*` does not match a leading dot. A leading underscore hides a file only
+        without `include`: `**/*.py` must find `__init__.py`.
+        """
+        if self.chooses:
+            return name.startswith(".") and not self._hidden
+        return name.startswith((".", "_"))
+
+    def excludes(self, name: str) -> bool:
+        """Return True if `exclude` matches a file, or a folder, whose name ends with a slash."""
+        return self._matches("exclude", self._patterns["exclude"], name)
+
+    def includes(self, name: str) -> bool:
+        """Return True if `include` matches a file, or is not set."""
+        if not self.chooses:
+            return True
+        path = Path(name)
+        self._endings[_ending(path)] += 1
+        if path.name in METADATA:
+            return False
+        hidden = any(part.startswith(".") for part in path.parts)
+        return self._matches("include", self._hidden if hidden else self._patterns["include"], name)
+
+    def format_of(self, path: Path) -> FileFormat | None:
+        """Return the format of a file that was chosen, or None if dtt does not support it."""
+        return file_format(path) or ("txt" if self.chooses else None)
+
+    def _matches(self, key: Key, patterns: Iterable[str], name: str) -> bool:
+        # Without a short cut: each pattern that matches something must be known.
+        found = [one for one in patterns if self._specs[key][one].match_file(name)]
+        self._unused.difference_update((key, one) for one in found)
+        return bool(found)
+
+    def check_all_matched(self, dataset: str) -> None:
+        """Raise ConfigError if a pattern has matched nothing in `dataset`."""
+        for key, patterns in self._patterns.items():
+            for pattern in patterns:
+                if (key, pattern) not in self._unused:
+                    continue
+                some = [f"{name} ({count})" for name, count in self._endings.most_common(SHOWN)]
+                outside = " outside of download.exclude" if self._patterns["exclude"] else ""
+                raise ConfigError(
+                    f"no file of {dataset} matches {pattern!r}",
+                    where=f"download.{key}",
+                    why=f"files{outside}, by ending: {', '.join(some)}"
+                    if some
+                    else "patterns are those of .gitignore, relative to the folder",
+                )
+
+    def with_pattern(self, key: Key, endings: Iterable[str]) -> str:
+        """Return the argument that sets `include` to `endings`, or adds them to `exclude`."""
+        patterns = [*self._patterns["exclude"]] if key == "exclude" else []
+        patterns += [f"**/*{_escaped(one)}" for one in endings]
+        return f'{self._command}"download.{key}={patterns}"'
+
+    def refuse_binary(self, paths: Sequence[Path]) -> None:
+        """Raise InputError for a file that is not text, among those that are read as text.
+
+        Files whose ending is known are not checked: their readers report what they cannot use.
+        """
+        foreign = [path for path in paths if file_format(path) is None]
+        kinds = {path: kind for path in foreign if (kind := binary_kind(path))}
+        if not kinds:
+            return
+        texts = {_ending(path) for path in paths if path not in kinds}
+        endings = dict.fromkeys(map(_ending, kinds))  # in this order, each once
+        mixed = [one for one in endings if one in texts]
+        path, kind = next(iter(kinds.items()))
+        more = f", and {len(kinds) - 1} others are not text either" if len(kinds) > 1 else ""
+        if len(kinds) == len(paths):
+            then = "convert the files to UTF-8 text first, such as with pdftotext or pandoc"
+        elif mixed:
+            then = f"move the files that are not text elsewhere: {mixed[0]} names both"
+        else:
+            then = self.with_pattern("exclude", endings)
+        raise InputError(
+            "download.include matches a file that is not text",
+            where=path,
+            why=f"it {kind}{more}",
+            next=then,
+        )
+
+
+def one_format(paths: Sequence[Path], dataset: str, patterns: FilePatterns) -> FileFormat:
+    """Return the format that all `paths` share; files of unsupported formats are ignored.
+
+    Raises InputError if dtt supports none of the formats, ConfigError if there are several.
+    """
+    by_format: dict[FileFormat, list[Path]] = {}
+    for path in paths:
+        found = patterns.format_of(path)
+        if found is not None:
+            by_format.setdefault(found, []).append(path)
+    if not by_format and any(path.suffix == ".arrow" for path in paths):
+        raise InputError(
+            f"{dataset} was written by save_to_disk of `datasets`",
+            why="dtt does not read .arrow files",
+            next='write Parquet: python -c "from datasets import load_from_disk as load; '
+            f"load('{dataset}').to_parquet('NEW.parquet')\"; of several splits, "
+            f"load('{dataset}')['train']",
+        )
+    if not by_format:
+        text = _text_ending(paths)
+        raise InputError(
+            f"no file of {dataset} has a format that dtt reads",
+            why=f"found {', '.join(path.name for path in paths[:3])}"
+            if paths
+            else "no file at all",
+            next=f"use {KNOWN}"
+            if text is None
+            else f"to read text of another ending: {patterns.with_pattern('include', [text])}",
+        )
+    if len(by_format) > 1:
+        most = max(by_format, key=lambda name: len(by_format[name]))
+        others = (path for name, many in by_format.items() if name != most for path in many)
+        raise ConfigError(
+            f"{dataset} mixes formats",
+            why=", ".join(f"{many[0].name} is {name}" for name, many in by_format.items()),
+            next=patterns.with_pattern("exclude", dict.fromkeys(map(_ending, others)))
+            if patterns.chooses
+            else patterns.with_pattern("include", dict.fromkeys(map(_ending, by_format[most]))),
+        )
+    return next(iter(by_format))
+
+
+def _compiled(key: Key, pattern: str) -> GitIgnoreSpec:
+    # In .gitignore, `!` takes a file back from the patterns before it, so their order would count.
+    if pattern.startswith("!"):
+        raise ConfigError(
+            f"a pattern begins with an exclamation mark: {pattern!r}",
+            where=f"download.{key}",
+            next=f"download.exclude leaves files out; for a name that begins with it: \\{pattern}",
+        )
+    # pathspec 1.1 takes a final `**/` for all files; for git it means folders only.
+    pattern = re.sub(r"(^|/)\*\*/$", r"\1**/*/", pattern)
+    try:
+        return GitIgnoreSpec.from_lines([pattern])
+    except (ValueError, re.error) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{pattern!r} is not a pattern", where=f"download.{key}", why=why
+        ) from None
+
+
+def _ending(path: Path) -> str:
+    """Return the last suffix of a name, with that of a compression; or the name if it has none."""
+    return "".join(path.suffixes[-1 - is_compressed(path) :]) or path.name
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\\*?\[\] ])", r"\\\1", name)
+
+
+def _text_ending(paths: Sequence[Path]) -> str | None:
+    """Return the most common ending of files that are text, or None.
+
+    The content of local files decides; of files on the Hub, there is only the name.
+    """
+    examples = {_ending(path): path for path in reversed(paths)}  # the first of each ending
+    for ending, _ in Counter(map(_ending, paths)).most_common(SHOWN):
+        path = examples[ending]
+        if path.is_file():
+            is_text = not binary_kind(path)
+        else:
+            # Python alone does not know .md and .rst, so an unknown type counts as text.
+            is_text = (mimetypes.guess_type(path.name)[0] or "text/").startswith("text/")
+        if is_text and path.name not in METADATA:
+            return ending
+    return None

@@ -1,0 +1,281 @@
+"""Patterns choose files as .gitignore would; text of any ending is read; binary files are named."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import random
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dtt
+
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.base.errors import ConfigError, InputError
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus.file_choice import FilePatterns
+from dtt.data.corpus.local_files import local_files
+
+LINE = b'{"text": "some text"}\n'
+TREE = {
+    "README.md": b"# A project",
+    "docs/one.md": b"one",
+    "docs/deep/two.md": b"two",
+    "docs/deep/three.rst": b"three",
+    "src/__init__.py": b"x = 1",
+    "src/_private/a.py": b"y = 2",
+    ".github/hidden.md": b"hidden",
+    "data/rows.jsonl": LINE,
+}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def chosen(folder: Path, include: list[str], exclude: list[str] | None = None) -> set[str]:
+    cfg = DownloadConfig(include=tuple(include), exclude=tuple(exclude or ()))
+    files = local_files(folder, None, FilePatterns(cfg))
+    return {str(path.relative_to(folder)) for path in files}
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "names"),
+    [
+        (["**/*.md"], [], ["README.md", "docs/one.md", "docs/deep/two.md"]),
+        (["*.md"], ["/README.md"], ["docs/one.md", "docs/deep/two.md"]),
+        (["docs/*.md"], [], ["docs/one.md"]),
+        (["docs/"], [], ["docs/one.md", "docs/deep/two.md", "docs/deep/three.rst"]),
+        (["*.md"], ["deep"], ["README.md", "docs/one.md"]),
+        (["**/*.py"], [], ["src/__init__.py", "src/_private/a.py"]),
+        ([".github/*.md"], [], [".github/hidden.md"]),
+        (["docs/**/*.m[a-d]"], [], ["docs/one.md", "docs/deep/two.md"]),
+        ([], ["docs/"], ["data/rows.jsonl"]),
+    ],
+)
+def test_the_patterns_are_those_of_gitignore(
+    tmp_path: Path, include: list[str], exclude: list[str], names: list[str]
+) -> None:
+    write(tmp_path, TREE)
+    assert chosen(tmp_path, include, exclude) == set(names)
+
+
+PARTS = ("a", "b", "c.md", "d.rst", "_e.md", ".f", "ab.md")
+ATOMS = ("a", "b", "*", "?", "[ab]", "[!a]", "*.md", ".f", "*b*", "_e.md", "d.*")
+
+
+def ignored(folder: Path, pattern: str, names: list[str]) -> set[str]:
+    """Return the names that git ignores by one pattern."""
+    (folder / "patterns").write_text(pattern + "\n")
+    done = subprocess.run(
+        [
+            *("git", "-c", f"core.excludesFile={folder / 'patterns'}"),
+            *("check-ignore", "--no-index", "--stdin", "-z"),
+        ],
+        cwd=folder / "tree",
+        input="\0".join(names).encode(),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return set(filter(None, done.stdout.decode().split("\0")))
+
+
+def test_random_trees_are_chosen_as_git_would(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    subprocess.run(["git", "init", "-q", tmp_path / "tree"], check=True)
+    tree = tmp_path / "tree"
+    refused = compared = 0
+    names: list[str] = []
+    for round_ in range(200):
+        if round_ % 10 == 0:
+            for name in names:
+                (tree / name).unlink()
+            names = sorted(
+                {
+                    "/".join([*rng.choices(("a", "b", "ab", ".f"), k=rng.randrange(3)), leaf])
+                    for leaf in (rng.choice(PARTS[2:]) for _ in range(30))
+                    if leaf != ".f"
+                }
+            )
+            write(tree, dict.fromkeys(names, b"text"))
+
+        def pattern() -> str:
+            parts = [rng.choice((*ATOMS, "**")) for _ in range(rng.randint(1, 3))]
+            return rng.choice(("", "", "/")) + "/".join(parts) + rng.choice(("", "", "/"))
+
+        include = [pattern() for _ in range(rng.randint(1, 2))]
+        exclude = [pattern()] if rng.random() < 0.5 else []
+        out = set().union(*(ignored(tmp_path, one, names) for one in exclude))
+        left = [name for name in names if name not in out]
+
+        def visible(name: str, one: str) -> bool:
+            dotted = [any(p.startswith(".") for p in text.split("/")) for text in (name, one)]
+            return dotted[1] or not dotted[0]
+
+        taken = [
+            {name for name in ignored(tmp_path, one, left) if visible(name, one)} for one in include
+        ]
+        try:
+            assert chosen(tree, include, exclude) == set().union(*taken), (include, exclude)
+            compared += 1
+        except ConfigError as error:
+            refused += 1
+            [named] = re.findall(r"matches '(.*)'", str(error))
+            # Hidden files are left out anyway, so excluding them has no effect.
+            empty = taken[include.index(named)] if named in include else out
+            assert all("/." in f"/{name}" for name in empty), named
+    assert compared > 40
+    assert refused > 40
+
+
+def test_text_of_any_ending_is_a_document_a_file(corpora: Any, read_all: Any) -> None:
+    corpus = corpora.make(TREE, include=("**/*.md", "*.rst"))
+    assert corpus.manifest.file_format == "txt"
+    assert corpus.manifest.txt_documents == "file"
+    assert corpus.manifest.source.include == ("**/*.md", "*.rst")
+    assert sorted(read_all(corpus, 10**6)[0]) == ["# A project", "one", "three", "two"]
+    rows = corpora.download(dataset=str(corpora.folder / "source"), include=("data/",))
+    assert rows.file_format == "jsonl"
+
+
+MIXED = {"a.jsonl": LINE, "b.json": LINE, "c.txt": b"x", "d.md": b"y"}
+
+
+def argument(error: Exception) -> str:
+    """Return the argument that a message suggests, as a shell reads it."""
+    next_ = str(error).split("next:")[1]
+    return next(one for one in shlex.split(next_) if one.startswith("download."))
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "suggested"),
+    [
+        (MIXED, {}, "download.include=['**/*.jsonl', '**/*.json']"),
+        ({"a.md": b"x", "b.png": b"\x89PNG"}, {}, "download.include=['**/*.md']"),
+        ({"a/b.tex": b"x", "c.bin": b"\0"}, {}, "download.include=['**/*.tex']"),
+        (
+            {"a.txt.gz": b"", "b.csv": b"text\nx\n", "c.csv": b"text\ny\n"},
+            {},
+            "download.include=['**/*.csv']",
+        ),
+        (MIXED, {"include": ("*",)}, "download.exclude=['**/*.txt', '**/*.md']"),
+        (
+            MIXED,
+            {"include": ("*",), "exclude": ("*.json",)},
+            "download.exclude=['*.json', '**/*.jsonl']",
+        ),
+        (
+            {"a.md": b"x", "b.png": b"\x89PNG", "c.pdf": b"%PDF-1.4\n", "d.dat": b"a\0b"},
+            {"include": ("*",)},
+            "download.exclude=['**/*.png', '**/*.pdf', '**/*.dat']",
+        ),
+    ],
+)
+def test_what_is_suggested_works(
+    corpora: Any, files: dict[str, bytes], options: dict[str, Any], suggested: str
+) -> None:
+    with pytest.raises((ConfigError, InputError)) as refused:
+        corpora.make(files, **options)
+    assert argument(refused.value) == suggested
+    key, value = suggested.removeprefix("download.").split("=")
+    patterns = tuple(ast.literal_eval(value))
+    assert corpora.make(files, **(options | {key: patterns})).manifest.files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.pdf", b"%PDF-1.4\nno zeros", "is a PDF file"),
+        ("a.jpg", b"\xff\xd8\xff\xe0 no zeros", "is a JPEG file"),
+        ("a.docx", b"PK\3\4\0\0", "contains NUL bytes"),
+        ("a.tar.gz", gzip.compress(b"name\0\0\0"), "contains NUL bytes"),
+    ],
+)
+def test_a_binary_file_is_refused_by_name(
+    corpora: Any, name: str, content: bytes, why: str
+) -> None:
+    with pytest.raises(InputError, match=rf"{name}\n.*{why}"):
+        corpora.make({name: content, "b.md": b"x"}, include=("*",))
+    with pytest.raises(InputError, match="convert the files to UTF-8 text"):
+        corpora.download(dataset=str(corpora.folder / "source" / name), include=("a*",))
+    assert not CorpusManifest.exists(corpora.folder / "corpus")
+
+
+def test_utf_16_is_text_in_another_encoding(corpora: Any) -> None:
+    with pytest.raises(InputError, match=r"iconv -f UTF-16 -t UTF-8 a\.md > NEW\.md"):
+        corpora.make({"a.md": "some text".encode("utf-16"), "b.md": b"x"}, include=("*.md",))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*.markdown", r"matches '\*\.markdown'[^$]*\.md \(3\)"),
+        ("#notes.md", "matches '#notes.md'"),
+        ("", "matches ''"),
+        ("!*.md", "begins with an exclamation mark"),
+        ("[z-a].md", "is not a pattern"),
+        ("a\\", "is not a pattern"),
+    ],
+)
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_a_pattern_without_effect_is_named(
+    corpora: Any, pattern: str, message: str, key: str
+) -> None:
+    options: dict[str, Any] = {"include": ("*.md",)} | {key: (pattern,)}
+    with pytest.raises(ConfigError, match=message) as refused:
+        corpora.make(TREE, **options)
+    assert f"download.{key}" in str(refused.value)
+
+
+def test_an_excluded_folder_is_not_listed(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"x", "closed/b.txt": b"y"})
+    (tmp_path / "closed").chmod(0)
+    try:
+        assert chosen(tmp_path, [], ["closed/"]) == {"a.txt"}
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_the_standard_library_has_no_files_to_choose(corpora: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"download\.{key}=\[\]"):
+        corpora.download(dataset="python-stdlib", **{key: ("*.py",)})
+
+
+def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
+    notes = {
+        f"notes/{i}.md": f"Note {i} says something about {i * i}.\n".encode() for i in range(40)
+    }
+    write(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
+    refused = dtt("data", "inspect", "notes", expect=66)
+    assert """dtt download -d notes "download.include=['**/*.md']\"""" in refused.stderr
+    data = ("-d", "notes", "download.include=['**/*.md']")
+    small = ("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.2")
+    assert "40 txt" in dtt("download", *data).stdout
+    assert '"documents": 40' in dtt("data", "inspect", "data/corpus/notes", "--json").stdout
+    dtt("tokenize", *data, *small)
+    changed = ("-d", "notes", "download.include=['**/1*.md']")
+    said = dtt("tokenize", *changed, *small, expect=2).stderr
+    assert "download.include is ['**/*.md'] there, ['**/1*.md'] now" in said
+    model = (
+        "name=t", "train.steps=1", "train.seq_len=16", "train.global_batch_tokens=32",
+        "model.dim=16", "model.n_layers=1", "model.n_heads=1", "model.ffn_dim=16",
+        "train.device=cpu",
+    )  # fmt: skip
+    dtt("plan", *data, *small, *model)
+    text = ("data.type=text", "tokenizer.type=file", "tokenizer.path=data/tokens/notes-bpe300")
+    dtt(
+        "train",
+        "download.dataset=notes",
+        *data[2:],
+        *text,
+        "tokenize.validation_fraction=0.2",
+        *model,
+    )
