@@ -169,8 +169,11 @@ def one_format(paths: Sequence[Path], dataset: str, patterns: FilePatterns) -> F
             if paths
             else "no file at all",
             next=f"use {KNOWN}"
-            if text is None
-            else f"to read text of another ending: {patterns.with_pattern('include', [text])}",
+            + (
+                ""
+                if text is None
+                else f"; text of another ending: {patterns.with_pattern('include', [text])}"
+            ),
         )
     if len(by_format) > 1:
         most = max(by_format, key=lambda name: len(by_format[name]))
