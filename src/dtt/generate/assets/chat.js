@@ -8,7 +8,8 @@ let connection = null;
 const log = el("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: 0 });
 const input = el("textarea", { id: "message", rows: 3 });
 const system = el("textarea", { id: "system", rows: 2 });
-const temperature = el("input", { id: "temperature", type: "number", min: 0, max: 100, step: "any" });
+const range = { min: 0, max: 100, step: "any" };
+const temperature = el("input", { id: "temperature", type: "number", ...range });
 const limit = el("input", { id: "limit", type: "number", min: 1, step: 1 });
 const send = el("button", { type: "submit" }, data.chat ? "Send" : "Continue");
 const stop = el("button", { type: "button", disabled: true, onclick: abort }, "Stop");
@@ -93,7 +94,8 @@ async function answer(question) {
   } catch (error) {
     keep();
     if (conversation !== messages) return;
-    const known = { AbortError: "Stopped.", TypeError: "The server does not answer: is dtt chat running?" };
+    const lost = "The server does not answer: is dtt chat still running?";
+    const known = { AbortError: "Stopped.", TypeError: lost };
     add(error.name === "AbortError" ? "notice" : "bad", known[error.name] ?? error.message);
     if (!text && question) {
       messages.pop(); // a message without an answer would be sent again with the next one
