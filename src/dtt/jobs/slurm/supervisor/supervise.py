@@ -291,9 +291,8 @@ class Supervisor:
                 self._request_stop("slurm: SIGTERM")
 
     def _check_limit(self) -> None:
-        if self.limit and limit_is_near(
-            time.time(), self.start, self.limit, read(self.trained / "lead")
-        ):
+        lead = read(self.trained / "lead") if self.limit else ""
+        if limit_is_near(time.time(), self.start, self.limit, lead):
             before, self.limit = self.limit, self._time_limit()  # which a user may have changed
             if self.limit == before:
                 self.limit = None
