@@ -745,18 +745,6 @@ def test_the_other_commands_have_attempts_and_endings_too(
     }  # fmt: skip
 
 
-def test_a_pipeline_continues_as_long_as_its_training_saves(tmp_path: Path, fakes: Path) -> None:
-    job = Path("jobs/run-pipeline")
-    install(tmp_path / job, MAX_STALLED_ATTEMPTS=1)
-    text = render(script(directory=tmp_path, job=job, argv=("pipeline",), kind="other"))
-    (tmp_path / "jobs/run/checkpoints").mkdir(parents=True)
-    (fakes / "python").write_text('#!/bin/bash\nmkdir "jobs/run/checkpoints/$NEW"; exit 74\n')
-    output = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="1")[1]
-    assert output.splitlines()[-1].endswith("requeued")
-    output = execute(text, tmp_path, fakes, NEW="step-000010", SLURM_RESTART_COUNT="2")[1]
-    assert "1 consecutive attempts without a new checkpoint" in output.splitlines()[-1]
-
-
 def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
     tmp_path: Path, fakes: Path
 ) -> None:
@@ -854,22 +842,8 @@ def test_a_stale_request_of_the_script_is_removed_and_a_users_is_kept(
         assert stop.exists() == kept
 
 
-def test_a_user_stop_is_distinguished_from_the_time_limit(tmp_path: Path, fakes: Path) -> None:
-    stop = tmp_path / "jobs/run/control/stop"
-    stop.parent.mkdir(parents=True)
-    stop.write_text("alice: dtt job stop\n")
-    text = render(script(directory=tmp_path))
-    code, output = execute(text, tmp_path, fakes, CODE="75", **SAVES, **LIMIT)
-    assert code == 75
-    assert "stopped on request" in output
-    assert REQUEUE not in calls(tmp_path)
-
-
-@pytest.mark.parametrize("signal", ["USR2", "TERM"])
-def test_a_user_can_override_the_request_while_the_job_saves(
-    signal: str, tmp_path: Path, fakes: Path
-) -> None:
-    env = {"CODE": "75", "SIGNAL": signal, "PERSON": "yes", **SAVES}
+def test_a_user_can_override_the_request_while_the_job_saves(tmp_path: Path, fakes: Path) -> None:
+    env = {"CODE": "75", "SIGNAL": "USR2", "PERSON": "yes", **SAVES}
     code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
     assert code == 75
     assert "stopped on request" in output.splitlines()[-1]

@@ -242,12 +242,10 @@ def _options(script: Script) -> Iterator[str]:
     launch, command = script.launch, script.argv[0]
     trains = command in ("train", "pipeline")
     yield f"--job={_quoted(script.job)} --continuation={launch.continuation}"
-    for name, folders in (
-        ("trials", script.array.trials if script.array else ()),
-        ("stages", script.stages),
-    ):
-        if folders:
-            yield f"--{name} {' '.join(map(_quoted, folders))}"
+    if script.array is not None:
+        yield f"--trials {' '.join(map(_quoted, script.array.trials))}"
+    if script.stages:
+        yield f"--stages {' '.join(map(_quoted, script.stages))}"
     if launch.preflight and command == "train":
         yield f"--preflight={'gpu' if launch.gpus else 'cpu'}"
     if launch.lead_seconds is not None or not trains:

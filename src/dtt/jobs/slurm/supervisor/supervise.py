@@ -176,7 +176,7 @@ class Supervisor:
             return sum(read(path).count("\n") for path in answers)
         if self.plan.stages and not self.trains:
             folders = self.trained.glob("*/checkpoints")
-            return sum(1 + largest(folder, "step-") for folder in folders)
+            return sum(1 + largest(folder, "step-") for folder in folders)  # 0: no checkpoint
         return largest(self.trained / "checkpoints", "step-")
 
     def _time_limit(self) -> Optional[int]:
@@ -399,7 +399,7 @@ class Supervisor:
 def main(argv: List[str]) -> int:
     """Supervise the attempt that the arguments describe; return the exit code of the script."""
     split = argv.index("--")
-    parser = argparse.ArgumentParser(usage="supervisor.py OPTIONS -- COMMAND [ARGUMENT]...")
+    parser = argparse.ArgumentParser(usage="supervisor OPTIONS -- COMMAND [ARGUMENT]...")
     parser.add_argument("--job", required=True, help="job directory; for an array, its parent")
     parser.add_argument("--functions", required=True, help="the functions of the job script")
     parser.add_argument("--continuation", choices=("requeue", "singleton", "none"), required=True)
