@@ -132,7 +132,7 @@ def test_a_moved_job_is_resumed_in_the_folder_of_its_data(project: Path, elsewhe
 
 def test_the_job_script_runs_in_the_home_of_the_job(project: Path, elsewhere: Dtt) -> None:
     script = elsewhere("submit", "train", project / "jobs/x", *STEPS, "--print-script").stdout
-    assert f"_dtt_directory={project}\n" in script
+    assert f"cd -- {project} || exit" in script
     assert f"{project}/jobs/x" in script
 
 

@@ -391,7 +391,7 @@ def test_the_other_commands_have_directories_of_their_own(
     for command in ("download", "pipeline"):
         dtt("submit", command, *data, **slurm)
         script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
-        assert f"command=({command} -c jobs/n-{command}/config.yaml)\n" in script
+        assert f" -- {command} -c jobs/n-{command}/config.yaml\n" in script
         assert "#SBATCH --nodes=1\n" in script
         assert f"#SBATCH --job-name=n-{command}\n" in script
     missing = dtt("submit", "tokenize", *data, expect=66, **slurm)
@@ -416,7 +416,7 @@ def test_stages_are_submitted_as_one_job(dtt: Dtt, tiny: Settings, slurm: dict[s
     assert "submitted  17" in dtt("submit", "train", *settings, **slurm).stdout
     assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/s/slurm.sh\n"
     script = (dtt.folder / "jobs/s/slurm.sh").read_text()
-    assert "    jobs/s/pretrain\n    jobs/s/midtrain\n" in script
+    assert " --stages jobs/s/pretrain jobs/s/midtrain " in script
     # Its jobs hold all that the script needs, and each starts from the one before it.
     assert "the previous stage is not done" in dtt("train", "jobs/s/midtrain", expect=66).stderr
     for name in ("pretrain", "midtrain"):
@@ -448,7 +448,7 @@ def test_a_submitted_pipeline_reads_the_stages_from_its_own_configuration(
     stages = tiny(name="s", stages="[{name: a}, {name: b, seed: 5}]")
     dtt("submit", "pipeline", *stages, **slurm)
     script = (dtt.folder / "jobs/s-pipeline/slurm.sh").read_text()
-    assert "command=(pipeline -c jobs/s-pipeline/config.yaml)" in script
+    assert " -- pipeline -c jobs/s-pipeline/config.yaml\n" in script
     shown = dtt("config", "show", "-c", "jobs/s-pipeline/config.yaml", "--stage", "b").stdout
     assert "seed: 5 " in shown
     assert "from: jobs/s/a " in shown
@@ -474,7 +474,7 @@ def test_an_export_requires_a_checkpoint(dtt: Dtt, tiny: Settings, slurm: dict[s
     (dtt.folder / "jobs/t/checkpoints/step-000004").mkdir(parents=True)
     dtt("submit", "export", "jobs/t", "export.out=a b", "export.dtype=fp32", **slurm)
     script = (dtt.folder / "jobs/t-export/slurm.sh").read_text()
-    assert "command=(export jobs/t 'export.out=a b' export.dtype=fp32)\n" in script
+    assert " -- export jobs/t 'export.out=a b' export.dtype=fp32\n" in script
 
 
 def test_a_watch_is_submitted_next_to_its_job_with_the_options_of_eval(
@@ -484,18 +484,18 @@ def test_a_watch_is_submitted_next_to_its_job_with_the_options_of_eval(
     dtt("submit", "train", *tiny(eval__tasks="[piqa]", eval__limit=5), **slurm)
     dtt("submit", "eval", "jobs/t", **slurm)
     script = dtt.folder / "jobs/t-eval/slurm.sh"
-    assert "command=(eval jobs/t --watch)\n" in script.read_text()
+    assert " -- eval jobs/t --watch\n" in script.read_text()
     changed = ["eval.limit=7", "eval.tasks=[piqa, copa]", "launch.time=2:00:00"]
     printed = dtt("submit", "eval", "jobs/t", *changed, "--print-script", **slurm).stdout
     keys = "'eval.tasks=[piqa, copa]' eval.limit=7"
-    assert f"command=(eval jobs/t --watch {keys})\n" in printed
+    assert f" -- eval jobs/t --watch {keys}\n" in printed
     assert "#SBATCH --time=2:00:00" in printed
     unknown = dtt("submit", "eval", "jobs/t", "eval.tasks=[pika]", expect=2, **slurm)
     assert "piqa" in unknown.stderr
     none = dtt("submit", "eval", "jobs/t", "eval.tasks=[]", expect=2, **slurm)
     assert "no tasks to evaluate" in none.stderr
     printed = dtt("submit", "eval", "jobs/t", "eval.every=5", "--print-script", **slurm).stdout
-    assert "command=(eval jobs/t --watch)\n" in printed
+    assert " -- eval jobs/t --watch\n" in printed
 
 
 def test_a_watch_of_a_job_in_another_folder_finds_the_files_of_its_tasks(
@@ -509,7 +509,7 @@ def test_a_watch_of_a_job_in_another_folder_finds_the_files_of_its_tasks(
     other.mkdir()
     job = dtt.folder / "jobs/t"
     printed = Dtt(other)("submit", "eval", job, "--print-script", **slurm).stdout
-    assert f"command=(eval {job} --watch)\n" in printed
+    assert f" -- eval {job} --watch\n" in printed
     checked = Dtt(other)("submit", "eval", job, "--dry-run", **slurm).stdout
     assert f"script     {dtt.folder}/jobs/t-eval/slurm.sh\n" in checked
 

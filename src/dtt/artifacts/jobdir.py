@@ -161,6 +161,11 @@ class JobDir:
         return self.root / "slurm.sh"
 
     @property
+    def supervisor(self) -> Path:
+        """The copy of the supervisor that the job script executes."""
+        return self.root / "supervisor"
+
+    @property
     def decision(self) -> Path:
         """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
         return self.root / "decision"

@@ -11,8 +11,8 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, InputError
 from dtt.jobs.job_files import SILENT_SECONDS, JobFiles, requester, slurm_ids
 from dtt.jobs.slurm import squeue, submissions
-from dtt.jobs.slurm.job_script import MAX_STALLED_ATTEMPTS
 from dtt.jobs.slurm.squeue import Answer, SlurmJob
+from dtt.jobs.slurm.supervisor.decisions import MAX_STALLED_ATTEMPTS
 
 FINAL = (
     ExitCode.DONE,

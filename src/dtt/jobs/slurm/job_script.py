@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 TEMPLATE = Path(__file__).with_name("job.sh.j2")
+SUPERVISOR = Path(__file__).with_name("supervisor")
+"""The package that each job directory holds a copy of."""
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9_./-]*"
 PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 
-NSYS_REPORT = '"$_dtt_job/logs/nsys-$_dtt_tag-%h-%p"'
-
-MAX_STALLED_ATTEMPTS = 3
-"""Consecutive attempts without a new checkpoint after which a job gives up."""
 DEFAULT_LEAD = 120
 LONGEST_LEAD = 65_535  # seconds; the maximum of `sbatch --signal`
 
@@ -125,13 +123,6 @@ class Script:
             )
 
     @property
-    def trained(self) -> Path:
-        """The directory of the training job: `job`, or for a pipeline the directory next to it."""
-        if self.argv[0] != "pipeline":
-            return self.job
-        return self.job.with_name(self.job.name.removesuffix("-pipeline"))
-
-    @property
     def nodes(self) -> int:
         """The number of nodes of the job."""
         return 1 if self.kind == "other" else self.launch.nodes
@@ -144,7 +135,7 @@ class Script:
 
 
 def render(script: Script) -> str:
-    """Return the text of the job script.
+    """Return the text of the job script. It executes the copy of SUPERVISOR next to it.
 
     Raises InputError if the template cannot be read, ConfigError if the user's own template fails.
     """
@@ -197,47 +188,38 @@ def shell_line(line: str) -> str:
 
 def _variables(script: Script) -> dict[str, Any]:
     """Return the variables that a template may use."""
-    launch = script.launch
-    folder = script.job / "logs"
-    # %A_%a for tasks of an array, whose %j is a different number for each.
-    stem = "%x-%A_%a" if script.array else "%x-%j"
+    set_up = list(_set_up(script))
+    contained = not isinstance(script.launch.container, NoContainer)
     return {
         "job_name": script.job_name.replace("/", "."),
         "job": script.job,
-        "trained": script.trained,
-        "script": JobDir(script.job).script,
-        "again": _resume_command(script),
-        "log": folder / f"{stem}.log",
         "directory": script.directory,
         "argv": script.argv,
         "kind": script.kind,
-        "launch": launch,
-        "lead": script.lead,
-        "max_stalled_attempts": MAX_STALLED_ATTEMPTS,
-        "watched": launch.lead_seconds is None and script.argv[0] in ("train", "pipeline"),
-        "array": script.array,
-        "stages": script.stages,
-        "code": script.directory / script.job / "code" if script.code else None,
-        "nodes": script.nodes,
-        "tasks_per_node": script.tasks_per_node,
-        "resources": list(_resources(launch)),
-        "starter": " \\\n            ".join(_launcher(script)),
-        "container": launch.container.type,
-        "container_options": list(_container_options(script)),
-        "profiler": f"nsys profile --output={NSYS_REPORT} " if launch.nsys else "",
+        "launch": script.launch,
+        "directives": list(_directives(script)),
+        # Modules change the libraries of the host, and srun reads some of the variables.
+        "prepare": [*_modules(script), *_exports(script), "return 0"]
+        if contained
+        else ["_dtt_set_up"],
+        "set_up": set_up if contained else [*_modules(script), *set_up],
+        "launcher": " \\\n        ".join(_launcher(script)),
+        "program": _program(script),
+        "options": " \\\n    ".join(_options(script)),
     }
 
 
-def _resume_command(script: Script) -> str:
-    """Return the command that resumes the job; for an array, the one for a single trial."""
-    if script.array is not None:
-        return f"dtt sweep retry {script.job.name}"
-    return f"sbatch {JobDir(script.job).script}"
-
-
-def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
-    """Return the options of sbatch with their values; unset ones use the cluster's defaults."""
+def _directives(script: Script) -> Iterator[str]:
+    """Yield the options of sbatch; unset ones use the cluster's defaults."""
+    launch, array = script.launch, script.array
+    # %A_%a for tasks of an array, whose %j is a different number for each.
+    log = script.job / "logs" / ("%x-%A_%a.log" if array else "%x-%j.log")
     values = {
+        "job-name": script.job_name.replace("/", "."),
+        "output": log,
+        "open-mode": "append",
+        "nodes": script.nodes,
+        "ntasks-per-node": script.tasks_per_node,
         "gpus-per-node": launch.gpus_per_node if launch.gpus else None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.mem,
@@ -246,35 +228,103 @@ def _resources(launch: LaunchConfig) -> Iterator[tuple[str, object]]:
         "account": launch.account,
         "qos": launch.qos,
         "exclude": launch.exclude,
+        "signal": f"B:USR2@{script.lead}",
     }
-    return ((option, value) for option, value in values.items() if value is not None)
+    yield from (f"--{option}={value}" for option, value in values.items() if value is not None)
+    if array is not None:
+        yield f"--array=0-{len(array.trials) - 1}" + (f"%{array.cap}" if array.cap else "")
+    yield "--requeue" if launch.continuation == "requeue" else "--no-requeue"
+    yield from launch.directives
+
+
+def _options(script: Script) -> Iterator[str]:
+    """Yield the options of the supervisor."""
+    launch, command = script.launch, script.argv[0]
+    trains = command in ("train", "pipeline")
+    yield f"--job={_quoted(script.job)} --continuation={launch.continuation}"
+    if script.array is not None:
+        yield f"--trials {' '.join(map(_quoted, script.array.trials))}"
+    if script.stages:
+        yield f"--stages {' '.join(map(_quoted, script.stages))}"
+    if launch.preflight and command == "train":
+        yield f"--preflight={'gpu' if launch.gpus else 'cpu'}"
+    if launch.lead_seconds is not None or not trains:
+        yield "--fixed-lead"
+    if launch.mpi == "mpirun" and command == "tokenize":
+        yield "--mpirun"
+    if trains and isinstance(launch.container, NoContainer):
+        yield "--report"
+
+
+def _modules(script: Script) -> Iterator[str]:
+    if script.launch.modules:
+        yield f"module load {' '.join(script.launch.modules)} || return"
+
+
+def _exports(script: Script) -> Iterator[str]:
+    launch = script.launch
+    yield from (f"export {name}={_quoted(text)}" for name, text in launch.environment.items())
+    if launch.nccl_logs:
+        path = '"$_dtt_job/logs/nccl-${SLURM_JOB_ID}-%h-%p.log"'
+        yield f"export NCCL_DEBUG=INFO NCCL_DEBUG_FILE={path}"
+    if script.code:
+        code = script.directory / script.job / "code"
+        yield f"export PYTHONPATH={_quoted(code)}${{PYTHONPATH:+:$PYTHONPATH}}"
+
+
+def _set_up(script: Script) -> Iterator[str]:
+    yield from _exports(script)
+    yield from (f"{shell_line(line)} || return" for line in script.launch.setup)
+    yield "return 0"
+
+
+def _program(script: Script) -> str:
+    """Return the command that starts a module of dtt on a node, without `-m MODULE`."""
+    launch = script.launch
+    if script.kind != "train":
+        return "exec python"
+    profiler = 'nsys profile --output="$_dtt_job/logs/nsys-$_dtt_tag-%h-%p" '
+    exec_ = f"exec {profiler if launch.nsys else ''}"
+    if launch.start == "srun":
+        return f"export MASTER_ADDR=$_dtt_host MASTER_PORT=$_dtt_port\n    {exec_}python"
+    return exec_ + " \\\n        ".join(
+        (
+            f'torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node={launch.processes}',
+            '--node_rank="$SLURM_NODEID" --rdzv_endpoint="$_dtt_host:$_dtt_port"',
+            "--max_restarts=0 --signals_to_handle=SIGINT,SIGHUP,SIGQUIT",
+        )
+    )
 
 
 def _launcher(script: Script) -> Iterator[str]:
-    """Yield the parts of the command that starts tasks on all nodes."""
+    """Yield the parts of the command that runs another command on all nodes."""
     launch = script.launch
     if script.kind == "tokenize" and launch.mpi == "mpirun":
         yield f"mpirun -n {script.nodes * script.tasks_per_node}"
-        return
-    # From the allocation, because `sbatch --nodes=N slurm.sh` overrides the number in the script.
-    yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
-    # Since Slurm 22.05, srun no longer inherits --cpus-per-task from sbatch.
-    if launch.cpus_per_task is not None:
-        yield f"--cpus-per-task={launch.cpus_per_task}"
-    if script.kind == "tokenize" and launch.mpi is not None:
-        yield f"--mpi={launch.mpi}"
-    if script.kind == "train":
-        # Let each rank write how it ended instead of killing all at the first failure, but end the
-        # step 60 s after the first rank has ended: ranks of a lost node never end.
-        yield "--kill-on-bad-exit=0 --wait=60"
+    else:
+        # From the allocation, as `sbatch --nodes=N slurm.sh` overrides the number in the script.
+        yield f'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={script.tasks_per_node}'
+        # Since Slurm 22.05, srun no longer inherits --cpus-per-task from sbatch.
+        if launch.cpus_per_task is not None:
+            yield f"--cpus-per-task={launch.cpus_per_task}"
+        if script.kind == "tokenize" and launch.mpi is not None:
+            yield f"--mpi={launch.mpi}"
+        if script.kind == "train":
+            # Let each rank write how it ended instead of killing all at the first failure, but end
+            # the step 60 s after the first rank has ended: ranks of a lost node never end.
+            yield "--kill-on-bad-exit=0 --wait=60"
+    if words := list(_container(script)):
+        yield " ".join(map(_quoted, words))
 
 
-def _container_options(script: Script) -> Iterator[str]:
+def _container(script: Script) -> Iterator[str]:
+    """Yield the words, after the launcher, with which a command runs in a container."""
     container = script.launch.container
     match container:
         case NoContainer():
             pass
         case ApptainerConfig():
+            yield from (container.command, "exec", f"--bind={script.directory}")
             yield from (f"--bind={bind}" for bind in container.binds)
             yield from container.options
             yield str(container.image)

@@ -24,13 +24,19 @@ UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, ty
 
 
 def submit(script: Script, *, send: bool = True) -> str | None:
-    """Write the job script and submit it; return the job id, for an array that of all tasks.
+    """Write the job script and its supervisor, and submit it.
+
+    Return the job id, for an array that of all tasks.
 
     Without `send`, only write it and return None. The record is then that of a submission without
     an answer: Slurm is asked for jobs of this script, and finds one as soon as a user submits it.
     """
     folder = JobDir(script.job)
     folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
+    folder.supervisor.mkdir(exist_ok=True)
+    # A copy: an update of dtt must not change the supervisor of a job that waits in the queue.
+    for path in job_script.SUPERVISOR.glob("*.py"):
+        write_atomically(folder.supervisor / path.name, path.read_text(encoding="utf-8"))
     write_atomically(folder.script, job_script.render(script))
     folder.script.chmod(0o755)
     jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]

@@ -1,0 +1,416 @@
+"""One attempt of a Slurm job, from its start to the decision whether the job continues."""
+
+import argparse
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+from shlex import quote
+from typing import List, Optional, Sequence
+
+from .decisions import (
+    CODES,
+    FATAL,
+    LIMIT,
+    MAX_STALLED_ATTEMPTS,
+    STOPPED,
+    UNFIT,
+    Decision,
+    Ending,
+    decide,
+    limit_is_near,
+    seconds,
+    slurm_state,
+    stalled_before,
+)
+from .tolerant_io import (
+    exit_record,
+    first_free_port,
+    largest,
+    link,
+    message,
+    nodes_of_job,
+    read,
+    remove,
+    reported,
+    run,
+    slurm_record,
+    write,
+)
+
+TICK = 5.0
+"""Seconds between looks at the clock and at the file `lead`."""
+
+# Set-up runs in shells of its own: a line of it may fail, call `exit` or change the folder. The
+# trap also covers a program that cannot be executed.
+SET_UP_FAILED = """
+_dtt_failed() { echo "slurm: cannot set up $(hostname)" >&2; exit 78; }
+trap _dtt_failed EXIT
+"""
+# Arguments: the code for every node, `bash`, a module, the arguments of the module.
+FIRST_NODE = f"""{SET_UP_FAILED}
+_dtt_prepare || exit
+_dtt_launch bash -c "$@"
+"""
+EVERY_NODE = f"""
+cd -- "$_dtt_directory" || exit 66
+exec >>"$_dtt_job/logs/$_dtt_log-${{SLURMD_NODENAME:-$(hostname)}}.log" 2>&1
+{SET_UP_FAILED}
+_dtt_set_up || exit
+cd -- "$_dtt_directory" || exit
+"""
+# Slurm sends its signals to the launcher, too. torchrun would die of SIGUSR2, and of SIGTERM before
+# the ranks have saved. Ignored signals stay ignored after exec; ranks install their own handlers.
+# A first node whose name does not resolve is reached by the address that srun knows.
+RANKS = """
+trap '' USR2 TERM
+getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
+"""
+
+
+class Supervisor:
+    """One attempt of a job, from its start to the decision whether the job continues."""
+
+    def __init__(self, plan: argparse.Namespace, command: List[str]) -> None:
+        env = os.environ
+        self.plan, self.command = plan, command
+        self.trains = command[0] == "train"
+        self.job = Path(plan.job)
+        self.resume = f"sbatch {plan.job}/slurm.sh"
+        number, self.restarts = int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT") or 0)
+        self.id = str(number)
+        if plan.trials:  # whose last task has the id of the array as its SLURM_JOB_ID
+            self.id = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**env)
+            self.job = Path(plan.trials[int(env["SLURM_ARRAY_TASK_ID"])])
+            self.resume = f"dtt sweep retry {Path(plan.job).name} {self.job.name}"
+        elif plan.stages and self.trains:  # the first stage that is not done, or the last one
+            stages = [Path(stage) for stage in plan.stages]
+            waiting = [stage for stage in stages if exit_record(stage).get("code") != 0]
+            self.job = (waiting or stages[-1:])[0]
+        self.nodes = nodes_of_job()
+        self.variables = {  # of the shells on the nodes, where their names start with `_dtt_`
+            "directory": str(Path.cwd()),
+            "job": str(self.job),
+            "tag": f"{number}-r{self.restarts}",
+            "host": self.nodes[0],
+            "port": str(first_free_port(10000 + (number + 7919 * self.restarts) % 20000)),
+        }
+        self.trained = self.job  # the directory of checkpoints and stop requests
+        if command[0] == "pipeline":
+            self.trained = self.job.with_name(re.sub("-pipeline$", "", self.job.name))
+        self.stop = self.trained / "control/stop"
+        self.stop_reason = ""  # of a request by this supervisor
+        self.trained_before = largest(self.trained / "attempts")
+        self.successor = ""
+        self.step: Optional["subprocess.Popen[bytes]"] = None
+        # Python writes the number of each signal into the pipe. A handler that acted at once would
+        # interrupt decisions, and a signal that comes before anybody waits would be lost.
+        self.signals, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for kind in (signal.SIGUSR2, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(kind, lambda number, frame: None)
+
+    def supervise(self) -> int:
+        """Run the attempt; return the exit code of the script."""
+        if not self._claim():
+            return UNFIT
+        log = "{}/logs/{}-{}.log".format(self.plan.job, os.environ["SLURM_JOB_NAME"], self.id)
+        link(self.job / "logs/latest-slurm.log", os.path.relpath(log, str(self.job / "logs")))
+        self._remove_own_request()
+        predecessor = self.plan.continues
+        if predecessor:  # which may have ended without the time to cancel this job
+            if read(self.job / "decision").startswith("over:"):
+                return 0
+            if slurm_record(predecessor).get("JobState") == "CANCELLED":
+                return self._end(Decision(False, 0, f"job {predecessor} was cancelled"))
+        remove(self.job / "decision")
+        self.before = self._saved_steps()
+        continued = bool(predecessor) or self.restarts > 0
+        self.stalled = stalled_before(read(self.job / "stalled"), self.before, continued)
+        saves = self.trains or self.command[0] == "pipeline"
+        self.give_up = "{} consecutive attempts {}: see logs/latest.log, then run {}".format(
+            MAX_STALLED_ATTEMPTS,
+            "without a new checkpoint" if saves else "did not finish",
+            self.resume,
+        )
+        # Counted at the start: a node that dies leaves no time for it.
+        if self.stalled >= MAX_STALLED_ATTEMPTS:
+            return self._end(Decision(False, 1, self.give_up))
+        self.stalled += 1
+        write(self.job / "stalled", f"{self.before} {self.stalled}\n")
+        if self.plan.continuation == "singleton":
+            self._submit_successor()
+        self.start, self.limit = time.time(), None if self.plan.fixed_lead else self._time_limit()
+        ending = self._train() if self.trains else self._run_other()
+        return self._carry_out(decide(ending, self.resume, self.give_up))
+
+    def _claim(self) -> bool:
+        """Take the directory; return False if another job that runs has it.
+
+        Two jobs in one directory would overwrite each other's checkpoints.
+        """
+        for name in ("logs", "control"):
+            with reported(self.job / name):
+                (self.job / name).mkdir(parents=True, exist_ok=True)
+        claim = self.job / "slurm_job"
+        try:
+            claim.symlink_to(self.id)
+        except OSError:
+            other = os.readlink(str(claim)) if claim.is_symlink() else self.id
+            running = ("RUNNING", "SUSPENDED", "STOPPED")
+            if other != self.id and slurm_record(other).get("JobState") in running:
+                message(f"{self.job} is used by job {other}: this job ends")
+                return False
+            link(claim, self.id)
+        return True
+
+    def _saved_steps(self) -> int:
+        """Return a number that grows with every result from which the next attempt can start."""
+        if self.command[0] == "eval":  # an evaluation resumes after the last answer
+            answers = Path(self.command[1]).glob("evals/*/*.jsonl")
+            return sum(read(path).count("\n") for path in answers)
+        if self.plan.stages and not self.trains:
+            folders = self.trained.glob("*/checkpoints")
+            return sum(1 + largest(folder, "step-") for folder in folders)  # 0: no checkpoint
+        return largest(self.trained / "checkpoints", "step-")
+
+    def _time_limit(self) -> Optional[int]:
+        return seconds(slurm_record(self.id).get("EndTime", ""))
+
+    # ---- processes ------------------------------------------------------------------------------
+
+    def _train(self) -> Ending:
+        attempt = largest(self.job / "attempts")
+        status = 0
+        if self.plan.preflight:
+            device = ["--device", "cpu"] if self.plan.preflight == "cpu" else []
+            status = self._launch("preflight", ["doctor", *device, "--path", str(self.job)])
+        # Whatever the exit code of the test: a node that fails it is unfit.
+        status = UNFIT if status else self._launch("train", [*self.command, str(self.job)])
+        code = status if status in CODES - {0} else None
+        asked_by = self.stop_reason
+        # torchrun exits with 1 after any failure, srun may with 0: exit.json has the code.
+        if largest(self.job / "attempts") > attempt:
+            record = exit_record(self.job)
+            found = record.get("code")
+            code = found if isinstance(found, int) else None
+            status = status if code is None else code
+            asked_by = str(record.get("asked_by") or "")
+        return self._ending(code, status, asked_by)
+
+    def _run_other(self) -> Ending:
+        """Run a command that leaves no exit.json, and write one with the same fields."""
+        attempt = self.job / "attempts" / str(max(largest(self.job / "attempts"), 0) + 1)
+        with reported(attempt):
+            attempt.mkdir(parents=True, exist_ok=True)
+        status = self._launch(self.command[0], self.command)
+        code = status if status in CODES else None
+        if code is None and self.stop_reason:  # it died of the signal; finished work is kept
+            code = status = STOPPED
+        reason = "done" if code == 0 else f"exit code {status}: see logs/latest.log"
+        if code == STOPPED:
+            reason = "stopped by {}".format(self.stop_reason or "a request")
+            if self.command[0] == "eval":  # it may only have waited, which is no failure
+                self.stalled = 0
+                write(self.job / "stalled", f"{self.before} 0\n")
+        record = {
+            "code": 1 if code is None else code, "reason": reason, "step": None, "rank": 0,
+            "node": self.nodes[0], "checkpoint": None, "asked_by": self.stop_reason,
+        }  # fmt: skip
+        write(attempt / "exit.json", json.dumps(record, indent=1) + "\n")
+        asked_by = self.stop_reason
+        if self._training_has_begun():
+            asked_by = str(exit_record(self.trained).get("asked_by") or asked_by)
+        return self._ending(code, status, asked_by)
+
+    def _training_has_begun(self) -> bool:
+        pipeline = self.command[0] == "pipeline"
+        return pipeline and largest(self.trained / "attempts") > self.trained_before
+
+    def _ending(self, code: Optional[int], status: int, asked_by: str) -> Ending:
+        stages = self.plan.stages if self.trains else []
+        stage = self.job.name if stages and str(self.job) != stages[-1] else ""
+        # Slurm is asked only if it matters: a controller that does not answer costs a minute.
+        final = code in FATAL or (code == 0 and not stage)
+        return Ending(
+            code, status, asked_by,
+            slurm="" if final else slurm_state(slurm_record(self.id)),
+            user_request=self._user_asked(),
+            stalled=self.stalled,
+            saved=self._saved_steps() != self.before,
+            stage=stage,
+        )  # fmt: skip
+
+    def _launch(self, name: str, arguments: Sequence[str]) -> int:
+        """Run dtt on all nodes; return the exit code of the launcher. Each node has its own log."""
+        log = "{}-{}".format(name, self.variables["tag"])
+        for node in self.nodes:
+            link(self.job / f"logs/latest-{node}.log", f"{log}-{node}.log")
+        latest = self.job / "logs/latest.log"
+        link(latest, f"{log}-{self.nodes[0]}.log")
+        message("{} on {}: see {}".format(name, os.environ.get("SLURM_JOB_NODELIST"), latest))
+        # As text: a cluster may be configured not to pass exported functions on to the nodes.
+        shell = self._shell(log)
+        every_node = shell + EVERY_NODE + RANKS * self.trains + '_dtt_program "$@"\n'
+        words = ["bash", "-c", shell + FIRST_NODE, "bash", every_node, "bash", "dtt.main"]
+        try:
+            self.step = subprocess.Popen([*words, *arguments])
+        except OSError as error:  # no memory for another process
+            message(f"cannot start bash: {error}")
+            return UNFIT
+        while self.step.poll() is None:  # SIGCHLD ends the wait, too
+            if select.select([self.signals], [], [], TICK)[0]:
+                self._answer(os.read(self.signals, 4096))
+            self._check_limit()
+        while select.select([self.signals], [], [], 0)[0]:
+            self._answer(os.read(self.signals, 4096))
+        code = self.step.returncode
+        return code if code >= 0 else 128 - code  # as bash counts
+
+    def _shell(self, log: str) -> str:
+        variables = dict(self.variables, log=log).items()
+        assignments = "".join(f"_dtt_{name}={quote(text)}\n" for name, text in variables)
+        return f"{assignments}{self.plan.functions}\n"
+
+    # ---- stop requests --------------------------------------------------------------------------
+
+    def _answer(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == signal.SIGUSR2:
+                self._on_limit()
+            if number == signal.SIGTERM:
+                message("received SIGTERM")
+                # After scancel no successor may remain, and later there may be no time for it.
+                if self.successor and slurm_state(slurm_record(self.id)) == "cancelled":
+                    run("scancel", self.successor)
+                self._request_stop("slurm: SIGTERM")
+
+    def _check_limit(self) -> None:
+        lead = read(self.trained / "lead") if self.limit else ""
+        if limit_is_near(time.time(), self.start, self.limit, lead):
+            before, self.limit = self.limit, self._time_limit()  # which a user may have changed
+            if self.limit == before:
+                self.limit = None
+                self._on_limit()
+
+    def _on_limit(self) -> None:
+        if not self.stop_reason:
+            message("time limit reached soon: requesting a checkpoint and stop")
+            self._request_stop(LIMIT)
+
+    def _request_stop(self, reason: str) -> None:
+        """Ask the processes to save and stop.
+
+        Training reads a file, so that all ranks stop after the same step, and no launcher has to
+        pass a signal on. The other commands handle SIGTERM.
+        """
+        if self.stop_reason or os.path.exists(str(self.stop)):  # Path.exists may raise
+            return
+        self.stop_reason = reason
+        write(self.stop, reason + "\n")
+        reads_file = self.trains or (self._training_has_begun() and not exit_record(self.trained))
+        if reads_file or self.step is None:
+            return
+        if self.plan.mpirun:
+            self.step.terminate()
+        else:  # to the processes: srun would answer a signal with SIGKILL
+            run("scancel", "--signal=TERM", self.id)
+
+    def _user_asked(self) -> bool:
+        return os.path.isfile(str(self.stop)) and not read(self.stop).startswith("slurm:")
+
+    def _remove_own_request(self) -> None:
+        """Remove a request of this script that no process has read: the next attempt would."""
+        if not self._user_asked():
+            remove(self.stop)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: Decision) -> int:
+        """Let the job continue or end; return the exit code of the script."""
+        if decision.heard:
+            remove(self.stop)
+        if not decision.again:
+            return self._end(decision)
+        how, resume = decision.reason, f"resume with {self.resume}"
+        if self.plan.continuation == "singleton" and not self.successor:
+            self._submit_successor()
+        if self.plan.continuation == "requeue":
+            self._record("again", f"{how}; requeued")
+        elif self.successor:
+            self._record("again", f"{how}; job {self.successor} continues")
+            return decision.code
+        else:
+            return self._end(decision._replace(reason=f"{how}; {resume}"))
+        while run("scontrol", "requeue", self.id) is None:
+            state = slurm_state(slurm_record(self.id))
+            if state == "ended":  # a node failed: Slurm has requeued the job by itself
+                break
+            if state:
+                return self._end(decision._replace(reason=f"cannot be requeued; {resume}"))
+            time.sleep(10)  # the controller is restarting
+        return decision.code
+
+    def _end(self, decision: Decision) -> int:
+        self._record("over", decision.reason)
+        if self.successor:
+            run("scancel", self.successor)
+        # Nothing depends on the page: it comes last and may fail. A run that is done has one.
+        if self.plan.report and decision.code and largest(self.trained / "attempts") >= 0:
+            command = f"timeout 120 python -m dtt.main report {quote(str(self.trained))}"
+            path = self.job / "logs/report.log"
+            with reported(path), path.open("ab") as log:
+                shell = f"{self._shell('report')}_dtt_set_up && {command}"
+                subprocess.call(["bash", "-c", shell], stdout=log, stderr=log)
+        return decision.code
+
+    def _record(self, word: str, reason: str) -> None:
+        """Record whether the job continues, for the log and `dtt job status`."""
+        for number in (signal.SIGUSR2, signal.SIGTERM):  # a requeue sends them, too
+            signal.signal(number, signal.SIG_IGN)
+        message(reason)
+        self._remove_own_request()
+        write(self.job / "decision", f"{word}: {reason}\n")
+
+    def _submit_successor(self) -> None:
+        predecessor = os.environ["SLURM_JOB_ID"]
+        answer = run(
+            "sbatch", "--parsable",
+            # Not by name, which jobs in other folders may have, too.
+            f"--dependency=afterany:{predecessor}",
+            f"{self.plan.job}/slurm.sh", f"--continues={predecessor}",
+        )  # fmt: skip
+        if not answer:
+            message("no successor")
+            return
+        self.successor = answer.strip().partition(";")[0]  # `id;cluster` where there are several
+        command = f"successor of {predecessor}"
+        record = {"time": int(time.time()), "job_id": self.successor, "command": command}
+        path = self.job / "submissions.jsonl"
+        with reported(path), path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def main(argv: List[str]) -> int:
+    """Supervise the attempt that the arguments describe; return the exit code of the script."""
+    split = argv.index("--")
+    parser = argparse.ArgumentParser(usage="supervisor OPTIONS -- COMMAND [ARGUMENT]...")
+    parser.add_argument("--job", required=True, help="job directory; for an array, its parent")
+    parser.add_argument("--functions", required=True, help="the functions of the job script")
+    parser.add_argument("--continuation", choices=("requeue", "singleton", "none"), required=True)
+    parser.add_argument("--continues", default="", help="id of the job that this one succeeds")
+    parser.add_argument("--trials", nargs="*", default=[], help="job directories of an array")
+    parser.add_argument("--stages", nargs="*", default=[], help="job directories of all stages")
+    parser.add_argument("--preflight", help="test all processes before training: `cpu` or `gpu`")
+    parser.add_argument("--fixed-lead", action="store_true", help="do not read the file `lead`")
+    parser.add_argument("--mpirun", action="store_true", help="mpirun starts the processes")
+    parser.add_argument("--report", action="store_true", help="write the page of a run that failed")
+    plan = parser.parse_args(argv[:split])
+    if "SLURM_JOB_ID" not in os.environ:
+        parser.error(f"not a Slurm job: run sbatch {plan.job}/slurm.sh")
+    return Supervisor(plan, argv[split + 1 :]).supervise()
