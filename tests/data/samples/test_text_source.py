@@ -26,7 +26,6 @@ from dtt.data.samples.encoded_documents import Documents
 from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.text_source import TextSource
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.pretokens import count_pre_tokens
 from dtt.data.text.tokenizer import train_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -66,8 +65,7 @@ FILES: dict[str, dict[str, bytes]] = {
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    counts = count_pre_tokens("gpt2", [[text.encode() for text in TEXTS]])
-    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), counts).encode()
+    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), [TEXTS]).encode()
 
 
 @pytest.fixture(scope="module")
