@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from token_files import END, random_documents, read_doc_ids, row, write_folder, 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples import token_buffer, token_source
+from dtt.data.samples import token_source
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFileWriter, bin_path
@@ -180,26 +181,25 @@ def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
         source.read(every(source))
 
 
-def test_many_shards_need_no_descriptors(tmp_path: Path) -> None:
-    documents = random_documents(300, 30)
-    write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(documents)})
-    source = opened(tmp_path, seq_len=5)
-    before = len(list(Path("/dev/fd").iterdir()))
-    ids = source.read(every(source)).ids
-    pieces = [source.locate(sample) for sample in range(len(source))]
-    assert len(list(Path("/dev/fd").iterdir())) == before
-    assert len({piece.file for found in pieces for piece in found}) > 250
-    assert np.array_equal(ids[:, :-1].ravel(), row(documents)[: ids[:, :-1].size])
-
-
-def test_the_maps_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(random_documents(50, 30))})
-    expected = opened(tmp_path, seq_len=5)
-    for module in (token_source, token_buffer):
-        monkeypatch.setattr(module, "MAPPED_SHARDS", 3)
     source = opened(tmp_path, seq_len=5)
     order = source.samples_at(0, 3 * len(source))
-    assert np.array_equal(source.read(order).ids, expected.read(order).ids)
-    for sample in order.tolist():
-        assert source.locate(sample) == expected.locate(sample)
-    assert len(source._ids._mapped) == len(source._documents) == 3
+    expected = source.read(order).ids
+    places = [source.locate(sample) for sample in order.tolist()]
+    for name in ("ids_of", "documents_of"):
+        few = lru_cache(3)(getattr(token_source, name).__wrapped__)
+        monkeypatch.setattr(token_source, name, few)
+    before = len(list(Path("/dev/fd").iterdir()))
+    assert np.array_equal(source.read(order).ids, expected)
+    assert [source.locate(sample) for sample in order.tolist()] == places
+    assert len(list(Path("/dev/fd").iterdir())) - before <= 6
+
+
+def test_a_shard_that_changes_its_size_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"train-0": random_documents(20, 30)})
+    source = opened(tmp_path, seq_len=5)
+    with (tmp_path / "train-0.bin").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(DamagedError, match=r"train-0\.bin[\s\S]*bytes for"):
+        source.read(every(source))

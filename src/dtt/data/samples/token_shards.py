@@ -110,7 +110,8 @@ class Ends:
         return cls(np.unique(np.concatenate(found)))
 
 
-@dataclass(frozen=True, slots=True)
+# Compared by identity: caches of open shards look them up for every piece of a sample.
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """One file of token ids. The file need not be open."""
 
@@ -127,6 +128,11 @@ class Shard:
     format: Format = "dtt"
     mask: Path | None = None
     """File with the loss mask, one byte per token; None if every token is a target."""
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes per id."""
+        return np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)

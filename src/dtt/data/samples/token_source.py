@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -23,10 +24,9 @@ from dtt.data.samples.packed_conversations import (
 )
 from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
+from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
-from dtt.data.samples.token_buffer import MAPPED_SHARDS, ShardIds
 from dtt.data.samples.token_shards import (
-    Documents,
     Shard,
     Split,
     TokenFiles,
@@ -107,13 +107,13 @@ class TokenSource:
         self.tokens = int(ends[-1]) if len(ends) else 0
         self.packing_counts: PackingCounts | None = None
         """Counts of conversations, packed and left out; None for text."""
-        self._masks: ShardIds | None = None
+        self._masks: list[Shard] | None = None
         self._pairs: ConversationBins | None = None
         self._layout: SampleLayout
         if files.are_conversations:
             self._layout = whole = conversation_bins(files, ends, seq_len + 1, too_long)
             self.packing_counts, self.tokens = whole.counts, whole.counts.tokens
-            self._masks = ShardIds([_mask_of(shard) for shard in files.shards])
+            self._masks = [_mask_of(shard) for shard in files.shards]
             self._pairs = whole if files.are_pairs else None
         elif packing == "concat":
             self._layout = Windows(ends, seq_len)
@@ -123,8 +123,6 @@ class TokenSource:
         self._width = seq_len + 1
         self._vocab_size = vocab_size
         self._end = _end_in_the_ids(files, end_of_document)
-        self._ids = ShardIds(files.shards)
-        self._documents: dict[int, Documents] = {}
         self.reference_logprobs: npt.NDArray[np.float32] | None = None
 
     def with_reference(self, logprobs: npt.NDArray[np.float32]) -> TokenSource:
@@ -147,7 +145,7 @@ class TokenSource:
         ids = np.empty((len(samples), self._width), dtype=np.int64)
         if pieces.length.sum() < ids.size:
             ids.fill(IGNORE_INDEX)
-        self._ids.read(pieces, ids)
+        _copy(self.files.shards, pieces, ids)
         if self._vocab_size is not None and ids.size:
             self._check(ids.reshape(-1), pieces, self._vocab_size)
         logprobs = self.reference_logprobs
@@ -159,10 +157,10 @@ class TokenSource:
         )
 
     def _loss_mask(
-        self, masks: ShardIds, pieces: ShardPieces, shape: tuple[int, ...]
+        self, masks: list[Shard], pieces: ShardPieces, shape: tuple[int, ...]
     ) -> npt.NDArray[np.bool_]:
         mask = np.zeros(shape, dtype=np.uint8)
-        masks.read(pieces, mask)
+        _copy(masks, pieces, mask)
         return loss_mask(mask, pieces.place)
 
     def _doc_ids(self, ids: npt.NDArray[np.int64], pieces: ShardPieces) -> npt.NDArray[np.int32]:
@@ -179,7 +177,7 @@ class TokenSource:
             begins[:, 0] = 0
             if not self._layout.whole_documents:
                 for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-                    _, starts = documents_in(self._documents_of(shard), start, start + length)
+                    _, starts = documents_in(documents_of(self.files.shards[shard]), start, start + length)
                     flat[starts[1:] + (place - start)] = 1
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
@@ -200,7 +198,7 @@ class TokenSource:
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-            first, starts = documents_in(self._documents_of(shard), start, start + length)
+            first, starts = documents_in(documents_of(self.files.shards[shard]), start, start + length)
             file, bounds = self.files.shards[shard].path, [*starts.tolist(), start + length]
             for document, (begin, end) in enumerate(pairwise(bounds), first):
                 at = max(begin, start)
@@ -214,14 +212,6 @@ class TokenSource:
 
     def restore(self, state: Any) -> None:
         """Do nothing: there is no state."""
-
-    def _documents_of(self, shard: int) -> Documents:
-        found = self._documents.get(shard)
-        if found is None:
-            if len(self._documents) >= MAPPED_SHARDS:
-                del self._documents[next(iter(self._documents))]
-            found = self._documents[shard] = self.files.shards[shard].documents()
-        return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
         if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large
@@ -238,6 +228,13 @@ class TokenSource:
             why=f"it is {ids[place]}",
             next="check that data.tokenizer made these files, and that their dtype is right",
         )
+
+
+def _copy(shards: Sequence[Shard], pieces: ShardPieces, rows: npt.NDArray[Any]) -> None:
+    """Copy each piece to its place in `rows` [samples, tokens], which must be contiguous."""
+    flat = rows.reshape(-1)
+    for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
+        flat[place : place + length] = ids_of(shards[shard])[start : start + length]
 
 
 def _mask_of(shard: Shard) -> Shard:
