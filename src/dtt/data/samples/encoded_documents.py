@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.samples.protocol import DocumentSpan, Samples
+from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
 from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
@@ -57,14 +58,14 @@ class Documents:
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
-    def locate(self, row: EncodedDocuments, sample: int) -> list[DocumentSpan]:
+    def origin(self, row: EncodedDocuments, sample: int) -> list[Span]:
         """Return the documents in a sample of `row`.
 
         They are numbered among the readable documents of their file. If the file is divided into
         spans, this reads all earlier spans to count their documents.
         """
         return [
-            replace(part, document=part.document + self._before(part.file, span_start))
+            part._replace(document=part.document + self._before(part.file, span_start))
             for part, span_start in row.documents(sample)
         ]
 
@@ -113,7 +114,7 @@ class EncodedDocuments:
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
 
-    def documents(self, sample: int) -> Iterator[tuple[DocumentSpan, int]]:
+    def documents(self, sample: int) -> Iterator[tuple[Span, int]]:
         """Yield each document in a sample, numbered within its span, and the start of the span."""
         start = sample * self._seq_len
         stop = min(start + self._seq_len + 1, len(self.ids))
@@ -123,16 +124,31 @@ class EncodedDocuments:
             end = min(int(self._ends[document]), stop)
             file, span_start, number = self._origins[document]
             place = start - sample * self._seq_len
-            part = DocumentSpan(file, number, start - first, place, place + end - start)
+            part = Span(file, number, start - first, place, place + end - start)
             yield part, span_start
             start, document = end, document + 1
 
 
-def doc_ids_of(ids: npt.NDArray[np.int64], end_of_document: int) -> npt.NDArray[np.int32]:
-    """Return the index, from 0, of the document that each of `ids` [samples, tokens] belongs to.
+class DocumentMasks(NamedTuple):
+    """The effect of document boundaries on samples of text."""
 
-    Documents are counted within each sample. No text is encoded as the end-of-document token, so
-    every occurrence of it ends a document.
-    """
-    ends = ids == end_of_document
-    return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+    end_of_document: int
+    doc_ids: bool
+    """True if samples have document ids, to which attention is restricted."""
+    eod_mask_loss: bool
+    """True if the first token of a document is no target."""
+
+    def rows(self, ids: npt.NDArray[np.int64]) -> Rows:
+        """Return samples [N, S + 1] with their targets and document ids."""
+        doc_ids = None
+        if self.doc_ids or self.eod_mask_loss:
+            # No text is encoded as the end-of-document token: each occurrence ends a document.
+            ends = ids == self.end_of_document
+            doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+        targets = targets_of(ids, doc_ids=doc_ids if self.eod_mask_loss else None)
+        return Rows(ids, targets, doc_ids if self.doc_ids else None)
+
+    def counts(self, read: Callable[[Samples], Rows], samples: Samples, followed: int) -> Counts:
+        """Return the sizes of samples, in which `followed` tokens have one before them."""
+        targets = count_targets(read, samples) if self.eod_mask_loss else followed
+        return Counts(targets, targets, followed + len(samples))

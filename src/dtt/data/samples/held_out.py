@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
-from dtt.data.samples.encoded_documents import Document, Documents, EncodedDocuments, doc_ids_of
-from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.samples.encoded_documents import (
+    Document,
+    DocumentMasks,
+    Documents,
+    EncodedDocuments,
+)
+from dtt.data.samples.protocol import Counts, Rows, Samples, Span
 from dtt.data.text.encoder import Encoder
 
 SEARCHED_BYTES = 2**29
@@ -30,9 +34,10 @@ class HeldOutText:
         seq_len: int,
         validation_fraction: float,
         text_bytes: int,
+        masks: DocumentMasks,
     ) -> None:
         """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less."""
-        self.name, self._documents, self._encoder = name, documents, encoder
+        self.name, self._documents, self._masks = name, documents, masks
         self._row = EncodedDocuments(
             _search(documents, validation_fraction, text_bytes), encoder, seq_len
         )
@@ -43,38 +48,21 @@ class HeldOutText:
         """Return the number of samples."""
         return len(self._row)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the samples in their stored order, starting over after the last one."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """See Source."""
-        ids = self._row.read(samples)
-        end = self._encoder.end_of_document
-        return Rows(ids, doc_ids=doc_ids_of(ids, end) if with_doc_ids else None)
+        return self._masks.rows(self._row.read(samples))
 
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets in these samples."""
-        return self._row.targets(samples)
+    def counts(self, samples: Samples) -> Counts:
+        """See Source."""
+        return self._masks.counts(self.read, samples, self._row.targets(samples))
 
-    def pairs(self, samples: Samples) -> int:
-        """Return 0: text has no preference pairs."""
-        return 0
-
-    def tokens_in(self, samples: Samples) -> int:
-        """Return the number of tokens in these samples."""
-        return self.targets(samples) + len(samples)  # all tokens of a sample but its first
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
+    def origin(self, sample: int) -> list[Span]:
         """Return the documents of a sample, numbered among the readable ones of their file."""
-        return self._documents.locate(self._row, sample)
-
-    def state(self, consumed: int) -> Any:
-        """Return None: no state is needed."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """Do nothing: there is no state."""
+        return self._documents.origin(self._row, sample)
 
 
 def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Document]:

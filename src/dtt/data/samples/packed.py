@@ -29,7 +29,7 @@ from dtt.base.files import fsync_file, fsync_folder
 from dtt.base.log import log
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packing import Packed, pack
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import Counts, Samples
 from dtt.data.samples.sample_layout import Ints, ShardPieces
 from dtt.data.samples.token_shards import Shard, TokenFiles
 
@@ -171,7 +171,9 @@ class Bins:
         shard_starts = np.concatenate([[0], self._ends])
         return ShardPieces(shard, start - shard_starts[shard], place, length)
 
-    def targets(self, samples: Samples) -> int:
+    def counts(self, samples: Samples) -> Counts:
         """See SampleLayout."""
+        tokens = int(self.pieces(samples).length.sum())
         # Each sample is one token longer than its targets.
-        return int(self.pieces(samples).length.sum()) - len(samples)
+        targets = tokens - len(samples)
+        return Counts(targets, targets, tokens)

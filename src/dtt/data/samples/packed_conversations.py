@@ -25,7 +25,7 @@ from dtt.base.reading import read_small
 from dtt.data.memory_map import Bytes, map_file
 from dtt.data.samples.packed import Bins, cached, document_bounds, write_columns
 from dtt.data.samples.packing import Packed, best_fit, grouped, least_slack
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import Counts, Samples
 from dtt.data.samples.sample_layout import Ints
 from dtt.data.samples.token_shards import Shard, TokenFiles
 
@@ -109,15 +109,15 @@ class ConversationBins(Bins):
         """Map the bins in `folder`; `ends` [shards] is the end of each shard in the stream."""
         super().__init__(folder, ends, capacity)
         self._targets = map_file(folder / TARGETS).view("<i4")
-        self.counts = PackingCounts.model_validate_json(read_small(folder / FACTS, 2**16))
+        self.packing = PackingCounts.model_validate_json(read_small(folder / FACTS, 2**16))
 
-    def targets(self, samples: Samples) -> int:
+    def counts(self, samples: Samples) -> Counts:
         """See SampleLayout."""
-        return int(self._targets[samples].sum(dtype=np.int64))
-
-    def conversations(self, samples: Samples) -> int:
-        """Return the number of conversations in `samples`."""
-        return int((self._first[samples + np.uint64(1)] - self._first[samples]).sum())
+        targets = int(self._targets[samples].sum(dtype=np.int64))
+        terms = targets
+        if self.packing.pairs:
+            terms = int((self._first[samples + np.uint64(1)] - self._first[samples]).sum()) // 2
+        return Counts(targets, terms, super().counts(samples).tokens)
 
 
 class _Whole(NamedTuple):

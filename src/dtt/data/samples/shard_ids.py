@@ -10,7 +10,7 @@ from dtt.data.samples.token_shards import Documents, Shard
 from dtt.data.token_file import Tokens
 
 # Shared by all sources: each map holds a file descriptor, and a process has 1,024 of them by
-# default (ulimit -n). Mapping a shard again costs about 30 µs on a local disk, in the loader thread.
+# default (ulimit -n). Mapping a shard again costs about 30 µs, in the thread of the loader.
 MAPPED_SHARDS = 512
 MAPPED_INDEXES = 256
 

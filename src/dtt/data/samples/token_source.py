@@ -16,13 +16,12 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import (
-    ConversationBins,
     PackingCounts,
     TooLong,
     conversation_bins,
     loss_mask,
 )
-from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
 from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
@@ -45,6 +44,8 @@ def open_tokens(
     too_long: TooLong = "drop",
     vocab_size: int | None = None,
     end_of_document: int | None = None,
+    doc_ids: bool = True,
+    eod_mask_loss: bool = False,
 ) -> TokenSource:
     """Open one split of a source; the result has no samples if the source has no such split.
 
@@ -76,6 +77,8 @@ def open_tokens(
         too_long=too_long,
         vocab_size=vocab_size if files.manifest is None else files.manifest.vocab_size,
         end_of_document=end_of_document,
+        doc_ids=doc_ids,
+        eod_mask_loss=eod_mask_loss,
     )
 
 
@@ -96,10 +99,13 @@ class TokenSource:
         too_long: TooLong = "drop",
         vocab_size: int | None = None,
         end_of_document: int | None = None,
+        doc_ids: bool = True,
+        eod_mask_loss: bool = False,
     ) -> None:
         """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
 
-        If `vocab_size` is given, `read` checks all ids against it.
+        If `vocab_size` is given, `read` checks all ids against it. With `doc_ids`, it returns them.
+        With `eod_mask_loss`, the first token of a document is no target.
         """
         self.name, self.files = name, files
         self.bytes_per_token = files.bytes_per_token
@@ -108,38 +114,37 @@ class TokenSource:
         self.packing_counts: PackingCounts | None = None
         """Counts of conversations, packed and left out; None for text."""
         self._masks: list[Shard] | None = None
-        self._pairs: ConversationBins | None = None
         self._layout: SampleLayout
         if files.are_conversations:
             self._layout = whole = conversation_bins(files, ends, seq_len + 1, too_long)
-            self.packing_counts, self.tokens = whole.counts, whole.counts.tokens
+            self.packing_counts, self.tokens = whole.packing, whole.packing.tokens
             self._masks = [_mask_of(shard) for shard in files.shards]
-            self._pairs = whole if files.are_pairs else None
         elif packing == "concat":
             self._layout = Windows(ends, seq_len)
         else:
             self._layout = bins(files, ends, seq_len + 1)
-        self._order = Order(key, len(self._layout))
+        self._shuffle = Order(key, len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size
         self._end = _end_in_the_ids(files, end_of_document)
-        self.reference_logprobs: npt.NDArray[np.float32] | None = None
+        self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
+        self._extra: dict[str, npt.NDArray[Any]] = {}
 
-    def with_reference(self, logprobs: npt.NDArray[np.float32]) -> TokenSource:
-        """Return this source with the log-probabilities of a reference model, [samples, S]."""
+    def with_extra(self, name: str, values: npt.NDArray[Any]) -> TokenSource:
+        """Return this source with further values of its targets, [samples, S]."""
         source = copy(self)
-        source.reference_logprobs = logprobs
+        source._extra = self._extra | {name: values}  # noqa: SLF001 - a copy of this object
         return source
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
         return len(self._layout)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """See Source."""
-        return self._order.samples_at(first, count)
+        return self._shuffle.order(first, count)
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """See Source. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.empty((len(samples), self._width), dtype=np.int64)
@@ -148,13 +153,24 @@ class TokenSource:
         _copy(self.files.shards, pieces, ids)
         if self._vocab_size is not None and ids.size:
             self._check(ids.reshape(-1), pieces, self._vocab_size)
-        logprobs = self.reference_logprobs
+        mask = None if self._masks is None else self._loss_mask(self._masks, pieces, ids.shape)
+        doc_ids = None
+        if self._with_doc_ids or self._eod_mask_loss:
+            doc_ids = self._doc_ids(ids, pieces)
         return Rows(
             ids,
-            None if self._masks is None else self._loss_mask(self._masks, pieces, ids.shape),
-            self._doc_ids(ids, pieces) if with_doc_ids else None,
-            None if logprobs is None else logprobs[samples],
+            targets_of(ids, mask, doc_ids if self._eod_mask_loss else None),
+            doc_ids if self._with_doc_ids else None,
+            {name: values[samples] for name, values in self._extra.items()},
         )
+
+    def counts(self, samples: Samples) -> Counts:
+        """See Source. With `eod_mask_loss`, the samples are read: it depends on their ids."""
+        counts = self._layout.counts(samples)
+        if not self._eod_mask_loss:
+            return counts
+        targets = count_targets(self.read, samples)
+        return counts._replace(targets=targets, terms=targets)
 
     def _loss_mask(
         self, masks: list[Shard], pieces: ShardPieces, shape: tuple[int, ...]
@@ -177,41 +193,27 @@ class TokenSource:
             begins[:, 0] = 0
             if not self._layout.whole_documents:
                 for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-                    _, starts = documents_in(documents_of(self.files.shards[shard]), start, start + length)
+                    _, starts = documents_in(
+                        documents_of(self.files.shards[shard]), start, start + length
+                    )
                     flat[starts[1:] + (place - start)] = 1
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
-    def targets(self, samples: Samples) -> int:
-        """See Source."""
-        return self._layout.targets(samples)
-
-    def pairs(self, samples: Samples) -> int:
-        """See Source."""
-        return 0 if self._pairs is None else self._pairs.conversations(samples) // 2
-
-    def tokens_in(self, samples: Samples) -> int:
-        """See Source."""
-        return int(self._layout.pieces(samples).length.sum())
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
+    def origin(self, sample: int) -> list[Span]:
         """See Source."""
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-            first, starts = documents_in(documents_of(self.files.shards[shard]), start, start + length)
+            first, starts = documents_in(
+                documents_of(self.files.shards[shard]), start, start + length
+            )
             file, bounds = self.files.shards[shard].path, [*starts.tolist(), start + length]
             for document, (begin, end) in enumerate(pairwise(bounds), first):
                 at = max(begin, start)
                 if at < end:
                     to = place - start
-                    found.append(DocumentSpan(file, document, at - begin, to + at, to + end))
+                    found.append(Span(file, document, at - begin, to + at, to + end))
         return found
-
-    def state(self, consumed: int) -> Any:
-        """Return None, because the order depends on the position alone."""
-
-    def restore(self, state: Any) -> None:
-        """Do nothing: there is no state."""
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
         if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large

@@ -24,6 +24,7 @@ _SPLIT = (
 )
 PATTERNS = {"llama3": _SPLIT % "{1,3}", "qwen2": _SPLIT % ""}
 
+
 def pre_tokenizer(name: str) -> Any:
     """Return the built-in pre-tokenizer `name`: gpt2 (part of `ByteLevel`), llama3 or qwen2."""
     if name == "gpt2":
