@@ -51,9 +51,6 @@ def test_a_summary_is_exact_for_short_documents_and_close_for_long_ones(numbers:
     assert summary.empty == numbers.count(0)
     assert summary.max == max(numbers)
     assert summary.mean == round(sum(numbers) / len(numbers), 1)
-    assert sum(n for _, _, n in summary.histogram) + summary.empty == len(numbers)
-    for low, high, n in summary.histogram:
-        assert sum(low <= x <= high for x in numbers) == n
     in_order = sorted(numbers)
     for found, share in ((summary.median, 0.5), (summary.p90, 0.9)):
         true = in_order[int(np.ceil(share * len(numbers))) - 1]
@@ -114,7 +111,7 @@ def test_files_written_by_datatrove_are_reported(kind: str) -> None:
     assert report.facts["largest_id"] == 6
     assert report.facts["end_of_document"] == {"id": 0, "token": None, "documents": 4, "of": 4}
     assert report.lengths is not None
-    assert report.lengths.histogram == ((1, 1, 1), (2, 3, 1), (4, 7, 2))
+    assert (report.lengths.max, report.lengths.median) == (7, 2)
     assert report.read.everything
     assert report.samples[0].text == "6 5 4 3 2 1 0"
     assert (report.oddities, report.damaged) == ([], [])

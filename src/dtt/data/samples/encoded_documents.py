@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -138,17 +139,41 @@ class DocumentMasks(NamedTuple):
     eod_mask_loss: bool
     """True if the first token of a document is no target."""
 
-    def rows(self, ids: npt.NDArray[np.int64]) -> Rows:
-        """Return samples [N, S + 1] with their targets and document ids."""
-        doc_ids = None
-        if self.doc_ids or self.eod_mask_loss:
-            # No text is encoded as the end-of-document token: each occurrence ends a document.
-            ends = ids == self.end_of_document
-            doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
-        targets = targets_of(ids, doc_ids=doc_ids if self.eod_mask_loss else None)
-        return Rows(ids, targets, doc_ids if self.doc_ids else None)
 
-    def counts(self, read: Callable[[Samples], Rows], samples: Samples, followed: int) -> Counts:
-        """Return the sizes of samples, in which `followed` tokens have one before them."""
-        targets = count_targets(read, samples) if self.eod_mask_loss else followed
+class TextSamples(ABC):
+    """The samples of rows of encoded documents: the part of Source that all of text shares."""
+
+    def __init__(self, documents: Documents, masks: DocumentMasks, seq_len: int) -> None:
+        """Take the documents of a corpus; their rows have samples of `seq_len` + 1 tokens."""
+        self._documents, self._masks, self._seq_len = documents, masks, seq_len
+
+    @abstractmethod
+    def _by_row(
+        self, samples: Samples
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
+
+    def read(self, samples: Samples) -> Rows:
+        """See Source."""
+        ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
+        for row, where, numbers in self._by_row(samples):
+            ids[where] = row.read(numbers)
+        doc_ids = None
+        end, with_doc_ids, eod_mask_loss = self._masks
+        if with_doc_ids or eod_mask_loss:
+            # No text is encoded as the end-of-document token: each occurrence ends a document.
+            ends = ids == end
+            doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+        targets = targets_of(ids, doc_ids=doc_ids if eod_mask_loss else None)
+        return Rows(ids, targets, doc_ids if with_doc_ids else None)
+
+    def counts(self, samples: Samples) -> Counts:
+        """See Source."""
+        followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
+        targets = count_targets(self.read, samples) if self._masks.eod_mask_loss else followed
         return Counts(targets, targets, followed + len(samples))
+
+    def origin(self, sample: int) -> list[Span]:
+        """Return the documents of a sample, numbered among the readable ones of their file."""
+        ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
+        return self._documents.origin(row, int(numbers[0]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -14,15 +16,16 @@ from dtt.data.samples.encoded_documents import (
     DocumentMasks,
     Documents,
     EncodedDocuments,
+    TextSamples,
 )
-from dtt.data.samples.protocol import Counts, Rows, Samples, Span
+from dtt.data.samples.protocol import Samples
 from dtt.data.text.encoder import Encoder
 
 SEARCHED_BYTES = 2**29
 """Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""
 
 
-class HeldOutText:
+class HeldOutText(TextSamples):
     """The first held-out documents of a corpus. Implements dtt.data.samples.protocol.Source."""
 
     def __init__(
@@ -37,7 +40,8 @@ class HeldOutText:
         masks: DocumentMasks,
     ) -> None:
         """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less."""
-        self.name, self._documents, self._masks = name, documents, masks
+        super().__init__(documents, masks, seq_len)
+        self.name = name
         self._row = EncodedDocuments(
             _search(documents, validation_fraction, text_bytes), encoder, seq_len
         )
@@ -52,17 +56,11 @@ class HeldOutText:
         """Return the samples in their stored order, starting over after the last one."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
 
-    def read(self, samples: Samples) -> Rows:
-        """See Source."""
-        return self._masks.rows(self._row.read(samples))
-
-    def counts(self, samples: Samples) -> Counts:
-        """See Source."""
-        return self._masks.counts(self.read, samples, self._row.targets(samples))
-
-    def origin(self, sample: int) -> list[Span]:
-        """Return the documents of a sample, numbered among the readable ones of their file."""
-        return self._documents.origin(self._row, sample)
+    def _by_row(
+        self, samples: Samples
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        """See TextSamples."""
+        yield self._row, np.arange(len(samples)), samples
 
 
 def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Document]:

@@ -112,7 +112,6 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
             where=path,
             why=f"{size:,} bytes; {header.tokens:,} ids of {dtype.name} behind a header of "
             f"{header.offset:,} bytes are {expected:,}",
-            next="recreate it, or restore it from a copy",
         )
     return header, _whole(head[header.offset :], dtype)
 
@@ -142,7 +141,6 @@ def _numpy(path: Path, head: bytes) -> Header:
             "the header of a numpy file cannot be read",
             where=path,
             why=str(error).splitlines()[0],
-            next="write it again with numpy.save",
         ) from None
     offset, wanted = file.tell(), "numpy.save(PATH, ids.reshape(-1).astype('<u4'))"
     why = None

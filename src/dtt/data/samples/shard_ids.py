@@ -32,7 +32,6 @@ def ids_of(shard: Shard) -> Tokens:
             "a token file is shorter or longer than it should be",
             where=shard.path,
             why=f"{len(content)} bytes for {shard.tokens} tokens of {shard.dtype}",
-            next="recreate it, or restore it from a copy",
         )
     return content[shard.offset :].view(shard.dtype)
 

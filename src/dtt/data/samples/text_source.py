@@ -35,9 +35,14 @@ from dtt.config.run import RunConfig
 from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.units import Corpus
-from dtt.data.samples.encoded_documents import DocumentMasks, Documents, EncodedDocuments
+from dtt.data.samples.encoded_documents import (
+    DocumentMasks,
+    Documents,
+    EncodedDocuments,
+    TextSamples,
+)
 from dtt.data.samples.held_out import HeldOutText
-from dtt.data.samples.protocol import Counts, Opened, Rows, Samples, Span, Vocabulary
+from dtt.data.samples.protocol import Opened, Samples, Vocabulary
 from dtt.data.samples.shuffle import permutation
 from dtt.data.samples.text_stream import Cursor, TextStream, UnitPart
 from dtt.data.text.encoder import Encoder
@@ -105,10 +110,11 @@ def open_text(cfg: RunConfig) -> Opened:
     )
 
 
-class TextSource:
+class TextSource(TextSamples):
     """The training documents of a corpus, those not held out.
 
-    Implements `Source` and `Streamed` of dtt.data.samples.protocol.
+    Implements `Source` and `Streamed` of dtt.data.samples.protocol. `read` is fast for the samples
+    that `order` returned last; others may have to be encoded again.
 
     `order`, `read` and `state` may be called from different threads. A background thread
     encodes one part ahead. Two or three parts are in memory, more only if a single call needs them.
@@ -131,8 +137,8 @@ class TextSource:
         Raises InputError if there is no text to train on. With `stop_on_bad_document`, `order`
         raises DamagedError at the first unreadable document.
         """
+        super().__init__(documents, masks, seq_len)
         self.name = name
-        self._documents, self._masks, self._seq_len = documents, masks, seq_len
         self._key = f"{seed}/{name}"
         self._stream = TextStream(
             documents,
@@ -168,26 +174,6 @@ class TextSource:
             if part.begin.place < stop
         )
         return np.concatenate([np.empty(0, dtype=np.uint64), *orders])
-
-    def read(self, samples: Samples) -> Rows:
-        """See Source.
-
-        Fast for the samples that `order` returned last; others may have to be encoded again.
-        """
-        ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
-        for row, where, numbers in self._by_row(samples):
-            ids[where] = row.read(numbers)
-        return self._masks.rows(ids)
-
-    def counts(self, samples: Samples) -> Counts:
-        """See Source."""
-        followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
-        return self._masks.counts(self.read, samples, followed)
-
-    def origin(self, sample: int) -> list[Span]:
-        """Return the documents of a sample, numbered among the readable ones of their file."""
-        ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
-        return self._documents.origin(row, int(numbers[0]))
 
     def state(self, consumed: int) -> Any:
         """Return the Cursor, a few integers, of the part that contains the sample at `consumed`."""
@@ -240,7 +226,7 @@ class TextSource:
     def _by_row(
         self, samples: Samples
     ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
-        """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
+        """See TextSamples."""
         left = np.arange(len(samples))
         while left.size:
             first, row = self._row_of(int(samples[left[0]]))

@@ -335,7 +335,6 @@ def _datatrove(path: Path, vocab_size: int | None) -> Shard:
             "a token file and its index do not match",
             where=path,
             why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
-            next="recreate both, or restore them from a copy",
         )
     shard = Shard(
         path,

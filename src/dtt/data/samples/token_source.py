@@ -15,12 +15,7 @@ from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
-from dtt.data.samples.packed_conversations import (
-    PackingCounts,
-    TooLong,
-    conversation_bins,
-    loss_mask,
-)
+from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
 from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
 from dtt.data.samples.shard_ids import documents_of, ids_of
@@ -116,13 +111,14 @@ class TokenSource:
         self._masks: list[Shard] | None = None
         self._layout: SampleLayout
         if files.are_conversations:
-            self._layout = whole = conversation_bins(files, ends, seq_len + 1, too_long)
-            self.packing_counts, self.tokens = whole.packing, whole.packing.tokens
+            self._layout = packed = bins(files, ends, seq_len + 1, too_long)
+            assert packed.packing is not None
+            self.packing_counts, self.tokens = packed.packing, packed.packing.tokens
             self._masks = [_mask_of(shard) for shard in files.shards]
         elif packing == "concat":
             self._layout = Windows(ends, seq_len)
         else:
-            self._layout = bins(files, ends, seq_len + 1)
+            self._layout = bins(files, ends, seq_len + 1, too_long)
         self._shuffle = Order(key, len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size

@@ -117,7 +117,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise InputError(
             "the tokenizer is missing",
             where=path,
-            next="create its folder again, or restore it from a copy",
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
