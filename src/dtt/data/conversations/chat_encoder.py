@@ -74,16 +74,16 @@ class ChatEncoder:
         template_text: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        fast: bool = False,
+        engine: Engine = "hf",
         date: str | None = None,
     ) -> None:
         """Compile the template, and find the tokens that end answers.
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
-        `bos_token`, `eos_token` and others. With `fast`, gigatoken is used; call `doubt` before
-        encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is not a
-        tokenizer.json, and ConfigError if the template is invalid or ends answers with no token of
-        the tokenizer.
+        `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call `settle`
+        before encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is
+        not a tokenizer.json, and ConfigError if the template is invalid or ends answers with no
+        token of the tokenizer.
         """
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
@@ -105,7 +105,7 @@ class ChatEncoder:
         # An array indexed by id: one lookup for a whole conversation.
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
-        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, fast=fast)
+        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
         self._stops: frozenset[int] = frozenset()
         self.stop_tokens = self._find_stops(where)
         """Ids that end an answer, the most frequent first."""
@@ -193,9 +193,9 @@ class ChatEncoder:
                 texts.append(self.template.render(conversation))
         return self._tokens.doubt(texts)
 
-    def use_exact(self) -> None:
-        """Encode with `tokenizers` from now on."""
-        self._tokens.use_exact()
+    def settle(self, doubt: str | None) -> None:
+        """Choose the engine; see EngineChoice."""
+        self._tokens.settle(doubt)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
