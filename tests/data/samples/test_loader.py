@@ -235,12 +235,6 @@ def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
     assert abs(loss - longest) > 1e-3  # there the rows see each other
 
 
-def test_targets_are_the_tokens_that_follow(dataset: Dataset) -> None:
-    part = next(batches(dataset)).micro_batches[0]
-    assert part.tokens.shape == part.targets.shape == (4, SEQ_LEN)
-    assert torch.equal(part.tokens[:, 1:], part.targets[:, :-1])
-
-
 def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path) -> None:
     packed = opened(f"data.tokens={tokens}", "data.packing=best-fit")
     found = [part for batch in islice(batches(packed), 20) for part in batch.micro_batches]

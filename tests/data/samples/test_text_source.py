@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from token_files import read_doc_ids
 from tokenizers import Tokenizer
 
 from dtt.base.errors import DamagedError, InputError
@@ -229,19 +228,6 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
         assert samples.tolist() == order[place : place + 200].tolist()
         assert later.read(samples).ids.tolist() == source.read(samples).ids.tolist()
         assert later.state(place) == state
-
-
-def test_documents_are_numbered_within_their_sample(corpus: Corpus, open_source: Open) -> None:
-    source = open_source(corpus, seq_len=200)
-    samples = source.order(0, 20)
-    numbers = read_doc_ids(source, samples)
-    several = 0
-    for sample, row_ in zip(samples.tolist(), numbers.tolist(), strict=True):
-        pieces = source.origin(sample)
-        several += len(pieces) > 1
-        for number, piece in enumerate(pieces):
-            assert set(row_[piece.start : piece.stop]) == {number}
-    assert several > 10
 
 
 def test_held_out_documents_are_never_trained_on(

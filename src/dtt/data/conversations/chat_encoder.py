@@ -17,13 +17,12 @@ from dtt.artifacts.manifests import ChatFacts
 from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine
-from dtt.data.conversations.control_text import ControlText, StandInTokenizer
+from dtt.data.conversations.control_text import ControlText, StandInTokenizer, without_marks
 from dtt.data.conversations.conversation_tokens import ConversationTokens, EncodedText, Ids
 from dtt.data.conversations.loss_mask import (
     PROBES,
     AnswerSpan,
     LossMask,
-    Marked,
     MaskMethod,
     with_parts,
 )
@@ -208,8 +207,7 @@ class ChatEncoder:
         suspicious = self._suspicious(conversation)
         written = None
         if suspicious is not None:
-            marked = self._masks.marked(suspicious, prompt=True)
-            written = self._written(text, marked)
+            written = self._written(text, suspicious, prompt=True)
         if written is not None:
             return list(self._as_text(text, written).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -220,17 +218,23 @@ class ChatEncoder:
             return None
         return self._control.mark(conversation)
 
-    def _written(self, text: str, marked: Marked | None) -> list[tuple[int, str]] | None:
+    def _written(
+        self, text: str, suspicious: Conversation, prompt: bool = False
+    ) -> list[tuple[int, str]] | None:
         """Return the special tokens that the template wrote; None if the row contains none.
 
-        Raises RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
+        `text` is the render of the conversation, and `suspicious` is the same with marks. Raises
+        RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
         """
+        plain, from_row = None, []
+        with suppress(RefusedRow):
+            plain, from_row = without_marks(self.template.render(suspicious, prompt))
         # A template that reacts to the marks would be encoded differently than without them.
-        if marked is None or marked.text != text:
+        if plain != text:
             raise RefusedRow(
                 "it contains text like a special token, which the chat template treats specially"
             )
-        written, contained = self._control.find(text, marked.from_row)
+        written, contained = self._control.find(text, from_row)
         if not contained:
             return None
         if self.cfg.control_text == "stop":
@@ -269,20 +273,14 @@ class ChatEncoder:
         if self.cfg.train_on == "all":
             trained = []
             excluded = [i for i, flag in enumerate(conversation.trained) if not flag]
-        suspicious = self._suspicious(conversation)
-        marked = None
-        if suspicious is None and (trained or excluded):
-            text, marked = self._masks.traced(conversation)
-        else:
-            text = self.template.render(conversation)
+        text, trace = self._masks.traced(conversation)
         _check_marks(text)
-        if suspicious is not None:
-            marked = self._masks.marked(suspicious)
-        written = None if suspicious is None else self._written(text, marked)
+        suspicious = self._suspicious(conversation)
+        written = None if suspicious is None else self._written(text, suspicious)
         return _Rendered(
             text,
-            self._masks.answers(conversation, text, marked, trained),
-            self._masks.answers(conversation, text, marked, excluded),
+            self._masks.answers(conversation, text, trace, trained),
+            self._masks.answers(conversation, text, trace, excluded),
             written,
             self.cfg.train_on == "all",
         )

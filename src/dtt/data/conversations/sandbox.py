@@ -1,4 +1,4 @@
-"""A Jinja sandbox for chat templates, with limits on work and size and with marks of messages."""
+"""A Jinja sandbox for chat templates, with limits on work and size, which traces messages."""
 
 from __future__ import annotations
 
@@ -34,13 +34,6 @@ MAX_SECONDS = 10.0
 CHUNK = 1000
 """Iterations between two checks of the limits."""
 
-BEGIN = "\ufdd0"
-"""Mark of the start of a message in a marked render, followed by its index and END_OF_INDEX."""
-END_OF_INDEX = "\ufdd1"
-END = "\ufdd2"
-"""Mark of the end of the innermost message or generation block."""
-GENERATION = "\ufdd3"
-"""Mark of the start of a `{% generation %}` block."""
 FROM_ROW = "\ufdd4"
 """Mark before a character of a row that is part of the string of a special token."""
 STAND_INS = "".join(map(chr, range(0xFDD5, 0xFDF0)))
@@ -55,26 +48,26 @@ class LimitExceeded(TemplateError):
 
 
 MESSAGE_END, GENERATION_BEGIN = -1, -2
-"""Events of a traced render besides the start of a message, which is its index."""
+"""Events of a render besides the start of a message, which is its index."""
 
 
 @dataclass(slots=True)
 class RenderState:
-    """The state of one render: its budget, and the messages whose text is marked or traced."""
+    """The state of one render: its budget, and the messages whose text is traced."""
 
-    messages: dict[int, int] = field(default_factory=dict)
-    """Index of each message by the `id` of its object; empty if nothing is marked."""
+    messages: dict[int, int]
+    """Index of each message by the `id` of its object."""
     open: list[bool] = field(default_factory=list)
     """Loop bodies in progress, innermost last: True if the loop variable is a message."""
-    events: list[tuple[int, int]] | None = None
-    """In a traced render, (event, characters before it) in order; None if the text gets marks."""
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(event, characters before it), in order."""
     captured: bool = False
     """True if there was an event inside of text that the template stores, for example in a macro.
 
     Such text has no position yet, so the events do not show where the messages are.
     """
     size: int = 0
-    """Characters of the output so far, in a traced render."""
+    """Characters of the output so far."""
     steps: int = 0
     chars: int = 0
     deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
@@ -95,7 +88,7 @@ def check_size(size: int) -> None:
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, which renders its body and marks its borders."""
+    """The tag `{% generation %}`, which renders its body and traces its borders."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -193,28 +186,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for hook in (_loop, _macro, _begin, _end, _join_text):
             self.filters[f"dtt {hook.__name__[1:]}"] = hook
 
-    def compile_template(self, text: str, marked: bool) -> Template:
-        """Compile a template; `marked` adds the marks of messages and generation blocks.
-
-        Raises TemplateSyntaxError.
-        """
+    def compile_template(self, text: str) -> Template:
+        """Compile a template with the hooks that trace messages. Raises TemplateSyntaxError."""
         tree = self.parse(text)
-        instrument(tree, marked)
+        instrument(tree)
         code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
 
     def generation(self, context: Context, direct: bool, caller: Callable[[], str]) -> str:
-        """Return the text of a generation block, marked or traced if messages are.
-
-        `direct` is True if the block is output immediately.
-        """
+        """Return the text of a generation block; `direct` is True if it is output immediately."""
         text = caller()
         state: RenderState = context.parent[STATE]
-        if not state.messages:
-            return text
-        if state.events is None:
-            return f"{GENERATION}{text}{END}"
         state.events += [(GENERATION_BEGIN, state.size), (MESSAGE_END, state.size + len(text))]
         state.captured |= not direct
         return text
@@ -366,7 +349,7 @@ def _macro(context: Context, _: object) -> str:
 
 @pass_context
 def _begin(context: Context, direct: bool, *variables: Any) -> str:
-    """Mark or trace the start of a message if a loop variable is one; return the mark, or "".
+    """Trace the start of a message if a loop variable is one; return "".
 
     `direct` is True if the body of the loop is output immediately.
     """
@@ -375,8 +358,6 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
         index = state.messages.get(id(variable))
         if index is not None:
             state.open.append(True)
-            if state.events is None:
-                return f"{BEGIN}{index}{END_OF_INDEX}"
             state.events.append((index, state.size))
             state.captured |= not direct
             return ""
@@ -386,10 +367,8 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
 
 @pass_context
 def _end(context: Context, _: object) -> str:
-    """Mark or trace the end of the current loop body if its start was that of a message."""
+    """Trace the end of the current loop body if its start was that of a message."""
     state: RenderState = context.parent[STATE]
-    if state.events is None:
-        return END if state.open.pop() else ""
     if not state.open:
         state.captured = True
     elif state.open.pop():

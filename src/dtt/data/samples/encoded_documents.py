@@ -18,6 +18,7 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
+from dtt.data.samples.token_shards import Ends, spans_in
 from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
@@ -93,7 +94,8 @@ class EncodedDocuments:
         encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
-        self._ends = np.cumsum(np.concatenate([none, *(n for _, n in encoded)]), dtype=np.int64)
+        lengths = np.concatenate([none, *(n for _, n in encoded)])
+        self._ends = Ends(np.cumsum(lengths, dtype=np.int64))
         self._origins = [(d.file, d.span_start, d.number) for d in documents]
         self._seq_len = seq_len
         self.text_bytes = sum(len(document.text) for document in documents)
@@ -119,15 +121,9 @@ class EncodedDocuments:
         """Yield each document in a sample, numbered within its span, and the start of the span."""
         start = sample * self._seq_len
         stop = min(start + self._seq_len + 1, len(self.ids))
-        document = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            first = int(self._ends[document - 1]) if document else 0
-            end = min(int(self._ends[document]), stop)
+        for document, *place in spans_in(self._ends, start, stop, 0):
             file, span_start, number = self._origins[document]
-            place = start - sample * self._seq_len
-            part = Span(file, number, start - first, place, place + end - start)
-            yield part, span_start
-            start, document = end, document + 1
+            yield Span(file, number, *place), span_start
 
 
 class DocumentMasks(NamedTuple):

@@ -15,9 +15,10 @@ In folders that dtt did not write, a file whose name contains the word `val`, `v
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -72,6 +73,20 @@ def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Toke
     """
     first = documents.starting_after(start) - 1
     return first, documents.starts(first, documents.starting_after(stop - 1))
+
+
+def spans_in(
+    documents: Documents, start: int, stop: int, place: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (document, offset in it, start, stop) of each document in tokens start … stop - 1.
+
+    The last two are positions in a sample in which these tokens begin at `place`.
+    """
+    first, starts = documents_in(documents, start, stop)
+    for document, (begin, end) in enumerate(pairwise([*starts.tolist(), stop]), first):
+        at = max(begin, start)
+        if at < end:
+            yield document, at - begin, place + at - start, place + end - start
 
 
 @dataclass(frozen=True)

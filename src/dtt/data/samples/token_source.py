@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ from dtt.data.samples.token_shards import (
     TokenFiles,
     documents_in,
     open_files,
+    spans_in,
 )
 
 
@@ -200,15 +200,9 @@ class TokenSource:
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-            first, starts = documents_in(
-                documents_of(self.files.shards[shard]), start, start + length
-            )
-            file, bounds = self.files.shards[shard].path, [*starts.tolist(), start + length]
-            for document, (begin, end) in enumerate(pairwise(bounds), first):
-                at = max(begin, start)
-                if at < end:
-                    to = place - start
-                    found.append(Span(file, document, at - begin, to + at, to + end))
+            opened = self.files.shards[shard]
+            parts = spans_in(documents_of(opened), start, start + length, place)
+            found += [Span(opened.path, *part) for part in parts]
         return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
