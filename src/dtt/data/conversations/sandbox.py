@@ -13,12 +13,11 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import pass_context
 
 from dtt.data.conversations.template_trees import instrument
 
@@ -104,38 +103,6 @@ class GenerationTag(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
-class TemplateDict:
-    """The function `dict` of templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dict, like the built-in function."""
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dict with the given keys."""
-        return dict.fromkeys(*args)
-
-
-class TemplateNamespace(Namespace):
-    """The function `namespace` of templates, which refuses names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *values = args
-        attributes = dict(*values, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have the attribute {name!r}")
-
-
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -177,8 +144,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = _limited(name, self.filters[name])
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now(date)
-        self.globals["dict"] = TemplateDict()
-        self.globals["namespace"] = TemplateNamespace
         del self.globals["lipsum"]  # unlimited, and random
         self.concat = _concat  # type: ignore[method-assign]
         # Filters are called directly, which is faster than a function. With a space in their
