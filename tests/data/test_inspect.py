@@ -57,12 +57,6 @@ def test_a_summary_is_exact_for_short_documents_and_close_for_long_ones(numbers:
         assert true <= found <= true * (1 + 1 / 256)
 
 
-def test_lengths_add_up_over_calls() -> None:
-    parts = lengths_of([1, 2, 300])
-    parts.add(np.array([0, 70_000]))
-    assert parts.summary("bytes") == lengths_of([1, 2, 300, 0, 70_000]).summary("bytes")
-
-
 def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
     sizes = [10**9, 0, 3 * 10**9, 5, 10**7]
     found = list(places(sizes, everything=False))

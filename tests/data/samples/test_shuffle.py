@@ -78,12 +78,6 @@ def test_the_order_depends_on_key_and_epoch() -> None:
         assert (a == b).mean() < 0.02
 
 
-def test_each_sample_occurs_once_per_epoch() -> None:
-    order = Order("3/web", 77)
-    for epoch in range(5):
-        assert sorted(order.order(77 * epoch, 77).tolist()) == list(range(77))
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     samples=st.integers(1, 60),

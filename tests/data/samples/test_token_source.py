@@ -65,14 +65,6 @@ def test_samples_are_slices_of_the_shards_in_a_row(
         assert np.array_equal(sample_ids, stream[start : start + seq_len + 1])
 
 
-def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path) -> None:
-    stream = write_shards(tmp_path, [100, 30, 31])  # 161 = 1 + 16 windows of 10
-    source = opened(tmp_path)
-    batch = source.read(every(source)).ids
-    assert np.array_equal(batch[:, 1:].ravel(), stream[1:])
-    assert np.array_equal(batch[:, :-1].ravel(), stream[:-1])
-
-
 def test_a_split_shorter_than_a_sample_has_none(tmp_path: Path) -> None:
     write_shards(tmp_path, [10])
     assert len(opened(tmp_path, seq_len=10)) == 0
