@@ -226,7 +226,8 @@ class ChatEncoder:
         `text` is the render of the conversation, and `suspicious` is the same with marks. Raises
         RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
         """
-        plain, from_row = None, []
+        plain: str | None = None
+        from_row: list[int] = []
         with suppress(RefusedRow):
             plain, from_row = without_marks(self.template.render(suspicious, prompt))
         # A template that reacts to the marks would be encoded differently than without them.

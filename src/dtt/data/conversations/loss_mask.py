@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import GENERATION_BEGIN, MESSAGE_END
+from dtt.data.conversations.sandbox import MESSAGE_END
 from dtt.data.conversations.template import ChatTemplate, Events
 
 VERSION = 1
@@ -22,7 +22,6 @@ class MaskMethod(StrEnum):
     """The method that found the span of an answer."""
 
     TRACED = "traced"
-    GENERATION = "generation"
     PREFIX = "prefix"
     OMITTED = "omitted"
     """The template renders nothing of the answer, so it is not a target. For example, it ignores
@@ -54,12 +53,11 @@ class TracedRender:
     """Spans by the index of the message, without those that are empty or white space."""
     nested: list[tuple[int, int, Span]]
     """Messages rendered inside of another: the outer, the inner, the span of the inner."""
-    generation: list[Span]
 
 
 def parse_events(text: str, events: Events) -> TracedRender | None:
     """Return the parts of a text by the events of its render, or None if they are not balanced."""
-    found = TracedRender(text, {}, [], [])
+    found = TracedRender(text, {}, [])
     opened: list[tuple[int, int]] = []
     for event, place in events:
         if event != MESSAGE_END:
@@ -68,13 +66,10 @@ def parse_events(text: str, events: Events) -> TracedRender | None:
         if not opened:
             return None
         index, start = opened.pop()
-        if index == GENERATION_BEGIN:
-            found.generation.append((start, place))
-            continue
         span = text[start:place]
         if not span or span.isspace():
             continue
-        outer = next((i for i, _ in reversed(opened) if i != GENERATION_BEGIN), None)
+        outer = opened[-1][0] if opened else None
         if outer is None or outer == index:
             found.messages.setdefault(index, []).append((start, place))
         else:
@@ -106,12 +101,11 @@ class LossMask:
         prompts: dict[str, str | None] = {}
         found = []
         for index in indices:
-            # From the surest method to the weakest: trace, generation block, prefix.
+            # The surer method first.
             span = None if trace is None else _own_span(trace, index)
             answer = None
             if trace is not None and span is not None:
                 answer = self._traced(conversation, text, span, index, prompts)
-                answer = answer or _by_generation(trace, index, span)
                 hidden = _hidden_turns(conversation, trace, index)
                 if (
                     answer is not None
@@ -285,14 +279,6 @@ def _own_span(trace: TracedRender, index: int) -> Span | None:
         # certain.
         return None
     return spans[0]
-
-
-def _by_generation(trace: TracedRender, index: int, span: Span) -> AnswerSpan | None:
-    """Return the answer that the only generation block in a span shows, if there is one."""
-    inside = [block for block in trace.generation if span[0] <= block[0] and block[1] <= span[1]]
-    if len(inside) != 1:
-        return None
-    return AnswerSpan(index, inside[0][0], span[1], MaskMethod.GENERATION)
 
 
 def _hidden_turns(conversation: Conversation, trace: TracedRender, index: int) -> list[int]:

@@ -46,8 +46,8 @@ class LimitExceeded(TemplateError):
     """A render that takes too many steps, too long, or builds too large a string."""
 
 
-MESSAGE_END, GENERATION_BEGIN = -1, -2
-"""Events of a render besides the start of a message, which is its index."""
+MESSAGE_END = -1
+"""The event of the end of a message; that of its start is its index."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def check_size(size: int) -> None:
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, which renders its body and traces its borders."""
+    """The tag `{% generation %}` of templates for training, which renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -98,8 +98,7 @@ class GenerationTag(Extension):
         """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        direct = nodes.Const(False)  # set by `instrument`
-        call = nodes.Call(nodes.EnvironmentAttribute("generation"), [direct], [], None, None)
+        call = nodes.Call(nodes.EnvironmentAttribute("generation"), [], [], None, None)
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
@@ -159,13 +158,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
 
-    def generation(self, context: Context, direct: bool, caller: Callable[[], str]) -> str:
-        """Return the text of a generation block; `direct` is True if it is output immediately."""
-        text = caller()
-        state: RenderState = context.parent[STATE]
-        state.events += [(GENERATION_BEGIN, state.size), (MESSAGE_END, state.size + len(text))]
-        state.captured |= not direct
-        return text
+    def generation(self, caller: Callable[[], str]) -> str:
+        """Return the text of a generation block."""
+        return caller()
 
     def trace(self, parts: Iterable[str], state: RenderState) -> str:
         """Return the concatenation of the output, whose size `state` has at any time."""
@@ -195,8 +190,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function from the template."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if owner is self:
-            return self.generation(context, args[0], kwargs["caller"])
         if isinstance(owner, str):
             _check_growth(obj.__name__, (owner, *args), kwargs)
         return super().call(context, obj, *args, **kwargs)

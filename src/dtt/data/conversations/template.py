@@ -151,7 +151,7 @@ class ChatTemplate:
     def render_traced(
         self, conversation: Conversation, add_generation_prompt: bool = False
     ) -> tuple[str, Events | None]:
-        """Return the text of a conversation, and the spans of its messages and generation blocks.
+        """Return the text of a conversation, and the spans of its messages.
 
         The text is that of `render`, as tracing adds nothing to it. The events are None if the
         template keeps text of messages before it outputs it.

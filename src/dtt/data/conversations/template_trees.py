@@ -44,9 +44,6 @@ def instrument(tree: nodes.Template) -> None:
     for macro in tree.find_all(nodes.Macro):
         macro.body.insert(0, _output("macro"))
     direct = {id(node) for node in _direct(tree)}
-    for block in tree.find_all(nodes.CallBlock):
-        if isinstance(block.call.node, nodes.EnvironmentAttribute):
-            block.call.args = [nodes.Const(id(block) in direct)]
     for loop in tree.find_all(nodes.For):
         loop.iter = _hook("loop", [loop.iter])
         names = [loop.target] if isinstance(loop.target, nodes.Name) else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -191,26 +191,20 @@ class Dataset:
 def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
     """Merge the rows of several sources; each comes with a mask of its rows in the result."""
 
-    def merged(column: Callable[[Rows], npt.NDArray[Any] | None]) -> Any:
-        columns = [(column(rows), where) for rows, where in parts]
-        if any(values is None for values, _ in columns):
+    def merged(columns: Sequence[npt.NDArray[Any] | None]) -> Any:
+        first = columns[0]
+        if first is None:
             return None
-        first, where = columns[0]
-        assert first is not None
-        whole = np.empty((len(where), first.shape[1]), first.dtype)
-        for values, where in columns:
+        whole = np.empty((len(parts[0][1]), first.shape[1]), first.dtype)
+        for values, (_, where) in zip(columns, parts, strict=True):
             whole[where] = values
         return whole
 
-    extra = {
-        name: merged(lambda rows, name=name: rows.extra[name])  # type: ignore[misc]
-        for name in parts[0][0].extra
-    }
     return Rows(
-        merged(lambda rows: rows.ids),
-        merged(lambda rows: rows.targets),
-        merged(lambda rows: rows.doc_ids),
-        extra,
+        merged([rows.ids for rows, _ in parts]),
+        merged([rows.targets for rows, _ in parts]),
+        merged([rows.doc_ids for rows, _ in parts]),
+        {name: merged([rows.extra[name] for rows, _ in parts]) for name in parts[0][0].extra},
     )
 
 
