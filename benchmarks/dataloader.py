@@ -133,7 +133,7 @@ def batches(folder: Path, mixture: bool) -> Iterator[int]:
     cfg = RunConfig.model_validate({"data": data, "train": train})
     for problem in compatibility.file_problems(folder):  # as at the start of every run
         raise problem
-    reader = BatchReader(0, 1, BATCH, torch.device("cpu"), mask_documents=mixture)
+    reader = BatchReader(0, 1, BATCH, torch.device("cpu"))
     for batch in training_batches(open_dataset(cfg), reader, 0):
         for micro_batch in batch.micro_batches:
             yield micro_batch.tokens.numel()

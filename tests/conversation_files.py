@@ -18,7 +18,7 @@ def write_tokenizer(folder: Path) -> GivenTokenizerConfig:
     """Write the tokenizer.json of a small vocabulary with the special tokens of conversations."""
     folder.mkdir(exist_ok=True)
     cfg = TrainedTokenizerConfig(vocab_size=300, chat_tokens=True)
-    (folder / "tokenizer.json").write_text(train_tokenizer(cfg, {"Ġseven": 5, "Ġeggs": 4}))
+    (folder / "tokenizer.json").write_text(train_tokenizer(cfg, [5 * [" seven"] + 4 * [" eggs"]]))
     return GivenTokenizerConfig(path=str(folder))
 
 

@@ -94,23 +94,25 @@ def with_reference(micro_batch: MicroBatch, reference: Decoder) -> MicroBatch:
     losses = reference(
         micro_batch.tokens, micro_batch.targets, doc_ids_BT=micro_batch.doc_ids, reduction="none"
     )
-    return replace(micro_batch, reference_logprobs=-losses)
+    return replace(micro_batch, extra={"reference_logprobs": -losses})
 
 
 def split(micro_batch: MicroBatch, rows: int) -> list[MicroBatch]:
     """Divide a micro-batch into some of `rows` rows each."""
     assert micro_batch.doc_ids is not None
-    assert micro_batch.reference_logprobs is not None
     columns: list[tuple[Tensor, ...]] = [
         column.split(rows)
         for column in (
             micro_batch.tokens,
             micro_batch.targets,
             micro_batch.doc_ids,
-            micro_batch.reference_logprobs,
+            micro_batch.extra["reference_logprobs"],
         )
     ]
-    return [MicroBatch(*parts) for parts in zip(*columns, strict=True)]
+    return [
+        MicroBatch(x, y, documents, {"reference_logprobs": logprobs})
+        for x, y, documents, logprobs in zip(*columns, strict=True)
+    ]
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:

@@ -214,7 +214,7 @@ def grow(job: JobDir, steps: Iterable[int]) -> None:
     hashes, lines = [EMPTY_DATA_HASH], []
     for step in range(1, max(steps) + 1):
         start, end = dataset.first_sample(step - 1), dataset.first_sample(step)
-        hashes.append(extend_data_hash(hashes[-1], dataset.samples_at(start, end - start)))
+        hashes.append(extend_data_hash(hashes[-1], dataset.order(start, end - start)))
         tokens = end * cfg.train.seq_len
         record = {"kind": "train", "step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0}
         lines.append(json.dumps(record | {"tokens": tokens, "ledger": hashes[-1].hex()}) + "\n")

@@ -10,16 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
-from dtt.artifacts.manifests import SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import ChatFacts, SplitCounts, TokenShard, TokensManifest
 from dtt.data.token_file import TokenFileWriter
 
 if TYPE_CHECKING:
-    from dtt.data.samples.loader import Readable
+    from dtt.data.samples.loader import SampleReader
     from dtt.data.samples.protocol import Samples
 
 END = 0
 VOCAB_SIZE = 60_000
 Document = list[int]
+Conversation = tuple[list[int], list[bool]]
+"""Token ids, and which of them are targets."""
+FACTS = ChatFacts(template_sha256="t", kwargs={}, stop_tokens=(1,))
 
 
 def random_documents(count: int, longest: int, seed: int = 0) -> list[Document]:
@@ -57,13 +60,47 @@ def write_folder(folder: Path, shards: dict[str, Sequence[Document]]) -> TokensM
     return manifest
 
 
+def write_conversations(
+    folder: Path,
+    shards: list[list[Conversation]],
+    facts: ChatFacts = FACTS,
+    *,
+    pairs: bool = False,
+) -> None:
+    """Write a folder as `dtt tokenize` makes it of conversations."""
+    folder.mkdir(exist_ok=True)
+    records = []
+    for number, conversations in enumerate(shards):
+        stem = folder / f"train-{number:05d}"
+        ids = np.array([i for one, _ in conversations for i in one], dtype=np.int64)
+        mask = np.array([m for _, one in conversations for m in one], dtype=np.bool_)
+        with TokenFileWriter(stem, VOCAB_SIZE, has_mask=True) as writer:
+            writer.append(ids, np.array([len(one) for one, _ in conversations]), mask)
+            written = writer.close()
+        records.append(
+            TokenShard(
+                split="train", stem=stem.name, bin_sha256=written.bin_sha256,
+                idx_sha256=written.idx_sha256, mask_sha256=written.mask_sha256,
+                counts=SplitCounts(
+                    documents=len(conversations), tokens=len(ids), trained=int(mask.sum())
+                ),
+            )
+        )  # fmt: skip
+    manifest = TokensManifest(
+        key="k", key_parts={}, corpus=CorpusSource(kind="local", id="x"), tokenizer_sha256="t",
+        vocab_size=VOCAB_SIZE, dtype="uint16", end_of_document=0, shards=tuple(records),
+        skipped_documents=0, empty_documents=0, chat=facts, pairs=pairs,
+    )  # fmt: skip
+    (folder / manifest.filename).write_text(manifest.dump())
+
+
 def row(documents: Sequence[Document]) -> npt.NDArray[np.int64]:
     """All their tokens in a row."""
     return np.array([token for document in documents for token in document], dtype=np.int64)
 
 
-def read_doc_ids(source: Readable, samples: Samples) -> npt.NDArray[np.int32]:
+def read_doc_ids(source: SampleReader, samples: Samples) -> npt.NDArray[np.int32]:
     """Return the document id, within its sample, of each token of `samples`."""
-    doc_ids = source.read(samples, with_doc_ids=True).doc_ids
+    doc_ids = source.read(samples).doc_ids
     assert doc_ids is not None
     return doc_ids

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_job import make_tokenizer
 from token_files import END, random_documents, write_folder, write_pair
@@ -51,19 +51,10 @@ def test_a_summary_is_exact_for_short_documents_and_close_for_long_ones(numbers:
     assert summary.empty == numbers.count(0)
     assert summary.max == max(numbers)
     assert summary.mean == round(sum(numbers) / len(numbers), 1)
-    assert sum(n for _, _, n in summary.histogram) + summary.empty == len(numbers)
-    for low, high, n in summary.histogram:
-        assert sum(low <= x <= high for x in numbers) == n
     in_order = sorted(numbers)
     for found, share in ((summary.median, 0.5), (summary.p90, 0.9)):
         true = in_order[int(np.ceil(share * len(numbers))) - 1]
         assert true <= found <= true * (1 + 1 / 256)
-
-
-def test_lengths_add_up_over_calls() -> None:
-    parts = lengths_of([1, 2, 300])
-    parts.add(np.array([0, 70_000]))
-    assert parts.summary("bytes") == lengths_of([1, 2, 300, 0, 70_000]).summary("bytes")
 
 
 def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
@@ -83,6 +74,7 @@ def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
 DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=12)
 
 
+@settings(deadline=None)
 @given(DOCUMENTS, st.booleans(), st.integers(1, 9))
 def test_place_by_place_every_document_is_seen_once(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], pair: bool, size: int
@@ -114,7 +106,7 @@ def test_files_written_by_datatrove_are_reported(kind: str) -> None:
     assert report.facts["largest_id"] == 6
     assert report.facts["end_of_document"] == {"id": 0, "token": None, "documents": 4, "of": 4}
     assert report.lengths is not None
-    assert report.lengths.histogram == ((1, 1, 1), (2, 3, 1), (4, 7, 2))
+    assert (report.lengths.max, report.lengths.median) == (7, 2)
     assert report.read.everything
     assert report.samples[0].text == "6 5 4 3 2 1 0"
     assert (report.oddities, report.damaged) == ([], [])

@@ -128,13 +128,13 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
         ],
     ).config  # fmt: skip
     cpu, world = torch.device("cpu"), World(Ranks(0, 1, 0, 1, "none"), torch.device("cpu"), None)
-    reader = BatchReader(0, 1, 2, cpu, mask_documents=True, in_pairs=True)
+    reader = BatchReader(0, 1, 2, cpu)
     dataset, folder = open_dataset(cfg), dtt.folder / "reference"
     reference = ReferencePass(open_model(dtt.folder / "model-1"), reader, Layout(), world, "fp32")
     reference.write(dataset, folder, "key", SEQ_LEN)
     source = with_reference(dataset, folder).sources[0]
     samples = np.arange(len(source), dtype=np.uint64)
-    _, pairs = reader.count_terms(source, samples)
+    pairs = source.counts(samples).terms
     assert pairs == PAIRS
     policy = open_model(dtt.folder / "model-0")
     objective = dpo(DpoConfig(beta=BETA))

@@ -86,9 +86,8 @@ def test_each_step_records_how_full_it_is_and_the_share_of_trained_tokens(
     assert len(steps) == dataset.steps
     for record in steps:
         first = dataset.first_sample(record["step"] - 1)
-        rows = dataset.read(dataset.samples_at(first, 8))
-        assert rows.loss_mask is not None
-        tokens, targets = (rows.ids != IGNORE_INDEX).sum(), rows.loss_mask.sum()
+        rows = dataset.read(dataset.order(first, 8))
+        tokens, targets = (rows.ids != IGNORE_INDEX).sum(), (rows.targets != IGNORE_INDEX).sum()
         trained += targets
         assert record["tokens"] == trained
         assert record["padding_efficiency"] == pytest.approx(tokens / rows.ids.size, abs=1e-6)
@@ -170,11 +169,11 @@ def test_the_validation_loss_is_the_mean_over_the_targets_of_each_conversation_a
     last = records(undisturbed, "eval")[-1]
     model, (source,) = model_of(undisturbed, last["step"]), opened(undisturbed).validation
     assert source is not None
-    rows = source.read(np.arange(len(source), dtype=np.uint64), with_doc_ids=True)
+    rows = source.read(np.arange(len(source), dtype=np.uint64))
     assert rows.doc_ids is not None
-    assert rows.loss_mask is not None
+    masks = rows.targets != IGNORE_INDEX
     total, count = 0.0, 0
-    for ids, mask, documents in zip(rows.ids, rows.loss_mask, rows.doc_ids, strict=True):
+    for ids, mask, documents in zip(rows.ids, masks, rows.doc_ids, strict=True):
         for number in np.unique(documents[ids >= 0]):
             where = np.flatnonzero((documents == number) & (ids >= 0))
             tokens, kept = torch.from_numpy(ids[where]), torch.from_numpy(mask[where[:-1]])

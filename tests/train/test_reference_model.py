@@ -60,7 +60,7 @@ def reference() -> Decoder:
 
 
 def the_pass(micro_batch: int = 2) -> ReferencePass:
-    reader = BatchReader(0, 1, micro_batch, CPU, mask_documents=True, in_pairs=True)
+    reader = BatchReader(0, 1, micro_batch, CPU)
     world = World(Ranks(0, 1, 0, 1, "none"), CPU, None)
     return ReferencePass(reference(), reader, Layout(), world, "fp32")
 
@@ -70,15 +70,12 @@ def test_every_target_has_the_log_probability_that_it_has_in_its_conversation_al
 ) -> None:
     the_pass().write(dataset, tmp_path, KEY, SEQ_LEN)
     model, source = reference(), with_reference(dataset, tmp_path).sources[0]
-    rows = source.read(np.arange(len(source), dtype=np.uint64), with_doc_ids=True)
+    rows = source.read(np.arange(len(source), dtype=np.uint64))
     assert rows.doc_ids is not None
-    assert rows.loss_mask is not None
-    assert rows.reference_logprobs is not None
-    assert not rows.reference_logprobs[~rows.loss_mask].any()
+    logprobs, masks = rows.extra["reference_logprobs"], rows.targets != IGNORE_INDEX
+    assert not logprobs[~masks].any()
     checked = 0
-    for ids, documents, mask, got in zip(
-        rows.ids[:4], rows.doc_ids, rows.loss_mask, rows.reference_logprobs, strict=False
-    ):
+    for ids, documents, mask, got in zip(rows.ids[:4], rows.doc_ids, masks, logprobs, strict=False):
         for number in np.unique(documents[ids != IGNORE_INDEX]):
             mine = np.flatnonzero((documents == number) & (ids != IGNORE_INDEX))
             alone = torch.from_numpy(ids[mine])
@@ -94,11 +91,11 @@ def test_chosen_and_rejected_of_a_pair_follow_each_other_in_one_sample(dataset: 
     tokenizer = make_tokenizer("<|im_start|>", "<|im_end|>")
     source = dataset.sources[0]
     samples = np.arange(len(source), dtype=np.uint64)
-    rows = source.read(samples, with_doc_ids=True)
+    rows = source.read(samples)
     assert rows.doc_ids is not None
-    assert rows.loss_mask is not None
+    masks = rows.targets != IGNORE_INDEX
     questions, pairs = set(), 0
-    for ids, documents, mask in zip(rows.ids, rows.doc_ids, rows.loss_mask, strict=True):
+    for ids, documents, mask in zip(rows.ids, rows.doc_ids, masks, strict=True):
         targets = np.append(False, mask)
         texts = []
         for number in range(documents[ids != IGNORE_INDEX].max() + 1):
@@ -115,12 +112,12 @@ def test_chosen_and_rejected_of_a_pair_follow_each_other_in_one_sample(dataset: 
             assert rejected.startswith("I do not know")
             questions.add(prompt)
             pairs += 1
-    assert pairs == source.pairs(samples)
-    assert source.targets(samples) == int(rows.loss_mask.sum())
-    assert sum(source.pairs(samples[i : i + 1]) for i in range(len(source))) == pairs
+    assert pairs == source.counts(samples).terms
+    assert source.counts(samples).targets == int(masks.sum())
+    assert sum(source.counts(samples[i : i + 1]).terms for i in range(len(source))) == pairs
     held_out = dataset.validation[0]
     assert held_out is not None
-    assert pairs + held_out.pairs(np.arange(len(held_out), dtype=np.uint64)) == 200
+    assert pairs + held_out.counts(np.arange(len(held_out), dtype=np.uint64)).terms == 200
 
 
 def test_pairs_that_do_not_fit_are_left_out_and_counted(folder: Path, dataset: Dataset) -> None:
@@ -131,7 +128,7 @@ def test_pairs_that_do_not_fit_are_left_out_and_counted(folder: Path, dataset: D
 
     def pairs(dataset: Dataset) -> int:
         source = dataset.sources[0]
-        return source.pairs(np.arange(len(source), dtype=np.uint64))
+        return source.counts(np.arange(len(source), dtype=np.uint64)).terms
 
     (source,) = dataset.sources
     assert isinstance(source, TokenSource)

@@ -110,11 +110,11 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_trl(
     dataset = open_dataset(resolve(None, chat_settings()).config)
     (source,) = dataset.sources
     samples = np.arange(len(source), dtype=np.uint64)
-    rows = source.read(samples, with_doc_ids=True)
+    rows = source.read(samples)
     assert rows.doc_ids is not None
-    assert rows.loss_mask is not None
+    masks = rows.targets != IGNORE_INDEX
     found = []
-    for ids, mask, documents in zip(rows.ids, rows.loss_mask, rows.doc_ids, strict=True):
+    for ids, mask, documents in zip(rows.ids, masks, rows.doc_ids, strict=True):
         for number in np.unique(documents[ids >= 0]):
             where = np.flatnonzero((documents == number) & (ids >= 0))
             labels = np.where(mask[where[:-1]], ids[where[1:]], IGNORE_INDEX)
@@ -125,12 +125,12 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_trl(
     trained = read_hf_folder(folder / "exports/base")
     model = Decoder(trained.arch)
     model.load_state_dict(dict(trained.state))
-    reader = BatchReader(0, 1, 4, torch.device("cpu"), mask_documents=True)
+    reader = BatchReader(0, 1, 4, torch.device("cpu"))
     losses = forward_backward(
         model,
         reader.read(dataset, samples),
         next_token(),
-        terms=reader.count_targets(dataset, samples),
+        terms=dataset.counts(samples).targets,
         precision="fp32",
     )
     assert losses.loss.item() == pytest.approx(expected_loss, rel=1e-5)

@@ -232,7 +232,19 @@ class TokensDataConfig(_TokenFilesConfig):
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
 
-class TextDataConfig(Section):
+class _OtherDataConfig(Section):
+    """Data of any other kind: the values that _TokenFilesConfig has as keys."""
+
+    reads_token_files: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+    tokens: ClassVar[None] = None
+    sources: ClassVar[tuple[SourceConfig, ...]] = ()
+    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
+    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
+    packing: ClassVar[Literal["concat"]] = "concat"
+
+
+class TextDataConfig(_OtherDataConfig):
     """Training straight from text, without token files, with an existing tokenizer.
 
     Every process encodes the text of the whole run, at about 20M tokens per second and core: enough
@@ -240,14 +252,7 @@ class TextDataConfig(Section):
     `dtt tokenize` first.
     """
 
-    # The values that TokensDataConfig has as keys, so that commands need not check the type.
-    reads_token_files: ClassVar[bool] = False
     reads_text: ClassVar[bool] = True
-    tokens: ClassVar[None] = None
-    sources: ClassVar[tuple[SourceConfig, ...]] = ()
-    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
-    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
-    packing: ClassVar[Literal["concat"]] = "concat"
 
     type: Literal["text"] = "text"
     mask_documents: bool = False
@@ -257,16 +262,9 @@ class TextDataConfig(Section):
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
 
-class SyntheticDataConfig(Section):
+class SyntheticDataConfig(_OtherDataConfig):
     """Random token ids in place of data, to measure speed and memory: nothing is learned."""
 
-    reads_token_files: ClassVar[bool] = False
-    reads_text: ClassVar[bool] = False
-    tokens: ClassVar[None] = None
-    sources: ClassVar[tuple[SourceConfig, ...]] = ()
-    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
-    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
-    packing: ClassVar[Literal["concat"]] = "concat"
     mask_documents: ClassVar[bool] = False
     eod_mask_loss: ClassVar[bool] = False
 

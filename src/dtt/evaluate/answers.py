@@ -12,7 +12,9 @@ from torch import nn
 
 from dtt.base.errors import Diverged
 from dtt.base.log import log
+from dtt.base.targets import IGNORE_INDEX
 from dtt.data.samples.protocol import Source
+from dtt.data.samples.token_source import TokenSource
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
@@ -36,13 +38,13 @@ def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:
 def _prompts(source: Source, count: int) -> Iterator[list[int]]:
     """Yield the prompts of a source until `count` were found."""
     found = 0
-    for sample in source.samples_at(0, len(source)):
-        rows = source.read(np.array([sample], dtype=np.uint64), with_doc_ids=True)
-        if rows.loss_mask is None:  # text
-            return
+    if not (isinstance(source, TokenSource) and source.packing_counts is not None):  # text
+        return
+    for sample in source.order(0, len(source)):
+        rows = source.read(np.array([sample], dtype=np.uint64))
         assert rows.doc_ids is not None
         ids, conversation = rows.ids[0], rows.doc_ids[0]
-        targets = np.flatnonzero(rows.loss_mask[0] & (ids[1:] >= 0)) + 1
+        targets = np.flatnonzero(rows.targets[0] != IGNORE_INDEX) + 1
         for number in np.unique(conversation[targets]).tolist():
             if found == count:
                 return

@@ -52,7 +52,7 @@ class PreferenceEvaluator:
                         for name, value in values.items():
                             totals[name] = totals.get(name, 0.0) + value.double()
                 sums = self.world.sum_(torch.stack([*totals.values()])).tolist()
-                pairs = part.source.pairs(np.arange(part.count, dtype=np.uint64))
+                pairs = part.source.counts(np.arange(part.count, dtype=np.uint64)).terms
                 found.append(
                     {n: s / self.same_values / pairs for n, s in zip(totals, sums, strict=True)}
                 )

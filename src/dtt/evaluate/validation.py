@@ -57,7 +57,7 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
     counts = {source.name: min(each, len(source)) for source in sources}
     evaluated = []
     for source in sources:
-        if source.targets(np.arange(counts[source.name], dtype=np.uint64)):
+        if source.counts(np.arange(counts[source.name], dtype=np.uint64)).targets:
             evaluated.append(source)
         else:
             log.warning("no validation of %s: its held-out samples have no targets", source.name)

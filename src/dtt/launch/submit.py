@@ -356,7 +356,7 @@ def _amount(cfg: RunConfig) -> str:
     most = "at most " if cfg.train.timed else ""
     amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
     if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
-        other = str(cfg.corpus_dir) if cfg.data.reads_text else "random ids"
+        other = str(cfg.corpus_dir) if cfg.data.reads_text else f"{cfg.data.type} data"
         return f"{amount} of {', '.join(map(str, paths)) or other}"
     available = TokensManifest.read(paths[0]).counts("train").tokens
     return f"{amount}, {total / available:.2f} epochs of {paths[0]}"

@@ -20,7 +20,7 @@ def check_order(position: Position, dataset: Dataset) -> None:
         return
     first = dataset.first_sample(position.step - 1)
     following = dataset.first_sample(position.step)
-    samples = dataset.samples_at(first, following - first)
+    samples = dataset.order(first, following - first)
     if extend_data_hash(position.previous_ledger, samples) != position.ledger:
         raise DamagedError(
             "the data is not in the order that this job was trained in",

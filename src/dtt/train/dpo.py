@@ -30,7 +30,6 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
 
     def objective(module: nn.Module, micro_batch: MicroBatch) -> dict[str, Tensor]:
         assert micro_batch.doc_ids is not None
-        assert micro_batch.reference_logprobs is not None
         loss_RT = module(
             micro_batch.tokens,
             micro_batch.targets,
@@ -41,7 +40,7 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
         logp_RT = -loss_RT
         # The difference of each token, before it is summed: the sums of both models are large and
         # almost equal, so the difference of the sums would lose the digits that matter.
-        ratio_RT = torch.where(counted_RT, logp_RT - micro_batch.reference_logprobs, 0.0)
+        ratio_RT = torch.where(counted_RT, logp_RT - micro_batch.extra["reference_logprobs"], 0.0)
         ratio_RP2 = _by_pair(ratio_RT, micro_batch.doc_ids)
         counts_RP2 = _by_pair(counted_RT.float(), micro_batch.doc_ids)
         # A pair without targets on one side would divide by zero; `exists` removes it below.

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
-from dtt.data.conversations.loss_mask import header_length, parse_marks, suffix_overlap
+from dtt.data.conversations.loss_mask import header_length, suffix_overlap
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML
 
@@ -156,17 +156,6 @@ def test_masks_equal_those_of_trl_except_for_argued_classes(gpt2: bytes, every: 
     for what, count in counts.most_common():
         print(f"{count:5} {what}")
     assert counts["trl trains what follows the stop token"] > 100 / every
-
-
-def test_marks_are_parsed_into_spans_without_changing_the_text() -> None:
-    marked = parse_marks("a\ufdd00\ufdd1b\ufdd2\ufdd01\ufdd1 \ufdd3c\ufdd4d\ufdd2\ufdd2e")
-    assert marked is not None
-    assert marked.text == "ab cde"
-    assert marked.messages == {0: [(1, 2)], 1: [(2, 5)]}
-    assert marked.generation == [(3, 5)]
-    assert marked.from_row == [4]
-    assert parse_marks("\ufdd00\ufdd1a") is None
-    assert parse_marks("a\ufdd2") is None
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,8 @@ RUNAWAYS = {
     "imports": "{% import 'os' as os %}",
     "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ raise_exception.__globals__['json'] }}",
-    "namespaces": "{{ namespace(__class__=1) }}",
+    "attributes of a namespace": "{{ namespace(a=1).__class__.__mro__ }}",
+    "methods of a type": "{{ dict.mro() }}",
     "changes a message": "{{ messages.append(1) }}",
 }  # fmt: skip
 

@@ -16,8 +16,6 @@ import pytest
 import zstandard
 
 from dtt.base.errors import DamagedError, InputError
-from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.units import Corpus
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
@@ -123,12 +121,6 @@ def test_bad_lines_are_skipped_and_reported(corpora: Any, read_all: Any) -> None
     assert bad.examples[1].endswith("a.jsonl:7: no key 'text'")
 
 
-def test_the_first_bad_document_stops_if_configured(corpora: Any) -> None:
-    corpus = corpora.make({"a.jsonl": b'{"text": "a"}\nbroken\n'})
-    with pytest.raises(DamagedError, match=r"a\.jsonl:2"):
-        list(read_unit(corpus, corpus.units(10**6)[0], BadDocuments(stop=True)))
-
-
 @pytest.mark.slow(except_for=["0.5-a.txt.gz"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.txt.gz"])
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.9, 0.999])
@@ -173,21 +165,6 @@ def test_of_a_damaged_compressed_file_the_bytes_that_cannot_be_read_are_reported
     assert f"lost: about {bad.lost_bytes:,} bytes" in bad.examples[0]
 
 
-def test_damaged_parquet_is_reported_and_the_other_files_are_read(
-    corpora: Any, read_all: Any
-) -> None:
-    half = bytearray(parquet(TEXTS))
-    half[100:400] = bytes(300)
-    corpus = corpora.make(
-        {"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS)[:-20], "c.parquet": bytes(half)}
-    )
-    texts, bad = read_all(corpus, 10**9)
-    assert texts[: len(TEXTS)] == TEXTS
-    assert bad.count >= 2
-    assert any("b.parquet" in example for example in bad.examples)
-    assert any("c.parquet" in example for example in bad.examples)
-
-
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
@@ -199,24 +176,6 @@ def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind:
     texts, bad = read_all(corpus, 10**6)
     assert texts == TEXTS
     assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
-
-
-def test_parquet_rows_without_text_are_named(corpora: Any, read_all: Any) -> None:
-    stream = io.BytesIO()
-    invalid = pa.array([b"good", b"\xff", None]).cast(pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": invalid}), stream)
-    corpus = corpora.make({"a.parquet": stream.getvalue()})
-    texts, bad = read_all(corpus, 10**6)
-    assert texts == ["good"]
-    assert [example.split(": ")[0].split(", ")[1] for example in bad.examples] == ["row 1", "row 2"]
-
-
-def test_csv_rows_that_are_short_or_not_utf8_are_reported(corpora: Any, read_all: Any) -> None:
-    content = b'id,text\n1,"a\nb"\n2\n3,\xff\n4,d\n'
-    texts, bad = read_all(corpora.make({"a.csv": content}, text_column="text"), 10**6)
-    assert texts == ["a\nb", "d"]
-    lines = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
-    assert lines == ["4", "5"]
 
 
 def test_changed_and_deleted_files_are_detected(corpora: Any) -> None:

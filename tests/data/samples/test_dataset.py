@@ -26,7 +26,7 @@ SEQ_LEN, SEQUENCES = 32, 8
 
 def opened(*arguments: object, steps: int = 100) -> Dataset:
     lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
-    settings = [*lengths, f"train.steps={steps}", *map(str, arguments)]
+    settings = [*lengths, "data.mask_documents=true", f"train.steps={steps}", *map(str, arguments)]
     return open_dataset(resolve(None, settings).config)
 
 
@@ -46,18 +46,18 @@ def twice(tokens: Path) -> Dataset:
 def test_a_single_source_yields_its_samples_in_its_own_order(tokens: Path) -> None:
     dataset = opened(f"data.tokens={tokens}")
     (source,) = dataset.sources
-    assert np.array_equal(dataset.samples_at(5, 700), source.samples_at(5, 700))
+    assert np.array_equal(dataset.order(5, 700), source.order(5, 700))
 
 
 def test_the_order_does_not_depend_on_the_path_of_the_folder(tokens: Path, tmp_path: Path) -> None:
     shutil.copytree(tokens, tmp_path / "elsewhere")
     here, there = opened(f"data.tokens={tokens}"), opened(f"data.tokens={tmp_path / 'elsewhere'}")
-    assert np.array_equal(here.samples_at(0, 800), there.samples_at(0, 800))
+    assert np.array_equal(here.order(0, 800), there.order(0, 800))
     assert here.manifest.key == there.manifest.key
 
 
 def test_sources_in_one_folder_are_shuffled_independently(twice: Dataset) -> None:
-    samples = twice.samples_at(0, 400)
+    samples = twice.order(0, 400)
     a, b = (samples[samples >> np.uint64(SOURCE_SHIFT) == n] & NUMBER_MASK for n in (0, 1))
     assert (len(a), len(b)) == (300, 100)
     assert (a[:100] == b).mean() < 0.05
@@ -70,13 +70,13 @@ def test_samples_do_not_depend_on_how_the_run_is_divided(
 ) -> None:
     parts, start = [], first
     for count in cuts:
-        parts.append(twice.samples_at(start, count))
+        parts.append(twice.order(start, count))
         start += count
-    assert np.array_equal(np.concatenate(parts), twice.samples_at(first, sum(cuts)))
+    assert np.array_equal(np.concatenate(parts), twice.order(first, sum(cuts)))
 
 
 def test_rows_come_from_the_source_that_their_number_names(twice: Dataset) -> None:
-    samples = twice.samples_at(0, 40)
+    samples = twice.order(0, 40)
     ids = twice.read(samples).ids
     documents = read_doc_ids(twice, samples)
     for sample, row, where in zip(samples.tolist(), ids, documents, strict=True):
@@ -84,15 +84,15 @@ def test_rows_come_from_the_source_that_their_number_names(twice: Dataset) -> No
         alone = np.array([own], dtype=np.uint64)
         assert np.array_equal(source.read(alone).ids[0], row)
         assert np.array_equal(read_doc_ids(source, alone)[0], where)
-        found, pieces = twice.locate(sample)
+        found, pieces = twice.origin(sample)
         assert found is source
-        assert pieces == source.locate(own)
-    assert twice.targets(samples) == 40 * SEQ_LEN
+        assert pieces == source.origin(own)
+    assert twice.counts(samples).targets == 40 * SEQ_LEN
 
 
 def test_every_sample_of_a_source_is_used_once_per_epoch(tokens: Path) -> None:
     dataset = opened(sources(a=(tokens, 1), b=(tokens, 3)), steps=1000)
-    samples = dataset.samples_at(0, 8000)
+    samples = dataset.order(0, 8000)
     for number, source in enumerate(dataset.sources):
         own = samples[samples >> np.uint64(SOURCE_SHIFT) == number] & NUMBER_MASK
         for start in range(0, len(own) - len(source), len(source)):
@@ -116,7 +116,7 @@ def test_weights_apply_from_their_step_as_counted_in_metrics(tokens: Path) -> No
         sources(a=(tokens, 1), b=(tokens, 1)), "data.weights=[{step: 10, weights: {a: 0, b: 2}}]"
     )
     at = dataset.first_sample(9)  # nine steps come before it
-    numbers = dataset.samples_at(0, dataset.mixture.end) >> np.uint64(SOURCE_SHIFT)
+    numbers = dataset.order(0, dataset.mixture.end) >> np.uint64(SOURCE_SHIFT)
     assert numbers[:at].sum() == at // 2
     assert numbers[at:].all()
     assert dataset.epochs(at)["a"] == dataset.epochs(dataset.mixture.end)["a"] > 0
@@ -186,9 +186,9 @@ def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None
     for shard in TokensManifest.read(copy).shards:
         bin_path(copy / shard.stem).unlink()
     dataset = opened(f"data.tokens={copy}")
-    dataset.samples_at(0, 10)
+    dataset.order(0, 10)
     with pytest.raises(InputError, match="missing"):
-        dataset.read(dataset.samples_at(0, 10))
+        dataset.read(dataset.order(0, 10))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")
 
 
-def opened(*arguments: str, steps: int = 1000) -> Dataset:
+def opened(*arguments: str, steps: int = 1000, masked: bool = True) -> Dataset:
+    """Open the data, with attention masked between documents unless told otherwise."""
+    arguments = (f"data.mask_documents={str(masked).lower()}", *arguments)
     lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
     return open_dataset(resolve(None, [*lengths, f"train.steps={steps}", *arguments]).config)
 
@@ -44,23 +46,31 @@ def dataset(tokens: Path) -> Dataset:
     return opened(f"data.tokens={tokens}")
 
 
-@pytest.fixture(scope="module", params=["windows", "mixture", "packed"])
-def any_dataset(request: pytest.FixtureRequest, tokens: Path) -> Dataset:
+KINDS = ["windows", "mixture", "packed"]
+
+
+def open_kind(kind: str, tokens: Path, *arguments: str, masked: bool = True) -> Dataset:
     mixture = (
         f"data.sources=[{{name: a, path: {tokens}, weight: 0.7}}, "
         f"{{name: b, path: {tokens}, weight: 0.3}}]"
     )
-    return {
-        "windows": lambda: opened(f"data.tokens={tokens}"),
-        "mixture": lambda: opened(mixture, "data.weights=[{step: 40, weights: {a: 1, b: 4}}]"),
-        "packed": lambda: opened(mixture, "data.packing=best-fit"),
-    }[request.param]()
+    keys = {
+        "windows": (f"data.tokens={tokens}",),
+        "mixture": (mixture, "data.weights=[{step: 40, weights: {a: 1, b: 4}}]"),
+        "packed": (mixture, "data.packing=best-fit"),
+    }[kind]
+    return opened(*keys, *arguments, masked=masked)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def any_dataset(request: pytest.FixtureRequest, tokens: Path) -> Dataset:
+    return open_kind(request.param, tokens)
 
 
 def batches(
     dataset: Dataset, rank: int = 0, size: int = 1, micro_batch: int = 4, first_step: int = 0
 ) -> Iterator[Batch]:
-    reader = BatchReader(rank, size, micro_batch, CPU, mask_documents=True)
+    reader = BatchReader(rank, size, micro_batch, CPU)
     return training_batches(dataset, reader, first_step)
 
 
@@ -75,7 +85,7 @@ def rows(batch: Batch) -> list[tuple[bytes, ...]]:
 
 
 def expected(dataset: Dataset, step: int) -> list[tuple[bytes, ...]]:
-    samples = dataset.samples_at(step * SEQUENCES, SEQUENCES)
+    samples = dataset.order(step * SEQUENCES, SEQUENCES)
     ids = dataset.read(samples).ids
     documents = read_doc_ids(dataset, samples)
     return [
@@ -126,9 +136,13 @@ GROWING = (
 @pytest.fixture(scope="module")
 def growing(tokens: Path) -> Dataset:
     """Batches and contexts that grow, over two sources whose weights change on the way."""
+    return open_growing(tokens, masked=True)
+
+
+def open_growing(tokens: Path, *, masked: bool) -> Dataset:
     mixture = f"data.sources=[{{name: a, path: {tokens}}}, {{name: b, path: {tokens}}}]"
     weights = "[{step: 6, weights: {a: 1, b: 0}}, {step: 11, weights: {a: 0, b: 1}}]"
-    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40)
+    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40, masked=masked)
 
 
 @pytest.mark.parametrize(("size", "micro_batch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 9)])
@@ -138,7 +152,7 @@ def test_growing_batches_are_the_same_for_any_ranks_and_micro_batches(
     ranks = [batches(growing, rank, size, micro_batch) for rank in range(size)]
     ledger, position = EMPTY_DATA_HASH, 0
     for step, parts in enumerate(zip(*ranks, strict=True)):
-        samples = growing.samples_at(position, [2, 4, 6, 8][min(step // 4, 3)])
+        samples = growing.order(position, [2, 4, 6, 8][min(step // 4, 3)])
         ledger, position = extend_data_hash(ledger, samples), position + len(samples)
         assert all(np.array_equal(part.samples, samples) for part in parts)
         assert len({len(part.micro_batches) for part in parts}) == 1  # they meet in collectives
@@ -149,7 +163,7 @@ def test_growing_batches_are_the_same_for_any_ranks_and_micro_batches(
         assert all(micro.tokens.numel() <= micro_batch * SEQ_LEN for micro in inner)
     assert step == 39
     assert position == growing.first_sample(40) == growing.mixture.end
-    whole = growing.samples_at(0, position)
+    whole = growing.order(0, position)
     firsts = [growing.first_sample(step) for step in range(41)]
     again = EMPTY_DATA_HASH
     for first, following in pairwise(firsts):
@@ -159,7 +173,7 @@ def test_growing_batches_are_the_same_for_any_ranks_and_micro_batches(
 
 def test_the_rows_of_a_shorter_context_put_together_are_the_sequences(growing: Dataset) -> None:
     for step, batch in enumerate(batches(growing, micro_batch=3)):
-        samples = growing.samples_at(growing.first_sample(step), len(batch.samples))
+        samples = growing.order(growing.first_sample(step), len(batch.samples))
         ids = growing.read(samples).ids
         documents = read_doc_ids(growing, samples)
         kept = [part.doc_ids for part in batch.micro_batches if part.doc_ids is not None]
@@ -194,14 +208,15 @@ def test_a_growing_run_resumes_at_any_step_as_if_uninterrupted(growing: Dataset)
 
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
-    growing: Dataset, mask_documents: bool
+    tokens: Path, mask_documents: bool
 ) -> None:
+    growing = open_growing(tokens, masked=mask_documents)
     arch = get_family("llama").architecture(
         ModelConfig(dim=32, n_layers=2, n_heads=2), 512, SEQ_LEN
     )
     model = Decoder(arch)
     initialize(model, seed=0)
-    batch = next(training_batches(growing, BatchReader(0, 1, 2, CPU, mask_documents), 0))
+    batch = next(training_batches(growing, BatchReader(0, 1, 2, CPU), 0))
     (part,) = batch.micro_batches
     assert part.tokens.shape == (8, 8)
     with torch.no_grad():
@@ -214,16 +229,10 @@ def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
             )
             for i in range(8)
         ]
-        (whole,) = BatchReader(0, 1, 2, CPU, mask_documents).read(growing, batch.samples)
+        (whole,) = BatchReader(0, 1, 2, CPU).read(growing, batch.samples)
         longest = model(whole.tokens, whole.targets, doc_ids_BT=whole.doc_ids)
     torch.testing.assert_close(loss, torch.stack(alone).sum())
     assert abs(loss - longest) > 1e-3  # there the rows see each other
-
-
-def test_targets_are_the_tokens_that_follow(dataset: Dataset) -> None:
-    part = next(batches(dataset)).micro_batches[0]
-    assert part.tokens.shape == part.targets.shape == (4, SEQ_LEN)
-    assert torch.equal(part.tokens[:, 1:], part.targets[:, :-1])
 
 
 def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path) -> None:
@@ -239,16 +248,16 @@ def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path)
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_first_token_of_a_document_can_be_left_out_of_the_targets(
-    any_dataset: Dataset, size: int, mask_documents: bool
+    tokens: Path, kind: str, size: int, mask_documents: bool
 ) -> None:
     """Every rank counts the targets of all; tokens, samples and documents stay as they are."""
-    plain = [batches(any_dataset, rank, size, 3) for rank in range(size)]
-    readers = [
-        BatchReader(rank, size, 3, CPU, mask_documents, eod_mask_loss=True) for rank in range(size)
-    ]
-    masked = [training_batches(any_dataset, reader, 0) for reader in readers]
+    whole = open_kind(kind, tokens)
+    without = open_kind(kind, tokens, "data.eod_mask_loss=true", masked=mask_documents)
+    plain = [batches(whole, rank, size, 3) for rank in range(size)]
+    masked = [batches(without, rank, size, 3) for rank in range(size)]
     started = 0
     for _ in range(12):
         before, after = [next(rank) for rank in plain], [next(rank) for rank in masked]
@@ -269,9 +278,9 @@ def test_the_first_token_of_a_document_can_be_left_out_of_the_targets(
     assert started > 12
 
 
-def test_documents_are_omitted_if_attention_crosses_them(dataset: Dataset) -> None:
-    reader = BatchReader(0, 1, 4, CPU, mask_documents=False)
-    assert next(training_batches(dataset, reader, 0)).micro_batches[0].doc_ids is None
+def test_documents_are_omitted_if_attention_crosses_them(tokens: Path) -> None:
+    dataset = opened(f"data.tokens={tokens}", masked=False)
+    assert next(batches(dataset)).micro_batches[0].doc_ids is None
 
 
 @pytest.mark.parametrize("skipped", [1, 5, 300])

@@ -40,8 +40,8 @@ def test_every_token_is_in_exactly_one_sample(tmp_path: Path) -> None:
     whole = row([d for documents in SHARDS.values() for d in documents])
     assert np.array_equal(np.sort(ids[ids != IGNORE_INDEX]), np.sort(whole))
     every = np.arange(len(source), dtype=np.uint64)
-    assert source.targets(every) == (ids[:, 1:] != IGNORE_INDEX).sum()
-    assert source.targets(every[3:5]) == (ids[3:5, 1:] != IGNORE_INDEX).sum()
+    assert source.counts(every).targets == (ids[:, 1:] != IGNORE_INDEX).sum()
+    assert source.counts(every[3:5]).targets == (ids[3:5, 1:] != IGNORE_INDEX).sum()
     assert source.tokens == len(whole)
     # Padding is at the end of a sample only.
     assert ((ids[:, 1:] == IGNORE_INDEX) | (ids[:, :-1] != IGNORE_INDEX)).all()
@@ -52,7 +52,7 @@ def test_no_document_that_fits_is_cut(tmp_path: Path) -> None:
     source = opened(tmp_path)
     cuts: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for sample in range(len(source)):
-        for piece in source.locate(sample):
+        for piece in source.origin(sample):
             place = (piece.offset, piece.stop - piece.start)
             cuts.setdefault((piece.file, piece.document), []).append(place)
     assert len(cuts) == 120

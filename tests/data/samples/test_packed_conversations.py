@@ -12,24 +12,20 @@ from conversation_files import conversation, jsonl, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Dtt
-from token_files import VOCAB_SIZE
+from token_files import FACTS, Conversation
+from token_files import write_conversations as write
 
-from dtt.artifacts.corpus import CorpusSource
-from dtt.artifacts.manifests import ChatFacts, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.config.load import resolve
 from dtt.data.samples import packed
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.loader import targets_of
 from dtt.data.samples.packed_conversations import TooLong
 from dtt.data.samples.packing import best_fit, least_slack
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.data.token_file import TokenFileWriter
 
-Conversation = tuple[list[int], list[bool]]
-FACTS = ChatFacts(template_sha256="t", kwargs={}, stop_tokens=(1,))
 SEQ_LEN = 20
 
 # A conversation is drawn as the lengths of its turns: a question, an answer, a question, …
@@ -44,34 +40,6 @@ def made(turns: list[int], counter: itertools.count[int]) -> Conversation:
     return ids, mask
 
 
-def write(folder: Path, shards: list[list[Conversation]], facts: ChatFacts = FACTS) -> None:
-    """Write a folder as `dtt tokenize` makes it of conversations."""
-    folder.mkdir(exist_ok=True)
-    records = []
-    for number, conversations in enumerate(shards):
-        stem = folder / f"train-{number:05d}"
-        ids = np.array([i for one, _ in conversations for i in one], dtype=np.int64)
-        mask = np.array([m for _, one in conversations for m in one], dtype=np.bool_)
-        with TokenFileWriter(stem, VOCAB_SIZE, has_mask=True) as writer:
-            writer.append(ids, np.array([len(one) for one, _ in conversations]), mask)
-            written = writer.close()
-        records.append(
-            TokenShard(
-                split="train", stem=stem.name, bin_sha256=written.bin_sha256,
-                idx_sha256=written.idx_sha256, mask_sha256=written.mask_sha256,
-                counts=SplitCounts(
-                    documents=len(conversations), tokens=len(ids), trained=int(mask.sum())
-                ),
-            )
-        )  # fmt: skip
-    manifest = TokensManifest(
-        key="k", key_parts={}, corpus=CorpusSource(kind="local", id="x"), tokenizer_sha256="t",
-        vocab_size=VOCAB_SIZE, dtype="uint16", end_of_document=0, shards=tuple(records),
-        skipped_documents=0, empty_documents=0, chat=facts,
-    )  # fmt: skip
-    (folder / manifest.filename).write_text(manifest.dump())
-
-
 def opened(folder: Path, seq_len: int = SEQ_LEN, too_long: TooLong = "drop") -> TokenSource:
     cfg = SourceConfig(path=folder, name="x")
     return open_tokens(cfg, "train", seq_len=seq_len, seed=0, too_long=too_long)
@@ -83,9 +51,9 @@ def samples(source: TokenSource) -> list[list[Conversation]]:
     The first token of a conversation is never a target; there is nothing that predicts it.
     """
     every = np.arange(len(source), dtype=np.uint64)
-    rows = source.read(every, with_doc_ids=True)
+    rows = source.read(every)
     assert rows.doc_ids is not None
-    targets = targets_of(rows)
+    targets = rows.targets
     found = []
     for ids, documents, row in zip(rows.ids, rows.doc_ids, targets, strict=True):
         real = ids != IGNORE_INDEX
@@ -95,10 +63,10 @@ def samples(source: TokenSource) -> list[list[Conversation]]:
         assert (row[is_target[1:]] == ids[1:][is_target[1:]]).all()
         of = [real & (documents == n) for n in range(int(documents[real].max()) + 1)]
         found.append([(ids[one].tolist(), is_target[one].tolist()) for one in of])
-    assert source.targets(every) == (targets != IGNORE_INDEX).sum()
+    assert source.counts(every).targets == (targets != IGNORE_INDEX).sum()
     for sample in every.tolist():
         one = np.array([sample], dtype=np.uint64)
-        assert source.targets(one) == (targets[sample] != IGNORE_INDEX).sum() > 0
+        assert source.counts(one).targets == (targets[sample] != IGNORE_INDEX).sum() > 0
     return found
 
 
@@ -227,12 +195,12 @@ def test_the_packing_is_computed_once_and_again_for_other_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, [[([1, 2, 3], [False, True, True])]])
-    assert opened(tmp_path).targets(np.zeros(1, dtype=np.uint64)) == 2
+    assert opened(tmp_path).counts(np.zeros(1, dtype=np.uint64)).targets == 2
     with monkeypatch.context() as patch:
         patch.setattr(packed, "_write", lambda *_: pytest.fail("packed again"))
         assert len(opened(tmp_path)) == 1
     write(tmp_path, [[([1, 2, 3], [False, False, True])]])
-    assert opened(tmp_path).targets(np.zeros(1, dtype=np.uint64)) == 1
+    assert opened(tmp_path).counts(np.zeros(1, dtype=np.uint64)).targets == 1
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -267,10 +235,10 @@ def run_of(*arguments: str) -> Dataset:
 def test_several_folders_of_conversations_are_mixed(folder: Path) -> None:
     sources = f"[{{path: {folder}/one, weight: 3}}, {{path: {folder}/two, weight: 1}}]"
     dataset = run_of("data.type=chat", f"data.sources={sources}", "train.steps=8")
-    chosen = dataset.samples_at(0, 32)
-    rows = dataset.read(chosen, with_doc_ids=True)
+    chosen = dataset.order(0, 32)
+    rows = dataset.read(chosen)
     assert dataset.shares() == {"one": 0.75, "two": 0.25}
-    assert (targets_of(rows) != IGNORE_INDEX).sum() == dataset.targets(chosen)
+    assert (rows.targets != IGNORE_INDEX).sum() == dataset.counts(chosen).targets
     assert dataset.manifest.chat is not None
     assert dataset.chat_template == (folder / "one/chat_template.jinja").read_text()
 
@@ -281,8 +249,8 @@ def test_conversations_and_text_are_mixed_as_tokens(folder: Path) -> None:
     dataset = run_of(f"data.sources={sources}", *keys)
     for source in dataset.sources:
         some = np.arange(3, dtype=np.uint64)
-        targets = targets_of(source.read(some, with_doc_ids=True))
-        assert source.targets(some) == (targets != IGNORE_INDEX).sum()
+        targets = source.read(some).targets
+        assert source.counts(some).targets == (targets != IGNORE_INDEX).sum()
     with pytest.raises(ConfigError, match="token files of text hold text"):
         run_of("data.type=chat", f"data.sources={sources}")
 

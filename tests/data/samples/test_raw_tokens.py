@@ -73,7 +73,7 @@ def test_llm_c_files_are_read_without_their_header(tmp_path: Path, dtype: str) -
     ids = source.read(every).ids
     documents = read_doc_ids(source, every)
     assert np.array_equal(np.diff(documents, axis=1), ids[:, :-1] == END)
-    pieces = source.locate(len(source) - 1)
+    pieces = source.origin(len(source) - 1)
     assert pieces[-1].file.name == "fineweb_train_000002.bin"
     assert pieces[-1].document == int((second[:-1] == END).sum())
     packed = opened(tmp_path, vocab_size=vocab_size, packing="best-fit")

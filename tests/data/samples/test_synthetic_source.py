@@ -21,7 +21,7 @@ SIZES = (
 
 def test_ids_are_uniform_and_depend_on_seed_and_sample_alone() -> None:
     source = SyntheticSource(300, 64, seed=1)
-    samples = source.samples_at(10**9, 2000)
+    samples = source.order(10**9, 2000)
     ids = source.read(samples).ids
     assert ids.shape == (2000, 65)
     assert (ids.min(), ids.max()) == (0, 299)
@@ -31,7 +31,7 @@ def test_ids_are_uniform_and_depend_on_seed_and_sample_alone() -> None:
     assert np.array_equal(source.read(samples[[5, 3]]).ids, ids[[5, 3]])
     assert len(np.unique(ids, axis=0)) == len(ids)
     assert not np.array_equal(SyntheticSource(300, 64, seed=2).read(samples).ids, ids)
-    assert source.targets(samples) == 2000 * 64
+    assert source.counts(samples).targets == 2000 * 64
 
 
 def weights(job: Path) -> str:
@@ -48,4 +48,4 @@ def test_a_run_without_files_trains_resumes_and_is_planned(tmp_path: Path) -> No
     dtt("train", "jobs/t", "--from-step", 3)
     assert weights(tmp_path / "jobs/t") == first
     assert "parameters" in dtt("plan", *SIZES, "--gpu", "H100").stdout
-    assert "random ids" in dtt("submit", "train", *SIZES, "name=u", "--dry-run").stdout
+    assert "synthetic data" in dtt("submit", "train", *SIZES, "name=u", "--dry-run").stdout

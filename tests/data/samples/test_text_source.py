@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from token_files import read_doc_ids
 from tokenizers import Tokenizer
 
 from dtt.base.errors import DamagedError, InputError
@@ -22,11 +21,10 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples import encoded_documents, text_stream
-from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.encoded_documents import DocumentMasks, Documents
 from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.text_source import TextSource
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.pretokens import count_pre_tokens
 from dtt.data.text.tokenizer import train_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -66,8 +64,7 @@ FILES: dict[str, dict[str, bytes]] = {
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    counts = count_pre_tokens("gpt2", [[text.encode() for text in TEXTS]])
-    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), counts).encode()
+    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), [TEXTS]).encode()
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +95,7 @@ def open_source(encoder: Encoder) -> Open:
     def open_(corpus: Corpus, **changes: Any) -> TextSource:
         options: dict[str, Any] = {
             "name": "text", "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION,
+            "masks": DocumentMasks(encoder.end_of_document, True, False),
         } | changes  # fmt: skip
         return TextSource(Documents(corpus), encoder, **options)
 
@@ -110,7 +108,7 @@ def gone_through(source: TextSource, epochs: int) -> list[list[int]]:
     place = 0
     while (epoch := source.state(place)["epoch"]) < epochs:
         count = 50 if source.state(place + 49)["epoch"] == epoch else 1
-        found[epoch] += source.samples_at(place, count).tolist()
+        found[epoch] += source.order(place, count).tolist()
         place += count
     return found
 
@@ -156,15 +154,15 @@ def test_every_token_of_every_document_is_a_target_once_an_epoch(
         seen = {place: [IGNORE_INDEX] * len(ids) for place, ids in expected.items()}
         times = {place: [0] * len(ids) for place, ids in expected.items()}
         for sample, ids in zip(samples, source.read(as_array(samples)).ids.tolist(), strict=True):
-            for piece in source.locate(sample):
+            for piece in source.origin(sample):
                 place = (piece.file.name, piece.document)
                 for i in range(piece.stop - piece.start):
                     seen[place][piece.offset + i] = ids[piece.start + i]
                     times[place][piece.offset + i] += piece.start + i > 0
-            filled = source.locate(sample)[-1].stop
+            filled = source.origin(sample)[-1].stop
             assert IGNORE_INDEX not in ids[:filled]
             assert set(ids[filled:]) <= {IGNORE_INDEX}
-            assert source.targets(as_array([sample])) == filled - 1
+            assert source.counts(as_array([sample])).targets == filled - 1
         assert seen == expected
         assert {n for counts in times.values() for n in counts} == {0, 1}
         assert sum(counts.count(0) for counts in times.values()) == rows  # the first of each row
@@ -183,31 +181,28 @@ def test_epochs_differ_only_in_their_order(corpus: Corpus, open_source: Open) ->
 def test_the_order_does_not_depend_on_how_far_ahead_it_is_asked_for(
     corpus: Corpus, open_source: Open
 ) -> None:
-    expected = open_source(corpus).samples_at(0, 3000)
+    expected = open_source(corpus).order(0, 3000)
     for step in (7, 250):
         source = open_source(corpus)
-        parts = [source.samples_at(first, step) for first in range(0, 3000, step)]
+        parts = [source.order(first, step) for first in range(0, 3000, step)]
         assert np.concatenate(parts)[:3000].tolist() == expected.tolist()
-        assert source.samples_at(2000, 10).tolist() == expected[2000:2010].tolist()  # look back
+        assert source.order(2000, 10).tolist() == expected[2000:2010].tolist()  # look back
 
 
 def test_ranks_read_the_rows_that_one_process_would(corpus: Corpus, open_source: Open) -> None:
     alone = open_source(corpus)
-    samples = alone.samples_at(0, 900)
+    samples = alone.order(0, 900)
     expected = alone.read(samples).ids
     for rank in range(3):
         source = open_source(corpus)
-        assert (
-            source.read(source.samples_at(0, 900)[rank::3]).ids.tolist()
-            == expected[rank::3].tolist()
-        )
+        assert source.read(source.order(0, 900)[rank::3]).ids.tolist() == expected[rank::3].tolist()
 
 
 def test_a_sample_is_the_same_whenever_and_in_whatever_order_it_is_read(
     corpus: Corpus, open_source: Open
 ) -> None:
     source = open_source(corpus)
-    samples = source.samples_at(0, 600)
+    samples = source.order(0, 600)
     expected = source.read(samples).ids
     shuffled = np.random.default_rng(0).permutation(600)[:100]
     assert open_source(corpus).read(samples[shuffled]).ids.tolist() == expected[shuffled].tolist()
@@ -220,7 +215,7 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
     source = open_source(corpus)
     epochs = gone_through(source, 2)
     end = len(epochs[0])
-    order = open_source(corpus).samples_at(0, 2 * end + 200)
+    order = open_source(corpus).order(0, 2 * end + 200)
     begins = borders(source, 2 * end)
     near = [place + d for place in (*begins[1:4], end, begins[-1]) for d in (-1, 0, 1)]
     for place in {0, *near, end // 2, 2 * end - 1}:
@@ -229,45 +224,32 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
         assert state["place"] <= place
         later = open_source(corpus)
         later.restore(state)
-        samples = later.samples_at(place, 200)
+        samples = later.order(place, 200)
         assert samples.tolist() == order[place : place + 200].tolist()
         assert later.read(samples).ids.tolist() == source.read(samples).ids.tolist()
         assert later.state(place) == state
 
 
-def test_documents_are_numbered_within_their_sample(corpus: Corpus, open_source: Open) -> None:
-    source = open_source(corpus, seq_len=200)
-    samples = source.samples_at(0, 20)
-    numbers = read_doc_ids(source, samples)
-    several = 0
-    for sample, row_ in zip(samples.tolist(), numbers.tolist(), strict=True):
-        pieces = source.locate(sample)
-        several += len(pieces) > 1
-        for number, piece in enumerate(pieces):
-            assert set(row_[piece.start : piece.stop]) == {number}
-    assert several > 10
-
-
 def test_held_out_documents_are_never_trained_on(
     corpus: Corpus, encoder: Encoder, open_source: Open
 ) -> None:
-    documents = Documents(corpus)
+    documents, masks = Documents(corpus), DocumentMasks(encoder.end_of_document, True, False)
     held = HeldOutText(
         documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=10**9,
+        text_bytes=10**9, masks=masks,
     )  # fmt: skip
-    samples = held.samples_at(0, len(held))
+    samples = held.order(0, len(held))
     ids = held.read(samples).ids
     row_ids = [*ids[:, :-1].ravel().tolist(), ids[-1, -1]]
     texts = (d.text for unit in documents.units for d in documents.of(unit, BadDocuments()))
     expected = [text for text in texts if held_out(text, FRACTION)]
     assert [i for i in row_ids if i != IGNORE_INDEX] == encoder.encode(expected)[0].tolist()
-    assert held.targets(samples) == held.tokens - 1
+    assert held.counts(samples).targets == held.tokens - 1
     some = HeldOutText(
         documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=1000,
+        text_bytes=1000, masks=masks,
     )  # fmt: skip
-    assert some.read(some.samples_at(0, 5)).ids.tolist() == ids[:5].tolist()
+    assert some.read(some.order(0, 5)).ids.tolist() == ids[:5].tolist()
     assert 0 < len(some) < len(held)
 
 
@@ -284,7 +266,7 @@ def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_sourc
     source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(jsonl(TEXTS * 10))}))
     ahead = 0
     for first in range(0, 8000, 40):
-        source.read(source.samples_at(first, 40))
+        source.read(source.order(first, 40))
         ahead = max(ahead, len(source._rows))
     assert source.state(8000)["part"] > 50
     assert ahead <= 3
@@ -297,11 +279,11 @@ def test_unreadable_documents_are_skipped(
     corpora: Any, open_source: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = open_source(corpora.make({"a.jsonl": jsonl(TEXTS)}))
-    tokens = whole.targets(as_array(gone_through(whole, 1)[0]))
+    tokens = whole.counts(as_array(gone_through(whole, 1)[0])).targets
     source = open_source(corpora.make({"a.jsonl": BROKEN}))
     with caplog.at_level("INFO", "dtt"):
         (samples,) = gone_through(source, 1)
-    assert source.targets(as_array(samples)) == pytest.approx(tokens, abs=5)
+    assert source.counts(as_array(samples)).targets == pytest.approx(tokens, abs=5)
     assert "skipped 2 documents, such as" in caplog.text
     assert "a.jsonl:201: the text is int" in caplog.text
 

@@ -39,7 +39,7 @@ def documents(source: TokenSource) -> list[list[int]]:
     found: dict[tuple[Path, int], list[int]] = {}
     for sample in range(len(source)):
         ids = source.read(np.array([sample], dtype=np.uint64)).ids[0]
-        for piece in source.locate(sample):
+        for piece in source.origin(sample):
             tokens = found.setdefault((piece.file, piece.document), [])
             assert len(tokens) in (piece.offset, piece.offset + 1)
             tokens[piece.offset :] = ids[piece.start : piece.stop].tolist()
@@ -89,7 +89,7 @@ def test_files_written_by_megatron_are_read(tmp_path: Path, dtype: type) -> None
     whole = opened(tmp_path / "a", seq_len=9)
     only = np.array([0], dtype=np.uint64)
     assert read_doc_ids(whole, only).tolist() == [[0] * 4 + [1] * 2 + [2] * 4]
-    assert [p.document for p in whole.locate(0)] == [0, 2, 4]
+    assert [p.document for p in whole.origin(0)] == [0, 2, 4]
 
 
 def test_a_pair_is_named_by_its_stem_or_by_either_file(tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_raw_ids_have_documents_if_the_end_token_is_known(tmp_path: Path) -> Non
     only = np.array([0], dtype=np.uint64)
     source = opened(tmp_path / "a.bin", seq_len=8)
     assert read_doc_ids(source, only).tolist() == [[0] * 9]
-    assert [(p.document, p.stop) for p in source.locate(0)] == [(0, 9)]
+    assert [(p.document, p.stop) for p in source.origin(0)] == [(0, 9)]
     source = opened(tmp_path / "a.bin", seq_len=8, end_of_document=END)
     assert read_doc_ids(source, only).tolist() == [[0, 1, 1, 1, 2, 2, 2, 3, 4]]
-    assert [p.stop for p in source.locate(0)] == [1, 4, 7, 8, 9]
+    assert [p.stop for p in source.origin(0)] == [1, 4, 7, 8, 9]
 
 
 def test_ends_are_found_across_the_parts_a_file_is_read_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
+from token_files import END, random_documents, read_doc_ids, write_folder, write_pair
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples import token_buffer, token_source
+from dtt.data.samples import token_source
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFileWriter, bin_path
@@ -58,18 +59,10 @@ def test_samples_are_slices_of_the_shards_in_a_row(
     order = np.random.default_rng(1).permutation(len(source)).astype(np.uint64)
     batch = source.read(order).ids
     assert batch.shape == (len(source), seq_len + 1)
-    assert source.targets(order) == len(source) * seq_len
+    assert source.counts(order).targets == len(source) * seq_len
     for sample_ids, sample in zip(batch, order.tolist(), strict=True):
         start = sample * seq_len
         assert np.array_equal(sample_ids, stream[start : start + seq_len + 1])
-
-
-def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path) -> None:
-    stream = write_shards(tmp_path, [100, 30, 31])  # 161 = 1 + 16 windows of 10
-    source = opened(tmp_path)
-    batch = source.read(every(source)).ids
-    assert np.array_equal(batch[:, 1:].ravel(), stream[1:])
-    assert np.array_equal(batch[:, :-1].ravel(), stream[:-1])
 
 
 def test_a_split_shorter_than_a_sample_has_none(tmp_path: Path) -> None:
@@ -83,14 +76,14 @@ def test_a_split_shorter_than_a_sample_has_none(tmp_path: Path) -> None:
 def test_each_epoch_has_every_sample_once_in_a_different_order(tmp_path: Path) -> None:
     write_shards(tmp_path, [2000])
     source = opened(tmp_path)
-    first, second = source.samples_at(0, 199), source.samples_at(199, 199)
+    first, second = source.order(0, 199), source.order(199, 199)
     assert np.array_equal(np.sort(first), every(source))
     assert np.array_equal(np.sort(second), every(source))
     assert not np.array_equal(first, second)
     other = open_tokens(SourceConfig(path=tmp_path), "train", seq_len=10, seed=1)
-    assert not np.array_equal(first, other.samples_at(0, 199))
+    assert not np.array_equal(first, other.order(0, 199))
     named = open_tokens(SourceConfig(path=tmp_path, name="b"), "train", seq_len=10, seed=0)
-    assert not np.array_equal(first, named.samples_at(0, 199))
+    assert not np.array_equal(first, named.order(0, 199))
 
 
 def test_no_file_is_opened_before_it_is_read(tmp_path: Path) -> None:
@@ -149,8 +142,8 @@ def test_documents_and_their_positions_equal_those_written(
     documents = read_doc_ids(ours, every(ours))
     assert np.array_equal(documents, read_doc_ids(theirs, every(theirs)))
     for sample in range(len(ours)):
-        pieces = ours.locate(sample)
-        assert [p.file.name for p in pieces] == [p.file.name for p in theirs.locate(sample)]
+        pieces = ours.origin(sample)
+        assert [p.file.name for p in pieces] == [p.file.name for p in theirs.origin(sample)]
         place = 0
         for number, piece in enumerate(pieces):
             assert piece.start == place < piece.stop
@@ -180,26 +173,25 @@ def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
         source.read(every(source))
 
 
-def test_many_shards_need_no_descriptors(tmp_path: Path) -> None:
-    documents = random_documents(300, 30)
-    write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(documents)})
-    source = opened(tmp_path, seq_len=5)
-    before = len(list(Path("/dev/fd").iterdir()))
-    ids = source.read(every(source)).ids
-    pieces = [source.locate(sample) for sample in range(len(source))]
-    assert len(list(Path("/dev/fd").iterdir())) == before
-    assert len({piece.file for found in pieces for piece in found}) > 250
-    assert np.array_equal(ids[:, :-1].ravel(), row(documents)[: ids[:, :-1].size])
-
-
-def test_the_maps_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, {f"train-{i}": [d] for i, d in enumerate(random_documents(50, 30))})
-    expected = opened(tmp_path, seq_len=5)
-    for module in (token_source, token_buffer):
-        monkeypatch.setattr(module, "MAPPED_SHARDS", 3)
     source = opened(tmp_path, seq_len=5)
-    order = source.samples_at(0, 3 * len(source))
-    assert np.array_equal(source.read(order).ids, expected.read(order).ids)
-    for sample in order.tolist():
-        assert source.locate(sample) == expected.locate(sample)
-    assert len(source._ids._mapped) == len(source._documents) == 3
+    order = source.order(0, 3 * len(source))
+    expected = source.read(order).ids
+    places = [source.origin(sample) for sample in order.tolist()]
+    for name in ("ids_of", "documents_of"):
+        few = lru_cache(3)(getattr(token_source, name).__wrapped__)
+        monkeypatch.setattr(token_source, name, few)
+    before = len(list(Path("/dev/fd").iterdir()))
+    assert np.array_equal(source.read(order).ids, expected)
+    assert [source.origin(sample) for sample in order.tolist()] == places
+    assert len(list(Path("/dev/fd").iterdir())) - before <= 6
+
+
+def test_a_shard_that_changes_its_size_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"train-0": random_documents(20, 30)})
+    source = opened(tmp_path, seq_len=5)
+    with (tmp_path / "train-0.bin").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(DamagedError, match=r"train-0\.bin[\s\S]*bytes for"):
+        source.read(every(source))

@@ -15,17 +15,21 @@ from tokenizers import Tokenizer
 
 from dtt.base.errors import InputError
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
+from dtt.data.corpus.document_sampling import held_out, tokenizer_sample
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.pretokens import PATTERNS, count_pre_tokens
-from dtt.data.text.tokenizer import given_tokenizer, token_bytes, train_tokenizer
+from dtt.data.text.tokenizer import (
+    PATTERNS,
+    given_tokenizer,
+    token_bytes,
+    train_tokenizer,
+)
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
 
 
 def train(**options: Any) -> bytes:
     cfg = TrainedTokenizerConfig(**({"vocab_size": 400} | options))
-    counts = count_pre_tokens(cfg.pre_tokenizer, [[text.encode() for text in TEXTS]])
-    return train_tokenizer(cfg, counts).encode()
+    return train_tokenizer(cfg, [TEXTS]).encode()
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +58,26 @@ sys.stdout.buffer.write(train())
         assert run.stdout == content
 
 
+@pytest.mark.parametrize("train_bytes", [1, 20_000, 10**9])
+def test_the_tokenizer_learns_from_the_start_of_every_unit(corpora: Any, train_bytes: int) -> None:
+    texts = [f"{i} words, {i * i} more and {'so on ' * (i % 40)}" for i in range(1000)]
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    corpus = corpora.make({"a.jsonl": lines})
+    units = corpus.units(20_000)
+    read: list[int] = []
+    batches = tokenizer_sample(corpus, units, train_bytes, 0.1, read.append)
+    sample = [text for batch in batches for text in batch]
+    trained = [text for text in texts if not held_out(text.encode(), 0.1)]
+    assert sample == [text for text in trained if text in set(sample)]
+    if train_bytes > 10**6:
+        assert sample == trained
+    else:
+        assert train_bytes <= sum(read) <= 3 * max(train_bytes, 300 * len(units))
+
+
 def test_a_text_too_small_for_the_vocabulary_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     cfg = TrainedTokenizerConfig(vocab_size=5000)
-    content = train_tokenizer(cfg, {"abc": 1, "Ġabc": 2}).encode()
+    content = train_tokenizer(cfg, [["abc", " abc", " abc"]]).encode()
     assert "not 5000" in caplog.text
     assert Encoder(content, None, "here").vocab_size < 300
 

@@ -329,7 +329,7 @@ def test_a_trained_tokenizer_is_refused_with_what_to_do(workshop: Workshop) -> N
 
 def test_a_tokenizer_without_the_stop_token_is_refused(workshop: Workshop) -> None:
     cfg = TrainedTokenizerConfig(vocab_size=260)
-    (workshop.folder / "tokenizer/tokenizer.json").write_text(train_tokenizer(cfg, {"Ġa": 5}))
+    (workshop.folder / "tokenizer/tokenizer.json").write_text(train_tokenizer(cfg, [5 * [" a"]]))
     with pytest.raises(ConfigError, match="does not end answers with a special token"):
         workshop.run()
 

@@ -17,13 +17,12 @@ from dtt.artifacts.manifests import ChatFacts
 from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine
-from dtt.data.conversations.control_text import ControlText, StandInTokenizer
+from dtt.data.conversations.control_text import ControlText, StandInTokenizer, without_marks
 from dtt.data.conversations.conversation_tokens import ConversationTokens, EncodedText, Ids
 from dtt.data.conversations.loss_mask import (
     PROBES,
     AnswerSpan,
     LossMask,
-    Marked,
     MaskMethod,
     with_parts,
 )
@@ -74,16 +73,16 @@ class ChatEncoder:
         template_text: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        fast: bool = False,
+        engine: Engine = "hf",
         date: str | None = None,
     ) -> None:
         """Compile the template, and find the tokens that end answers.
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
-        `bos_token`, `eos_token` and others. With `fast`, gigatoken is used; call `doubt` before
-        encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is not a
-        tokenizer.json, and ConfigError if the template is invalid or ends answers with no token of
-        the tokenizer.
+        `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call `settle`
+        before encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is
+        not a tokenizer.json, and ConfigError if the template is invalid or ends answers with no
+        token of the tokenizer.
         """
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
@@ -105,7 +104,7 @@ class ChatEncoder:
         # An array indexed by id: one lookup for a whole conversation.
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
-        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, fast=fast)
+        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
         self._stops: frozenset[int] = frozenset()
         self.stop_tokens = self._find_stops(where)
         """Ids that end an answer, the most frequent first."""
@@ -193,9 +192,9 @@ class ChatEncoder:
                 texts.append(self.template.render(conversation))
         return self._tokens.doubt(texts)
 
-    def use_exact(self) -> None:
-        """Encode with `tokenizers` from now on."""
-        self._tokens.use_exact()
+    def settle(self, doubt: str | None) -> None:
+        """Choose the engine; see EngineChoice."""
+        self._tokens.settle(doubt)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
@@ -208,8 +207,7 @@ class ChatEncoder:
         suspicious = self._suspicious(conversation)
         written = None
         if suspicious is not None:
-            marked = self._masks.marked(suspicious, prompt=True)
-            written = self._written(text, marked)
+            written = self._written(text, suspicious, prompt=True)
         if written is not None:
             return list(self._as_text(text, written).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -220,17 +218,24 @@ class ChatEncoder:
             return None
         return self._control.mark(conversation)
 
-    def _written(self, text: str, marked: Marked | None) -> list[tuple[int, str]] | None:
+    def _written(
+        self, text: str, suspicious: Conversation, prompt: bool = False
+    ) -> list[tuple[int, str]] | None:
         """Return the special tokens that the template wrote; None if the row contains none.
 
-        Raises RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
+        `text` is the render of the conversation, and `suspicious` is the same with marks. Raises
+        RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
         """
+        plain: str | None = None
+        from_row: list[int] = []
+        with suppress(RefusedRow):
+            plain, from_row = without_marks(self.template.render(suspicious, prompt))
         # A template that reacts to the marks would be encoded differently than without them.
-        if marked is None or marked.text != text:
+        if plain != text:
             raise RefusedRow(
                 "it contains text like a special token, which the chat template treats specially"
             )
-        written, contained = self._control.find(text, marked.from_row)
+        written, contained = self._control.find(text, from_row)
         if not contained:
             return None
         if self.cfg.control_text == "stop":
@@ -269,20 +274,14 @@ class ChatEncoder:
         if self.cfg.train_on == "all":
             trained = []
             excluded = [i for i, flag in enumerate(conversation.trained) if not flag]
-        suspicious = self._suspicious(conversation)
-        marked = None
-        if suspicious is None and (trained or excluded):
-            text, marked = self._masks.traced(conversation)
-        else:
-            text = self.template.render(conversation)
+        text, trace = self._masks.traced(conversation)
         _check_marks(text)
-        if suspicious is not None:
-            marked = self._masks.marked(suspicious)
-        written = None if suspicious is None else self._written(text, marked)
+        suspicious = self._suspicious(conversation)
+        written = None if suspicious is None else self._written(text, suspicious)
         return _Rendered(
             text,
-            self._masks.answers(conversation, text, marked, trained),
-            self._masks.answers(conversation, text, marked, excluded),
+            self._masks.answers(conversation, text, trace, trained),
+            self._masks.answers(conversation, text, trace, excluded),
             written,
             self.cfg.train_on == "all",
         )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from dtt.config.data import Engine
+from dtt.data.text.encoder import EngineChoice
 from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
 
 Ids = npt.NDArray[np.uint32]
@@ -29,7 +30,7 @@ class EncodedText(NamedTuple):
     """[tokens]: end of each token."""
 
 
-class ConversationTokens:
+class ConversationTokens(EngineChoice):
     """A tokenizer of rendered conversations, whose special tokens become special tokens.
 
     With either engine, the ids are those of `encode(text, add_special_tokens=False)` of
@@ -37,24 +38,18 @@ class ConversationTokens:
     """
 
     def __init__(
-        self, content: bytes, facts: dict[str, Any], tokenizer: Tokenizer, *, fast: bool = False
+        self, content: bytes, facts: dict[str, Any], tokenizer: Tokenizer, engine: Engine = "hf"
     ) -> None:
         """Create it for `tokenizer`, which was created from `content`, a tokenizer.json.
 
-        `facts` are the decoded content. With `fast`, gigatoken is used if it supports the
-        tokenizer; see `doubt`.
+        `facts` are the decoded content. With the engine `auto` or `gigatoken`, call `settle` before
+        encoding.
         """
         self._tokenizer = tokenizer
         self._added = [token["content"] for token in facts.get("added_tokens") or ()]
         self._sizes = _byte_sizes(facts)
         self._composes = facts.get("normalizer") is not None
-        self._unfit: str | None = "it is not requested"
-        self._fast: Gigatoken | None = None
-        if fast:
-            try:
-                self._fast = self._open(content, facts)
-            except Unfit as error:
-                self._unfit = str(error)
+        super().__init__(engine, lambda: self._open(content, facts))
 
     def _open(self, content: bytes, facts: dict[str, Any]) -> Gigatoken:
         """Return gigatoken; raise Unfit if the tokenizer has parts that gigatoken ignores."""
@@ -75,18 +70,13 @@ class ConversationTokens:
         name = self._separators[0][0].decode()
         return Gigatoken(content, facts.get("normalizer"), special, name, _never)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine in use."""
-        return "hf" if self._fast is None else "gigatoken"
-
     def doubt(self, sample: Sequence[str]) -> str | None:
         """Return the reason why gigatoken cannot be used, or None if it can.
 
         Both engines encode `sample` and texts with the added tokens that are hard to split.
         """
         if self._fast is None:
-            return self._unfit
+            return self._doubt
         hard = hard_texts(self._added)
         pairs = [f"{a}{b} {a}\n{b}" for a, b in zip(self._added, self._added[1:], strict=False)]
         for text in [*sample, *hard, *pairs, *(f"{self._added[-1]}{text}" for text in hard)]:
@@ -94,10 +84,6 @@ class ConversationTokens:
             if ours is not None and not all(map(np.array_equal, ours, exact)):
                 return f"gigatoken returns different ids for {text[:60]!r}"
         return None
-
-    def use_exact(self) -> None:
-        """Encode with `tokenizers` from now on."""
-        self._fast = None
 
     def encode(self, texts: list[str]) -> list[EncodedText]:
         """Encode texts."""

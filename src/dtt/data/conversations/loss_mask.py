@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import (
-    BEGIN,
-    END,
-    END_OF_INDEX,
-    FROM_ROW,
-    GENERATION,
-    GENERATION_BEGIN,
-    MESSAGE_END,
-)
+from dtt.data.conversations.sandbox import MESSAGE_END
 from dtt.data.conversations.template import ChatTemplate, Events
 
 VERSION = 1
@@ -26,14 +17,11 @@ VERSION = 1
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""
 
-_MARK = re.compile(f"{BEGIN}([0-9]+){END_OF_INDEX}|[{END}{GENERATION}{FROM_ROW}]")
-
 
 class MaskMethod(StrEnum):
     """The method that found the span of an answer."""
 
     TRACED = "traced"
-    GENERATION = "generation"
     PREFIX = "prefix"
     OMITTED = "omitted"
     """The template renders nothing of the answer, so it is not a target. For example, it ignores
@@ -57,46 +45,19 @@ class AnswerSpan:
 
 
 @dataclass
-class Marked:
-    """A render without its marks, and the positions of the marks."""
+class TracedRender:
+    """A render, and the positions of the messages in it."""
 
     text: str
     messages: dict[int, list[Span]]
     """Spans by the index of the message, without those that are empty or white space."""
     nested: list[tuple[int, int, Span]]
     """Messages rendered inside of another: the outer, the inner, the span of the inner."""
-    generation: list[Span]
-    from_row: list[int]
-    """Positions of the marks FROM_ROW."""
 
 
-def parse_marks(marked: str) -> Marked | None:
-    """Return the parts of a marked render, or None if the marks are not balanced."""
-    events: Events = []
-    from_row: list[int] = []
-    pieces: list[str] = []
-    size = last = 0
-    for match in _MARK.finditer(marked):
-        piece = marked[last : match.start()]
-        pieces.append(piece)
-        size += len(piece)
-        last = match.end()
-        mark = match.group()
-        if mark == FROM_ROW:
-            from_row.append(size)
-        elif mark == GENERATION:
-            events.append((GENERATION_BEGIN, size))
-        elif mark == END:
-            events.append((MESSAGE_END, size))
-        else:
-            events.append((int(match.group(1)), size))
-    pieces.append(marked[last:])
-    return parse_events("".join(pieces), events, from_row)
-
-
-def parse_events(text: str, events: Events, from_row: list[int]) -> Marked | None:
+def parse_events(text: str, events: Events) -> TracedRender | None:
     """Return the parts of a text by the events of its render, or None if they are not balanced."""
-    found = Marked(text, {}, [], [], from_row)
+    found = TracedRender(text, {}, [])
     opened: list[tuple[int, int]] = []
     for event, place in events:
         if event != MESSAGE_END:
@@ -105,13 +66,10 @@ def parse_events(text: str, events: Events, from_row: list[int]) -> Marked | Non
         if not opened:
             return None
         index, start = opened.pop()
-        if index == GENERATION_BEGIN:
-            found.generation.append((start, place))
-            continue
         span = text[start:place]
         if not span or span.isspace():
             continue
-        outer = next((i for i, _ in reversed(opened) if i != GENERATION_BEGIN), None)
+        outer = opened[-1][0] if opened else None
         if outer is None or outer == index:
             found.messages.setdefault(index, []).append((start, place))
         else:
@@ -129,27 +87,26 @@ class LossMask:
         self._generation_prompts: dict[Any, str | None] = {}
 
     def answers(
-        self, conversation: Conversation, text: str, marked: Marked | None, indices: Iterable[int]
+        self,
+        conversation: Conversation,
+        text: str,
+        trace: TracedRender | None,
+        indices: Iterable[int],
     ) -> list[AnswerSpan]:
         """Return the spans of the answers with the given indices in the text of a conversation.
 
-        `text` is the plain render and `marked` the parsed marked render of the same conversation,
-        or None if there is none. Raises RefusedRow if an answer cannot be located with certainty.
+        `text` and `trace` come from `traced`. Raises RefusedRow if an answer cannot be located with
+        certainty.
         """
-        # Marks can change what a template prints, such as a length or a condition. Then the trace
-        # proves nothing.
-        if marked is not None and marked.text != text:
-            marked = None
         prompts: dict[str, str | None] = {}
         found = []
         for index in indices:
-            # From the surest method to the weakest: trace, generation block, prefix.
-            span = None if marked is None else _own_span(marked, index)
+            # The surer method first.
+            span = None if trace is None else _own_span(trace, index)
             answer = None
-            if marked is not None and span is not None:
+            if trace is not None and span is not None:
                 answer = self._traced(conversation, text, span, index, prompts)
-                answer = answer or _by_generation(marked, index, span)
-                hidden = _hidden_turns(conversation, marked, index)
+                hidden = _hidden_turns(conversation, trace, index)
                 if (
                     answer is not None
                     and hidden
@@ -224,29 +181,25 @@ class LossMask:
         messages = list(conversation.messages)
         for i in hidden:
             messages[i] = {**messages[i], "content": "a different text"}
-        other = self.marked(replace(conversation, messages=tuple(messages)))
+        try:
+            _, other = self.traced(replace(conversation, messages=tuple(messages)))
+        except RefusedRow:
+            other = None
         span = None if other is None else _own_span(other, answer.message)
         if other is None or span is None:
             # Without proof that the turns are separate, they count as mixed.
             return True
         return not other.text[span[0] : span[1]].endswith(text[answer.start : answer.end])
 
-    def marked(self, conversation: Conversation, prompt: bool = False) -> Marked | None:
-        """Return the marked render of a conversation; None if it fails."""
-        try:
-            return parse_marks(self._template.render_marked(conversation, prompt))
-        except RefusedRow:
-            return None
-
-    def traced(self, conversation: Conversation) -> tuple[str, Marked | None]:
-        """Return the plain and the marked render of a conversation, from one render if possible.
+    def traced(
+        self, conversation: Conversation, prompt: bool = False
+    ) -> tuple[str, TracedRender | None]:
+        """Return the text of a conversation, and the messages in it as far as they are known.
 
         Raises RefusedRow if the template refuses the conversation.
         """
-        text, events = self._template.render_traced(conversation)
-        if events is None:
-            return text, self.marked(conversation)
-        return text, parse_events(text, events, [])
+        text, events = self._template.render_traced(conversation, prompt)
+        return text, None if events is None else parse_events(text, events)
 
     def _cut(self, conversation: Conversation, text: str, answer: AnswerSpan) -> AnswerSpan:
         """Return an answer without the tool results that the template renders after it.
@@ -307,8 +260,8 @@ class LossMask:
             return with_prompt[len(without) :]
         # Without it, the template ends conversations differently: take the text after the last
         # message.
-        marked = self.marked(probe, True)
-        span = None if marked is None else _own_span(marked, len(probe.messages) - 1)
+        _, trace = self.traced(probe, True)
+        span = None if trace is None else _own_span(trace, len(probe.messages) - 1)
         return None if span is None else with_prompt[span[1] :]
 
     def _render(self, conversation: Conversation, prompt: bool) -> str | None:
@@ -318,32 +271,24 @@ class LossMask:
             return None
 
 
-def _own_span(marked: Marked, index: int) -> Span | None:
+def _own_span(trace: TracedRender, index: int) -> Span | None:
     """Return the span of a message if there is just one, without another message inside."""
-    spans = marked.messages.get(index, ())
-    if len(spans) != 1 or any(index in (outer, inner) for outer, inner, _ in marked.nested):
+    spans = trace.messages.get(index, ())
+    if len(spans) != 1 or any(index in (outer, inner) for outer, inner, _ in trace.nested):
         # Two spans mean that the template prints the message twice, and neither is the answer for
         # certain.
         return None
     return spans[0]
 
 
-def _by_generation(marked: Marked, index: int, span: Span) -> AnswerSpan | None:
-    """Return the answer that the only generation block in a span shows, if there is one."""
-    inside = [block for block in marked.generation if span[0] <= block[0] and block[1] <= span[1]]
-    if len(inside) != 1:
-        return None
-    return AnswerSpan(index, inside[0][0], span[1], MaskMethod.GENERATION)
-
-
-def _hidden_turns(conversation: Conversation, marked: Marked, index: int) -> list[int]:
+def _hidden_turns(conversation: Conversation, trace: TracedRender, index: int) -> list[int]:
     """Return the turns up to the next answer that have no span, and so may be in this answer's."""
     hidden = []
     for i in range(index + 1, len(conversation.messages)):
         role = conversation.messages[i]["role"]
         if role == "assistant":
             break
-        if role in ("user", "tool") and i not in marked.messages:
+        if role in ("user", "tool") and i not in trace.messages:
             hidden.append(i)
     return hidden
 

@@ -26,7 +26,6 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import some_rows
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.text.encoder import refuse_or_log
 from dtt.data.text.tokenizer import find_tokenizer, token_bytes
 from dtt.data.text.unit_encoder import EncodedPart
 from dtt.mesh.comm import Comm
@@ -134,7 +133,7 @@ class ConversationEncoder:
         self._read: dict[str, bool] = {"role": True, "content": True}
         """Keys of messages, and whether the template may read them."""
         self._chat = ChatEncoder(
-            content, cfg, tokenizer.path, template, special_tokens, fast=engine != "hf", date=date
+            content, cfg, tokenizer.path, template, special_tokens, engine=engine, date=date
         )
         facts = self._chat.facts.model_copy(update={"special_tokens": dict(special_tokens)})
         self.chat: ChatFacts | None = facts
@@ -160,11 +159,7 @@ class ConversationEncoder:
         for row in some_rows(corpus, units, comm.rank, comm.size):
             with suppress(RefusedRow):
                 sample += self._parse(row)
-        doubts = comm.gather(self._chat.doubt(sample))
-        doubt = next(filter(None, doubts), None)
-        if doubt is not None:
-            refuse_or_log(doubt, self._asked)
-            self._chat.use_exact()
+        self._chat.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
         """See UnitEncoder."""

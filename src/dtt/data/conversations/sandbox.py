@@ -1,4 +1,4 @@
-"""A Jinja sandbox for chat templates, with limits on work and size and with marks of messages."""
+"""A Jinja sandbox for chat templates, with limits on work and size, which traces messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import pass_context
 
 from dtt.data.conversations.template_trees import instrument
 
@@ -34,13 +33,6 @@ MAX_SECONDS = 10.0
 CHUNK = 1000
 """Iterations between two checks of the limits."""
 
-BEGIN = "\ufdd0"
-"""Mark of the start of a message in a marked render, followed by its index and END_OF_INDEX."""
-END_OF_INDEX = "\ufdd1"
-END = "\ufdd2"
-"""Mark of the end of the innermost message or generation block."""
-GENERATION = "\ufdd3"
-"""Mark of the start of a `{% generation %}` block."""
 FROM_ROW = "\ufdd4"
 """Mark before a character of a row that is part of the string of a special token."""
 STAND_INS = "".join(map(chr, range(0xFDD5, 0xFDF0)))
@@ -54,27 +46,27 @@ class LimitExceeded(TemplateError):
     """A render that takes too many steps, too long, or builds too large a string."""
 
 
-MESSAGE_END, GENERATION_BEGIN = -1, -2
-"""Events of a traced render besides the start of a message, which is its index."""
+MESSAGE_END = -1
+"""The event of the end of a message; that of its start is its index."""
 
 
 @dataclass(slots=True)
 class RenderState:
-    """The state of one render: its budget, and the messages whose text is marked or traced."""
+    """The state of one render: its budget, and the messages whose text is traced."""
 
-    messages: dict[int, int] = field(default_factory=dict)
-    """Index of each message by the `id` of its object; empty if nothing is marked."""
+    messages: dict[int, int]
+    """Index of each message by the `id` of its object."""
     open: list[bool] = field(default_factory=list)
     """Loop bodies in progress, innermost last: True if the loop variable is a message."""
-    events: list[tuple[int, int]] | None = None
-    """In a traced render, (event, characters before it) in order; None if the text gets marks."""
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(event, characters before it), in order."""
     captured: bool = False
     """True if there was an event inside of text that the template stores, for example in a macro.
 
     Such text has no position yet, so the events do not show where the messages are.
     """
     size: int = 0
-    """Characters of the output so far, in a traced render."""
+    """Characters of the output so far."""
     steps: int = 0
     chars: int = 0
     deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
@@ -95,7 +87,7 @@ def check_size(size: int) -> None:
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, which renders its body and marks its borders."""
+    """The tag `{% generation %}` of templates for training, which renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -106,41 +98,8 @@ class GenerationTag(Extension):
         """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        direct = nodes.Const(False)  # set by `instrument`
-        call = nodes.Call(nodes.EnvironmentAttribute("generation"), [direct], [], None, None)
+        call = nodes.Call(nodes.EnvironmentAttribute("generation"), [], [], None, None)
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-
-class TemplateDict:
-    """The function `dict` of templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dict, like the built-in function."""
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dict with the given keys."""
-        return dict.fromkeys(*args)
-
-
-class TemplateNamespace(Namespace):
-    """The function `namespace` of templates, which refuses names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *values = args
-        attributes = dict(*values, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
 def _raise_exception(message: str) -> None:
@@ -184,8 +143,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = _limited(name, self.filters[name])
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now(date)
-        self.globals["dict"] = TemplateDict()
-        self.globals["namespace"] = TemplateNamespace
         del self.globals["lipsum"]  # unlimited, and random
         self.concat = _concat  # type: ignore[method-assign]
         # Filters are called directly, which is faster than a function. With a space in their
@@ -193,31 +150,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for hook in (_loop, _macro, _begin, _end, _join_text):
             self.filters[f"dtt {hook.__name__[1:]}"] = hook
 
-    def compile_template(self, text: str, marked: bool) -> Template:
-        """Compile a template; `marked` adds the marks of messages and generation blocks.
-
-        Raises TemplateSyntaxError.
-        """
+    def compile_template(self, text: str) -> Template:
+        """Compile a template with the hooks that trace messages. Raises TemplateSyntaxError."""
         tree = self.parse(text)
-        instrument(tree, marked)
+        instrument(tree)
         code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
 
-    def generation(self, context: Context, direct: bool, caller: Callable[[], str]) -> str:
-        """Return the text of a generation block, marked or traced if messages are.
-
-        `direct` is True if the block is output immediately.
-        """
-        text = caller()
-        state: RenderState = context.parent[STATE]
-        if not state.messages:
-            return text
-        if state.events is None:
-            return f"{GENERATION}{text}{END}"
-        state.events += [(GENERATION_BEGIN, state.size), (MESSAGE_END, state.size + len(text))]
-        state.captured |= not direct
-        return text
+    def generation(self, caller: Callable[[], str]) -> str:
+        """Return the text of a generation block."""
+        return caller()
 
     def trace(self, parts: Iterable[str], state: RenderState) -> str:
         """Return the concatenation of the output, whose size `state` has at any time."""
@@ -247,8 +190,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function from the template."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if owner is self:
-            return self.generation(context, args[0], kwargs["caller"])
         if isinstance(owner, str):
             _check_growth(obj.__name__, (owner, *args), kwargs)
         return super().call(context, obj, *args, **kwargs)
@@ -366,7 +307,7 @@ def _macro(context: Context, _: object) -> str:
 
 @pass_context
 def _begin(context: Context, direct: bool, *variables: Any) -> str:
-    """Mark or trace the start of a message if a loop variable is one; return the mark, or "".
+    """Trace the start of a message if a loop variable is one; return "".
 
     `direct` is True if the body of the loop is output immediately.
     """
@@ -375,8 +316,6 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
         index = state.messages.get(id(variable))
         if index is not None:
             state.open.append(True)
-            if state.events is None:
-                return f"{BEGIN}{index}{END_OF_INDEX}"
             state.events.append((index, state.size))
             state.captured |= not direct
             return ""
@@ -386,10 +325,8 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
 
 @pass_context
 def _end(context: Context, _: object) -> str:
-    """Mark or trace the end of the current loop body if its start was that of a message."""
+    """Trace the end of the current loop body if its start was that of a message."""
     state: RenderState = context.parent[STATE]
-    if state.events is None:
-        return END if state.open.pop() else ""
     if not state.open:
         state.captured = True
     elif state.open.pop():

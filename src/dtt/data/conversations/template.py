@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
-from jinja2.environment import Template
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
@@ -123,8 +122,7 @@ class ChatTemplate:
         self._variables = {**(special_tokens or {}), **(kwargs or {})}
         self._sandbox = Sandbox(date)
         try:
-            self._plain = self._sandbox.compile_template(text, marked=False)
-            self._marked = self._sandbox.compile_template(text, marked=True)
+            self._template = self._sandbox.compile_template(text)
             self.ends_with_prompt = ends_with_prompt(self._sandbox.parse(text))
             """True if each render with the generation prompt ends with the same text."""
         except TemplateSyntaxError as error:
@@ -148,20 +146,36 @@ class ChatTemplate:
         It equals that of `apply_chat_template(tokenize=False)`. Raises RefusedRow if the template
         raises an error, or takes or builds more than the limits of the sandbox.
         """
-        return self._run(self._plain, conversation, add_generation_prompt)
+        return self.render_traced(conversation, add_generation_prompt)[0]
 
-    def render_marked(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation with marks around messages and generation blocks."""
-        return self._run(self._marked, conversation, add_generation_prompt)
-
-    def render_traced(self, conversation: Conversation) -> tuple[str, Events | None]:
-        """Return the text of a conversation, and the spans of its messages and generation blocks.
+    def render_traced(
+        self, conversation: Conversation, add_generation_prompt: bool = False
+    ) -> tuple[str, Events | None]:
+        """Return the text of a conversation, and the spans of its messages.
 
         The text is that of `render`, as tracing adds nothing to it. The events are None if the
         template keeps text of messages before it outputs it.
         """
-        state = RenderState(events=[])
-        text = self._run(self._marked, conversation, False, state)
+        messages = [self._message(message) for message in conversation.messages]
+        state = RenderState({id(message): i for i, message in enumerate(messages)})
+        variables = {
+            **self._variables,
+            **conversation.template_kwargs,
+            "messages": messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            STATE: state,
+        }
+        try:
+            context = self._template.new_context(variables)
+            text = self._sandbox.trace(self._template.root_render_func(context), state)
+        except RecursionError:
+            raise RefusedRow("the chat template recurses too deeply") from None
+        except MemoryError:
+            raise RefusedRow("the chat template needs too much memory") from None
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
         return text, None if state.captured else state.events
 
     @cached_property
@@ -194,39 +208,6 @@ class ChatTemplate:
         if message.get("tool_calls") and self._arguments_as_text:
             found["tool_calls"] = [*map(_with_text, message["tool_calls"])]
         return found
-
-    def _run(
-        self,
-        template: Template,
-        conversation: Conversation,
-        prompt: bool,
-        state: RenderState | None = None,
-    ) -> str:
-        messages = [self._message(message) for message in conversation.messages]
-        state = RenderState() if state is None else state
-        if template is self._marked:
-            state.messages = {id(message): i for i, message in enumerate(messages)}
-        variables = {
-            **self._variables,
-            **conversation.template_kwargs,
-            "messages": messages,
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-            STATE: state,
-        }
-        try:
-            context = template.new_context(variables)
-            parts = template.root_render_func(context)
-            if state.events is not None:
-                return self._sandbox.trace(parts, state)
-            return self._sandbox.concat(parts)
-        except RecursionError:
-            raise RefusedRow("the chat template recurses too deeply") from None
-        except MemoryError:
-            raise RefusedRow("the chat template needs too much memory") from None
-        except Exception as error:  # noqa: BLE001 - a template can raise anything
-            raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -37,25 +37,21 @@ def ends_with_prompt(tree: nodes.Template) -> bool:
     )
 
 
-def instrument(tree: nodes.Template, marked: bool) -> None:
-    """Insert the hooks for limits and, if `marked`, for marks into the tree of a template."""
+def instrument(tree: nodes.Template) -> None:
+    """Insert the hooks for limits and for traces into the tree of a template."""
     for concat in list(tree.find_all(nodes.Concat)):
         _replace(tree, concat, _hook("join_text", concat.nodes))
     for macro in tree.find_all(nodes.Macro):
         macro.body.insert(0, _output("macro"))
-    direct = {id(node) for node in _direct(tree)} if marked else set()
-    for block in tree.find_all(nodes.CallBlock) if marked else ():
-        if isinstance(block.call.node, nodes.EnvironmentAttribute):
-            block.call.args = [nodes.Const(id(block) in direct)]
+    direct = {id(node) for node in _direct(tree)}
     for loop in tree.find_all(nodes.For):
         loop.iter = _hook("loop", [loop.iter])
-        if marked:
-            names = [loop.target] if isinstance(loop.target, nodes.Name) else []
-            names += [*loop.target.find_all(nodes.Name)]
-            variables = [nodes.Name(name.name, "load") for name in names]
-            _end_early(loop.body)
-            at_once = nodes.Const(id(loop) in direct)
-            loop.body = [_output("begin", [at_once, *variables]), *loop.body, _output("end")]
+        names = [loop.target] if isinstance(loop.target, nodes.Name) else []
+        names += [*loop.target.find_all(nodes.Name)]
+        variables = [nodes.Name(name.name, "load") for name in names]
+        _end_early(loop.body)
+        at_once = nodes.Const(id(loop) in direct)
+        loop.body = [_output("begin", [at_once, *variables]), *loop.body, _output("end")]
 
 
 KEPT = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Block)
@@ -85,7 +81,7 @@ def _output(name: str, args: list[Any] | None = None) -> nodes.Output:
 
 
 def _end_early(body: list[nodes.Node]) -> None:
-    """Insert the mark of the end before each `continue` and `break` of a loop body."""
+    """Insert the hook of the end before each `continue` and `break` of a loop body."""
     for i in reversed(range(len(body))):
         node = body[i]
         if isinstance(node, (nodes.Continue, nodes.Break)):

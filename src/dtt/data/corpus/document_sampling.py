@@ -11,7 +11,6 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.mesh.comm import Comm
 
 HELD_OUT_BY = "xxh3_64 of the text"
 """The rule of `held_out`; part of the key of token files and of text sources."""
@@ -35,23 +34,21 @@ def tokenizer_sample(
     units: list[Unit],
     train_bytes: int,
     validation_fraction: float,
-    comm: Comm,
     advance: Advance,
-) -> Iterator[list[bytes]]:
-    """Yield this rank's share of about `train_bytes` bytes of text to train the tokenizer on.
+) -> Iterator[list[str]]:
+    """Yield about `train_bytes` bytes of text to train the tokenizer on.
 
-    The text is the start of every unit, in proportion to its size, without held-out documents. The
-    union over all ranks does not depend on their number. Documents come in lists, and `advance` is
-    called with the number of bytes of each.
+    The text is the start of every unit, in proportion to its size, without held-out documents.
+    Documents come in lists, and `advance` is called with the number of bytes of each.
     """
     total = max(sum(unit.text_bytes for unit in units), 1)
-    for unit in units[comm.rank :: comm.size]:
+    for unit in units:
         # Rounded up, so at least one document: a unit with an estimated size of 0 may have some.
         quota = -(-train_bytes * max(unit.text_bytes, 1) // total)
         documents = read_unit(corpus, unit, BadDocuments())
         for batch in batches(documents, min(BATCH_BYTES, quota)):
             advance(sum(map(len, batch)))
-            yield [one for one in batch if one and not held_out(one, validation_fraction)]
+            yield [one.decode() for one in batch if one and not held_out(one, validation_fraction)]
             quota -= sum(map(len, batch))
             if quota <= 0:
                 break

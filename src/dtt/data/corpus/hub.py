@@ -177,7 +177,6 @@ def _verified(path: Path, file: RemoteFile) -> str:
         raise DamagedError(
             "a downloaded file differs from that on the Hub",
             where=path,
-            next="run the command again",
         )
     return sha256
 

@@ -160,7 +160,6 @@ def _check_is_utf8(path: Path) -> None:
             "the name of a file is not UTF-8",
             where=ascii(str(path)),
             why="manifests are UTF-8, and could not name it",
-            next="rename the file",
         ) from None
 
 

@@ -27,8 +27,6 @@ class LengthSummary:
     median: int
     p90: int
     max: int
-    histogram: tuple[tuple[int, int, int], ...]
-    """(shortest, longest, documents) for each power of two, without empty bins at both ends."""
 
 
 class Lengths:
@@ -62,7 +60,6 @@ class Lengths:
             median=self._quantile(0.5),
             p90=self._quantile(0.9),
             max=self._max,
-            histogram=self._histogram(),
         )
 
     def _quantile(self, share: float) -> int:
@@ -72,11 +69,3 @@ class Lengths:
             return 0
         octave, step = divmod(int(np.searchsorted(counts, share * counts[-1])) + 1, STEPS)
         return min(self._max, int(np.ceil(2.0**octave * (1 + step / STEPS))) - 1)
-
-    def _histogram(self) -> tuple[tuple[int, int, int], ...]:
-        octaves = self._bins.reshape(OCTAVES, STEPS).sum(axis=1)
-        filled = np.flatnonzero(octaves)
-        if not filled.size:
-            return ()
-        span = range(int(filled[0]), int(filled[-1]) + 1)
-        return tuple((2**k, 2 ** (k + 1) - 1, int(octaves[k])) for k in span)

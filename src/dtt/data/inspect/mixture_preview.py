@@ -8,7 +8,7 @@ import numpy as np
 
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Source
+from dtt.data.samples.protocol import Source, Streamed
 
 MEASURED = 4096
 """Maximum number of samples per source whose targets are counted to estimate the mean."""
@@ -121,10 +121,10 @@ def preview_mixture(cfg: RunConfig, dataset: Dataset) -> MixturePreview:
 
 def _targets(source: Source, cfg: RunConfig) -> float:
     """Return the mean number of targets per sample, measured on some of the samples."""
-    if not cfg.data.reads_token_files:  # text would have to be tokenized first
+    if isinstance(source, Streamed):  # text would have to be tokenized first
         return cfg.train.seq_len
     some = np.linspace(0, len(source) - 1, min(len(source), MEASURED)).astype(np.uint64)
-    return source.targets(some) / len(some)
+    return source.counts(some).targets / len(some)
 
 
 def _phases(dataset: Dataset) -> list[PhaseShares]:

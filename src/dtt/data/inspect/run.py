@@ -18,13 +18,10 @@ from dtt.config.run import RunConfig
 from dtt.config.source import is_config
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
-from dtt.data.inspect.lengths import LengthSummary
 from dtt.data.inspect.mixture_preview import MixturePreview, SourceShare, preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
 
-BAR = 40
-"""Width in characters of the longest bar of a histogram."""
 SHOWN_LINES = 6
 """Maximum number of lines of an inspected sample to show."""
 SHOWN_CONVERSATION_LINES = 40
@@ -98,7 +95,12 @@ def _report(report: Report) -> Iterator[str]:
     if report.verified:
         yield _line("verified", "every file matches its manifest" if not report.damaged else "no")
     if report.lengths is not None and report.lengths.documents:
-        yield from _histogram(report.lengths)
+        some = report.lengths
+        yield _line(
+            f"{some.unit} each",
+            f"mean {some.mean:,}, median {some.median:,}, 90 % up to {some.p90:,}, "
+            f"longest {some.max:,} ({some.documents:,} documents measured)",
+        )
     yield from _samples(report)
     for title, problems in (("anomalies", report.oddities), ("damaged", report.damaged)):
         if problems:
@@ -151,19 +153,6 @@ def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
             yield from _nested(key, inner)
     else:
         yield _line(name, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None))
-
-
-def _histogram(lengths: LengthSummary) -> Iterator[str]:
-    yield (
-        f"\n  {lengths.unit} per document ({lengths.documents:,} measured): mean {lengths.mean:,}, "
-        f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, longest {lengths.max:,}"
-    )
-    rows = [(f"{low:,} – {high:,}", n) for low, high, n in lengths.histogram]
-    if lengths.empty:
-        rows.insert(0, ("0", lengths.empty))
-    most = max(n for _, n in rows)
-    for label, n in rows:
-        yield f"    {label:>23}  {'█' * -(-BAR * n // most):<{BAR}} {n:,}"
 
 
 def _mix(mix: MixturePreview) -> Iterator[str]:

@@ -49,7 +49,7 @@ class StepSamples:
     def of(cls, dataset: Dataset, step: int) -> StepSamples:
         """Return step `step`, counted from 1 as in metrics.jsonl."""
         first = dataset.first_sample(step - 1)
-        return cls(first, dataset.samples_at(first, dataset.first_sample(step) - first))
+        return cls(first, dataset.order(first, dataset.first_sample(step) - first))
 
     def follows(self, before: bytes, after: bytes) -> bool:
         """Return True if this step's samples extend the sample hash chain `before` to `after`.
@@ -67,7 +67,7 @@ class StepSamples:
         position = self.first + row
         number = self.samples[row : row + 1]
         _, places = dataset.mixture.places(position, 1)
-        source, pieces = dataset.locate(int(number[0]))
+        source, pieces = dataset.origin(int(number[0]))
         ids = dataset.read(number).ids[0]
         return StepSample(
             position=position,

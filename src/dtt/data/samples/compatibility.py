@@ -90,7 +90,6 @@ def check_tokenizer(path: Path, sha256: str) -> None:
         raise InputError(
             "the tokenizer is missing",
             where=path,
-            next="create its folder again, or restore it from a copy",
         )
     if sha256_file(path) != sha256:
         raise DamagedError(

@@ -29,11 +29,13 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.mixture import Mixture, Weights
 from dtt.data.samples.protocol import (
     SOURCE_SHIFT,
-    DocumentSpan,
+    Counts,
     Opened,
     Rows,
     Samples,
     Source,
+    Span,
+    Streamed,
     Vocabulary,
 )
 from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
@@ -93,7 +95,7 @@ class Dataset:
         """Return the position of the first sample of a step; steps count from 0."""
         return self.step_sizes.first_sample(step)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the sample numbers at positions first … first + count - 1 of the run."""
         # Sources first: which samples a source gives follows from how many of its own came before.
         sources, places = self.mixture.places(first, count)
@@ -101,16 +103,15 @@ class Dataset:
         for number in np.unique(sources).tolist():
             where = sources == number
             # The positions of one source are consecutive, although the mixture interleaves sources.
-            numbers = self.sources[number].samples_at(int(places[where][0]), int(where.sum()))
+            numbers = self.sources[number].order(int(places[where][0]), int(where.sum()))
             # The source is part of the number, so the data hash covers it.
             samples[where] = numbers | np.uint64(number << SOURCE_SHIFT)
         return samples
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """Return the samples, one per row in the given order; see `Source.read`."""
         parts = [
-            (source.read(numbers, with_doc_ids=with_doc_ids), where)
-            for source, numbers, where in self._by_source(samples)
+            (source.read(numbers), where) for source, numbers, where in self._by_source(samples)
         ]
         # The usual case of one source costs no copy.
         return parts[0][0] if len(parts) == 1 else _merged(parts)
@@ -124,22 +125,14 @@ class Dataset:
             where = sources == source
             yield self.sources[source], samples[where] & NUMBER_MASK, where
 
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets in these samples; see `Source.targets`."""
-        return sum(source.targets(numbers) for source, numbers, _ in self._by_source(samples))
+    def counts(self, samples: Samples) -> Counts:
+        """Return the sizes of these samples; see `Source.counts`."""
+        return Counts.sum(source.counts(numbers) for source, numbers, _ in self._by_source(samples))
 
-    def pairs(self, samples: Samples) -> int:
-        """Return the number of preference pairs in these samples; see `Source.pairs`."""
-        return sum(source.pairs(numbers) for source, numbers, _ in self._by_source(samples))
-
-    def tokens_in(self, samples: Samples) -> int:
-        """Return the number of tokens in these samples; see `Source.tokens_in`."""
-        return sum(source.tokens_in(numbers) for source, numbers, _ in self._by_source(samples))
-
-    def locate(self, sample: int) -> tuple[Source, list[DocumentSpan]]:
+    def origin(self, sample: int) -> tuple[Source, list[Span]]:
         """Return the source of a sample and the documents in it, in order."""
         source = self.sources[sample >> SOURCE_SHIFT]
-        return source, source.locate(sample & int(NUMBER_MASK))
+        return source, source.origin(sample & int(NUMBER_MASK))
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return the number of epochs, as a float, of each source before a position, by name."""
@@ -172,13 +165,16 @@ class Dataset:
         """
         counts = self.mixture.counts(position).tolist()
         # Each source has its own position, which the mixture knows.
-        states = {s.name: s.state(n) for s, n in zip(self.sources, counts, strict=True)}
-        return {name: state for name, state in states.items() if state is not None}
+        return {
+            s.name: s.state(n)
+            for s, n in zip(self.sources, counts, strict=True)
+            if isinstance(s, Streamed)
+        }
 
     def restore(self, states: dict[str, Any]) -> None:
         """Resume at the position for which `state` was called."""
         for source in self.sources:
-            if source.name in states:
+            if isinstance(source, Streamed) and source.name in states:
                 source.restore(states[source.name])
 
     def describe(self) -> str:
@@ -194,25 +190,22 @@ class Dataset:
 
 def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
     """Merge the rows of several sources; each comes with a mask of its rows in the result."""
-    first, where = parts[0]
-    ids = np.empty((len(where), first.ids.shape[1]), first.ids.dtype)
-    loss_mask = doc_ids = logprobs = None
-    # Sources with and without a loss mask can be mixed: without one, all tokens are targets.
-    if any(rows.loss_mask is not None for rows, _ in parts):
-        loss_mask = np.ones(ids[:, 1:].shape, dtype=np.bool_)
-    if first.doc_ids is not None:
-        doc_ids = np.empty(ids.shape, first.doc_ids.dtype)
-    if first.reference_logprobs is not None:
-        logprobs = np.empty(ids[:, 1:].shape, first.reference_logprobs.dtype)
-    for rows, where in parts:
-        ids[where] = rows.ids
-        if loss_mask is not None and rows.loss_mask is not None:
-            loss_mask[where] = rows.loss_mask
-        if doc_ids is not None and rows.doc_ids is not None:
-            doc_ids[where] = rows.doc_ids
-        if logprobs is not None and rows.reference_logprobs is not None:
-            logprobs[where] = rows.reference_logprobs
-    return Rows(ids, loss_mask, doc_ids, logprobs)
+
+    def merged(columns: Sequence[npt.NDArray[Any] | None]) -> Any:
+        first = columns[0]
+        if first is None:
+            return None
+        whole = np.empty((len(parts[0][1]), first.shape[1]), first.dtype)
+        for values, (_, where) in zip(columns, parts, strict=True):
+            whole[where] = values
+        return whole
+
+    return Rows(
+        merged([rows.ids for rows, _ in parts]),
+        merged([rows.targets for rows, _ in parts]),
+        merged([rows.doc_ids for rows, _ in parts]),
+        {name: merged([rows.extra[name] for rows, _ in parts]) for name in parts[0][0].extra},
+    )
 
 
 def open_dataset(cfg: RunConfig) -> Dataset:
@@ -281,7 +274,7 @@ def _check_length(source: Opened, seq_len: int) -> None:
 
 def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
     paths = [source.path for source in cfg.token_sources]
-    paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path("synthetic")]
+    paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path(cfg.data.type)]
     sources = tuple(
         SourceFacts(
             name=source.train.name,
@@ -342,6 +335,8 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
         "too_long": cfg.chat.too_long,
         "vocab_size": given and given.size,
         "end_of_document": given and given.end_of_document,
+        "doc_ids": cfg.data.mask_documents,
+        "eod_mask_loss": cfg.data.eod_mask_loss,
     }
     found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None
     if found is not None:

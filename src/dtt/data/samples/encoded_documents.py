@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,8 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.samples.protocol import DocumentSpan, Samples
+from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
+from dtt.data.samples.token_shards import Ends, spans_in
 from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
@@ -57,14 +60,14 @@ class Documents:
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
-    def locate(self, row: EncodedDocuments, sample: int) -> list[DocumentSpan]:
+    def origin(self, row: EncodedDocuments, sample: int) -> list[Span]:
         """Return the documents in a sample of `row`.
 
         They are numbered among the readable documents of their file. If the file is divided into
         spans, this reads all earlier spans to count their documents.
         """
         return [
-            replace(part, document=part.document + self._before(part.file, span_start))
+            part._replace(document=part.document + self._before(part.file, span_start))
             for part, span_start in row.documents(sample)
         ]
 
@@ -91,7 +94,8 @@ class EncodedDocuments:
         encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
-        self._ends = np.cumsum(np.concatenate([none, *(n for _, n in encoded)]), dtype=np.int64)
+        lengths = np.concatenate([none, *(n for _, n in encoded)])
+        self._ends = Ends(np.cumsum(lengths, dtype=np.int64))
         self._origins = [(d.file, d.span_start, d.number) for d in documents]
         self._seq_len = seq_len
         self.text_bytes = sum(len(document.text) for document in documents)
@@ -113,26 +117,59 @@ class EncodedDocuments:
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
 
-    def documents(self, sample: int) -> Iterator[tuple[DocumentSpan, int]]:
+    def documents(self, sample: int) -> Iterator[tuple[Span, int]]:
         """Yield each document in a sample, numbered within its span, and the start of the span."""
         start = sample * self._seq_len
         stop = min(start + self._seq_len + 1, len(self.ids))
-        document = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            first = int(self._ends[document - 1]) if document else 0
-            end = min(int(self._ends[document]), stop)
+        for document, *place in spans_in(self._ends, start, stop, 0):
             file, span_start, number = self._origins[document]
-            place = start - sample * self._seq_len
-            part = DocumentSpan(file, number, start - first, place, place + end - start)
-            yield part, span_start
-            start, document = end, document + 1
+            yield Span(file, number, *place), span_start
 
 
-def doc_ids_of(ids: npt.NDArray[np.int64], end_of_document: int) -> npt.NDArray[np.int32]:
-    """Return the index, from 0, of the document that each of `ids` [samples, tokens] belongs to.
+class DocumentMasks(NamedTuple):
+    """The effect of document boundaries on samples of text."""
 
-    Documents are counted within each sample. No text is encoded as the end-of-document token, so
-    every occurrence of it ends a document.
-    """
-    ends = ids == end_of_document
-    return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+    end_of_document: int
+    doc_ids: bool
+    """True if samples have document ids, to which attention is restricted."""
+    eod_mask_loss: bool
+    """True if the first token of a document is no target."""
+
+
+class TextSamples(ABC):
+    """The samples of rows of encoded documents: the part of Source that all of text shares."""
+
+    def __init__(self, documents: Documents, masks: DocumentMasks, seq_len: int) -> None:
+        """Take the documents of a corpus; their rows have samples of `seq_len` + 1 tokens."""
+        self._documents, self._masks, self._seq_len = documents, masks, seq_len
+
+    @abstractmethod
+    def _by_row(
+        self, samples: Samples
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
+
+    def read(self, samples: Samples) -> Rows:
+        """See Source."""
+        ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
+        for row, where, numbers in self._by_row(samples):
+            ids[where] = row.read(numbers)
+        doc_ids = None
+        end, with_doc_ids, eod_mask_loss = self._masks
+        if with_doc_ids or eod_mask_loss:
+            # No text is encoded as the end-of-document token: each occurrence ends a document.
+            ends = ids == end
+            doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+        targets = targets_of(ids, doc_ids=doc_ids if eod_mask_loss else None)
+        return Rows(ids, targets, doc_ids if with_doc_ids else None)
+
+    def counts(self, samples: Samples) -> Counts:
+        """See Source."""
+        followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
+        targets = count_targets(self.read, samples) if self._masks.eod_mask_loss else followed
+        return Counts(targets, targets, followed + len(samples))
+
+    def origin(self, sample: int) -> list[Span]:
+        """Return the documents of a sample, numbered among the readable ones of their file."""
+        ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
+        return self._documents.origin(row, int(numbers[0]))

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
-from dtt.data.samples.encoded_documents import Document, Documents, EncodedDocuments, doc_ids_of
-from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.samples.encoded_documents import (
+    Document,
+    DocumentMasks,
+    Documents,
+    EncodedDocuments,
+    TextSamples,
+)
+from dtt.data.samples.protocol import Samples
 from dtt.data.text.encoder import Encoder
 
 SEARCHED_BYTES = 2**29
 """Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""
 
 
-class HeldOutText:
+class HeldOutText(TextSamples):
     """The first held-out documents of a corpus. Implements dtt.data.samples.protocol.Source."""
 
     def __init__(
@@ -30,9 +37,11 @@ class HeldOutText:
         seq_len: int,
         validation_fraction: float,
         text_bytes: int,
+        masks: DocumentMasks,
     ) -> None:
         """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less."""
-        self.name, self._documents, self._encoder = name, documents, encoder
+        super().__init__(documents, masks, seq_len)
+        self.name = name
         self._row = EncodedDocuments(
             _search(documents, validation_fraction, text_bytes), encoder, seq_len
         )
@@ -43,38 +52,15 @@ class HeldOutText:
         """Return the number of samples."""
         return len(self._row)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the samples in their stored order, starting over after the last one."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
-        """See Source."""
-        ids = self._row.read(samples)
-        end = self._encoder.end_of_document
-        return Rows(ids, doc_ids=doc_ids_of(ids, end) if with_doc_ids else None)
-
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets in these samples."""
-        return self._row.targets(samples)
-
-    def pairs(self, samples: Samples) -> int:
-        """Return 0: text has no preference pairs."""
-        return 0
-
-    def tokens_in(self, samples: Samples) -> int:
-        """Return the number of tokens in these samples."""
-        return self.targets(samples) + len(samples)  # all tokens of a sample but its first
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
-        """Return the documents of a sample, numbered among the readable ones of their file."""
-        return self._documents.locate(self._row, sample)
-
-    def state(self, consumed: int) -> Any:
-        """Return None: no state is needed."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """Do nothing: there is no state."""
+    def _by_row(
+        self, samples: Samples
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        """See TextSamples."""
+        yield self._row, np.arange(len(samples)), samples
 
 
 def _search(documents: Documents, fraction: float, text_bytes: int) -> list[Document]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Protocol, Self
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -21,17 +21,11 @@ from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import Rows, Samples
 
 
-class Readable(Protocol):
+class SampleReader(Protocol):
     """A source, or a mixture of several."""
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """Return the samples, one per row; see `Source.read`."""
-
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets; see `Source.targets`."""
-
-    def pairs(self, samples: Samples) -> int:
-        """Return the number of preference pairs; see `Source.pairs`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,8 @@ class MicroBatch:
     """int64 next tokens; IGNORE_INDEX where there is none or where it is excluded from the loss."""
     doc_ids: Tensor | None
     """int32 document index of each token; None if attention crosses document boundaries."""
-    reference_logprobs: Tensor | None = None
-    """float32 log-probability of each target by the reference model of DPO, or None."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further values of the targets that the objective needs; see `Rows.extra`."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +66,6 @@ class Batch:
 Batches = Generator[Batch, None, None]
 
 
-def targets_of(rows: Rows, *, eod_mask_loss: bool = False) -> npt.NDArray[np.int64]:
-    """Return the target of each position, [N, S]; IGNORE_INDEX where the loss has none.
-
-    A target is the next token, unless that is padding or `rows.loss_mask` excludes it. With
-    `eod_mask_loss`, the first token of a document is excluded too; this needs `rows.doc_ids`.
-    """
-    # The last id of a row is no input; the first is no target.
-    targets = rows.ids[:, 1:]  # padding is IGNORE_INDEX already
-    if rows.loss_mask is not None:
-        targets = np.where(rows.loss_mask, targets, IGNORE_INDEX)
-    if eod_mask_loss:
-        assert rows.doc_ids is not None
-        same_document = rows.doc_ids[:, 1:] == rows.doc_ids[:, :-1]
-        targets = np.where(same_document, targets, IGNORE_INDEX)
-    return targets
-
-
 @dataclass(frozen=True)
 class BatchReader:
     """Reader of one rank's samples of every global batch, in micro-batches."""
@@ -99,23 +76,14 @@ class BatchReader:
     micro_batch: int
     """Samples per forward pass."""
     device: torch.device
-    mask_documents: bool = False
-    """If True, micro-batches carry the document index of each token, for the attention mask."""
-    eod_mask_loss: bool = False
-    """If True, the first token of each document is excluded from the targets."""
-    in_pairs: bool = False
-    """If True, the loss is the mean over preference pairs, not over targets."""
 
     @classmethod
     def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
         """Return the reader of a rank in the run that `cfg` describes."""
-        data = cfg.data
-        masks = data.mask_documents, data.eod_mask_loss
-        in_pairs = cfg.objective.type == "dpo"
-        return cls(rank, size, cfg.train.micro_batch, device, *masks, in_pairs)
+        return cls(rank, size, cfg.train.micro_batch, device)
 
     def read(
-        self, source: Readable, samples: Samples, seq_len: int | None = None
+        self, source: SampleReader, samples: Samples, seq_len: int | None = None
     ) -> list[MicroBatch]:
         """Read this rank's part of `samples` (every size-th) and divide it into micro-batches.
 
@@ -127,7 +95,7 @@ class BatchReader:
         local_samples = samples[self.rank :: self.size]
         if not len(local_samples):
             return []
-        rows = source.read(local_samples, with_doc_ids=self.mask_documents or self.eod_mask_loss)
+        rows = source.read(local_samples)
         width = rows.ids.shape[1] - 1
         seq_len = seq_len or width
         # A shorter context gives more rows, so that a micro-batch keeps its number of tokens, and
@@ -135,23 +103,22 @@ class BatchReader:
         count = self.micro_batch * (width // seq_len)  # rows per micro-batch
         # IGNORE_INDEX is not a valid embedding index. Any id may replace it: padding is at the end
         # of a sample, so no token of a document attends to it, and its targets are ignored.
-        ids = self._to_device(rows.ids)
-        tokens = torch.split(ids[:, :-1].reshape(-1, seq_len).clamp(min=0), count)
-        all_targets = targets_of(rows, eod_mask_loss=self.eod_mask_loss)
-        targets = torch.split(self._to_device(all_targets.reshape(-1, seq_len)), count)
-        if not self.mask_documents:
-            return [MicroBatch(x, y, None) for x, y in zip(tokens, targets, strict=True)]
-        assert rows.doc_ids is not None
-        columns = [tokens, targets]
-        columns.append(
-            torch.split(self._to_device(rows.doc_ids[:, :-1].reshape(-1, seq_len)), count)
-        )
-        if rows.reference_logprobs is not None:
-            logprobs = self._to_device(rows.reference_logprobs.reshape(-1, seq_len))
-            columns.append(torch.split(logprobs, count))
-        return [MicroBatch(*parts) for parts in zip(*columns, strict=True)]
+        tokens = (part.clamp(min=0) for part in self._parts(rows.ids[:, :-1], seq_len, count))
+        targets = self._parts(rows.targets, seq_len, count)
+        doc_ids: Iterable[Tensor | None] = repeat(None)
+        if rows.doc_ids is not None:
+            doc_ids = self._parts(rows.doc_ids[:, :-1], seq_len, count)
+        extra = {name: self._parts(values, seq_len, count) for name, values in rows.extra.items()}
+        return [
+            MicroBatch(x, y, documents, {name: parts[i] for name, parts in extra.items()})
+            for i, (x, y, documents) in enumerate(zip(tokens, targets, doc_ids, strict=False))
+        ]
 
-    def read_on_all(self, source: Readable, samples: Samples) -> list[MicroBatch]:
+    def _parts(self, array: npt.NDArray[Any], seq_len: int, count: int) -> Sequence[Tensor]:
+        """Return an array [N, S] on the device, in parts of `count` rows of `seq_len`."""
+        return torch.split(self._to_device(array.reshape(-1, seq_len)), count)
+
+    def read_on_all(self, source: SampleReader, samples: Samples) -> list[MicroBatch]:
         """Read as `read` does, but return at least one micro-batch on every rank.
 
         A rank that has no sample gets one without targets: it must run the forward pass, too, since
@@ -163,30 +130,6 @@ class BatchReader:
         # The tokens of another sample, not zeros: their number and documents have usual shapes.
         (other,) = replace(self, rank=0, size=1).read(source, samples[:1])
         return [replace(other, targets=torch.full_like(other.targets, IGNORE_INDEX))]
-
-    def count_targets(self, source: Readable, samples: Samples) -> int:
-        """Return the number of targets in `samples`, over all ranks.
-
-        With `eod_mask_loss` the samples are read, because the number depends on where documents
-        start.
-        """
-        if not self.eod_mask_loss:
-            return source.targets(samples)
-        count = 0
-        for first in range(0, len(samples), self.micro_batch):  # little memory at a time
-            # Every rank counts all samples, without a message. It costs one pass over the batch in
-            # memory maps.
-            rows = source.read(samples[first : first + self.micro_batch], with_doc_ids=True)
-            count += int((targets_of(rows, eod_mask_loss=True) != IGNORE_INDEX).sum())
-        return count
-
-    def count_terms(self, source: Readable, samples: Samples) -> tuple[int, int]:
-        """Return the number of targets in `samples`, and the number of terms of their loss.
-
-        Both are over all ranks.
-        """
-        targets = self.count_targets(source, samples)
-        return targets, source.pairs(samples) if self.in_pairs else targets
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -206,11 +149,11 @@ def training_batches(dataset: Dataset, reader: BatchReader, first_step: int) -> 
     def read_batch(step: int) -> Batch:
         first = dataset.first_sample(step)
         try:
-            samples = dataset.samples_at(first, dataset.first_sample(step + 1) - first)
+            samples = dataset.order(first, dataset.first_sample(step + 1) - first)
             micro_batches = reader.read(dataset, samples, dataset.step_sizes.at(step).seq_len)
-            targets, terms = reader.count_terms(dataset, samples)
-            tokens = None if dataset.manifest.chat is None else dataset.tokens_in(samples)
-            return Batch(samples, targets, terms, micro_batches, tokens)
+            counts = dataset.counts(samples)
+            tokens = None if dataset.manifest.chat is None else counts.tokens
+            return Batch(samples, counts.targets, counts.terms, micro_batches, tokens)
         except DttError:
             # The exception surfaces in the training loop, which does not know the step of the
             # thread.

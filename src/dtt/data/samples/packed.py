@@ -1,4 +1,4 @@
-"""Best-fit packing of documents into samples, computed once and cached next to the token files.
+"""Packing of documents into samples, computed once and cached next to the token files.
 
     .packing/<key>/first    int64[bins + 1]: index of each bin's first piece; the last entry is
                             the number of pieces
@@ -6,7 +6,13 @@
                             one concatenated stream
                    length   int32[pieces]: number of tokens in each piece
 
-A piece is a document, or part of one that is longer than a bin. The folder is renamed into place
+and, of conversations (dtt.data.samples.packed_conversations),
+
+                   targets  int32[bins]: number of targets in each bin
+                   facts.json  PackingCounts: what was packed, and what was left out and why
+
+A piece is a document, or part of one that is longer than a bin; no conversation is divided. The
+folder is renamed into place
 when it is complete. If the folder of the token files is not writable, the packing is stored in the
 user's cache folder instead ($XDG_CACHE_HOME or ~/.cache).
 """
@@ -16,7 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,31 +30,63 @@ import filelock
 import numpy as np
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.errors import DamagedError
 from dtt.base.files import fsync_file, fsync_folder
 from dtt.base.log import log
+from dtt.base.reading import read_small
 from dtt.data.memory_map import map_file
+from dtt.data.samples.packed_conversations import (
+    VERSION,
+    PackingCounts,
+    TooLong,
+    document_bounds,
+    pack_conversations,
+)
 from dtt.data.samples.packing import Packed, pack
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import Counts, Samples
 from dtt.data.samples.sample_layout import Ints, ShardPieces
-from dtt.data.samples.token_shards import Shard, TokenFiles
+from dtt.data.samples.token_shards import TokenFiles
 
 COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
+TARGETS, FACTS = "targets", "facts.json"
 
 
-def bins(files: TokenFiles, ends: Ints, capacity: int) -> Bins:
+def bins(files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong) -> Bins:
     """Return the documents of all shards packed into bins of `capacity` tokens.
 
-    `ends` [shards] is the end of each shard in the token stream. Each shard is packed separately.
-    The first process to call this packs the documents while the others wait on a file lock.
+    `ends` [shards] is the end of each shard in the token stream. Text is packed shard by shard,
+    with best fit; conversations, of which there are fewer, over all shards together. The first
+    process to call this packs the documents while the others wait on a file lock.
+
+    Raises ConfigError if `too_long` is `stop` and a conversation is longer than a bin.
     """
-    # Versions of shards are in the key: other files with the same sizes get another packing.
-    key = fingerprint(["best-fit", capacity, [(s.tokens, s.version) for s in files.shards]])[:16]
-    place = cached(files.path, key, lambda aside: _pack(files, capacity, aside))
-    return Bins(place, ends, capacity)
+    # Versions of shards, not their content, which would have to be read: other files with the same
+    # sizes get another packing.
+    shards = [(shard.tokens, shard.version) for shard in files.shards]
+    parts: list[object] = ["best-fit", capacity, shards]
+    if files.are_conversations:
+        kind = "pairs" if files.are_pairs else "conversations"
+        parts = [kind, VERSION, capacity, too_long, shards]
+
+    def write(folder: Path) -> None:
+        if files.are_conversations:
+            packed, targets, counts = pack_conversations(files, capacity, too_long)
+            _write_columns(folder, [(packed, 0)])
+            # int32: a sample has fewer than 2**31 targets. Half the bytes of int64 are read per
+            # step.
+            targets.astype("<i4").tofile(folder / TARGETS)
+            (folder / FACTS).write_text(counts.model_dump_json(indent=1) + "\n")
+            return
+        packings = (pack(document_bounds(shard), capacity) for shard in files.shards)
+        made = _write_columns(folder, zip(packings, [0, *ends.tolist()], strict=False))
+        if made:
+            full = 100 * int(ends[-1]) / (made * capacity)
+            message = "packed %d tokens of %s into %d sequences, %.2f %% full"
+            log.info(message, ends[-1], files.path, made, full)
+
+    return Bins(_cached(files.path, fingerprint(parts)[:16], write), ends, capacity)
 
 
-def cached(path: Path, key: str, write: Callable[[Path], None]) -> Path:
+def _cached(path: Path, key: str, write: Callable[[Path], None]) -> Path:
     """Return the folder of a packing of the token files at `path`; `write` it if there is none.
 
     `write` is called with a temporary folder, in one process of the node.
@@ -98,45 +136,18 @@ def _can_hold(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _pack(files: TokenFiles, capacity: int, aside: Path) -> None:
-    """Pack one shard after the other into files in `aside`, and log the fill rate of the bins."""
-    base = made = pieces = 0
+def _write_columns(folder: Path, packings: Iterable[tuple[Packed, int]]) -> int:
+    """Write packings, each with the position of its tokens in the stream; return the bins."""
+    bins = pieces = 0
     with ExitStack() as stack:
-        first, start, length = (stack.enter_context((aside / c).open("wb")) for c in COLUMNS)
-        for shard in files.shards:
-            packed = pack(document_bounds(shard), capacity)
+        first, start, length = (stack.enter_context((folder / c).open("wb")) for c in COLUMNS)
+        for packed, base in packings:
             first.write((packed.first[:-1] + pieces).astype("<i8").tobytes())
             start.write((packed.start + base).astype("<i8").tobytes())
             length.write(packed.length.astype("<i4").tobytes())
-            base, made = base + shard.tokens, made + len(packed.first) - 1
-            pieces += len(packed.start)
+            bins, pieces = bins + len(packed.first) - 1, pieces + len(packed.start)
         first.write(pieces.to_bytes(8, "little"))
-    if made:
-        full = 100 * base / (made * capacity)
-        message = "packed %d tokens of %s into %d sequences, %.2f %% full"
-        log.info(message, base, files.path, made, full)
-
-
-def write_columns(folder: Path, packed: Packed) -> None:
-    """Write a packing into the files that `Bins` maps."""
-    for (name, dtype), column in zip(COLUMNS.items(), packed, strict=True):
-        column.astype(dtype).tofile(folder / name)
-
-
-def document_bounds(shard: Shard) -> Ints:
-    """Return the first token of each document, then the number of tokens.
-
-    Raises DamagedError if the documents are not contiguous or do not cover the shard.
-    """
-    bounds = shard.documents().bounds()
-    if bounds[0] != 0 or bounds[-1] != shard.tokens or (np.diff(bounds) < 0).any():
-        raise DamagedError(
-            "the documents of a token file are not contiguous",
-            where=shard.path,
-            why="its index does not match it",
-            next="recreate both, or restore them from a copy",
-        )
-    return bounds
+    return bins
 
 
 class Bins:
@@ -150,6 +161,11 @@ class Bins:
             map_file(folder / column).view(dtype) for column, dtype in COLUMNS.items()
         )
         self._ends, self._capacity = ends, capacity
+        self.packing: PackingCounts | None = None
+        """Counts of conversations, packed and left out; None for text."""
+        if (folder / FACTS).is_file():
+            self.packing = PackingCounts.model_validate_json(read_small(folder / FACTS, 2**16))
+            self._targets = map_file(folder / TARGETS).view("<i4")
 
     def __len__(self) -> int:
         """Return the number of bins."""
@@ -171,7 +187,15 @@ class Bins:
         shard_starts = np.concatenate([[0], self._ends])
         return ShardPieces(shard, start - shard_starts[shard], place, length)
 
-    def targets(self, samples: Samples) -> int:
+    def counts(self, samples: Samples) -> Counts:
         """See SampleLayout."""
-        # Each sample is one token longer than its targets.
-        return int(self.pieces(samples).length.sum()) - len(samples)
+        tokens = int(self.pieces(samples).length.sum())
+        if self.packing is None:
+            # Each sample is one token longer than its targets.
+            targets = tokens - len(samples)
+            return Counts(targets, targets, tokens)
+        targets = int(self._targets[samples].sum(dtype=np.int64))
+        if not self.packing.pairs:
+            return Counts(targets, targets, tokens)
+        conversations = self._first[samples + np.uint64(1)] - self._first[samples]
+        return Counts(targets, int(conversations.sum()) // 2, tokens)

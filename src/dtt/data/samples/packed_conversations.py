@@ -1,9 +1,4 @@
-"""Packing of whole conversations over all shards together, computed once and cached.
-
-The cache folder has the files of dtt.data.samples.packed and
-
-    targets     int32[bins]: number of targets in each bin
-    facts.json  PackingCounts: what was packed, and what was left out and why
+"""Packing of whole conversations over all shards together.
 
 No conversation is divided between bins, and the two conversations of a preference pair are in the
 same bin, one after the other. Every bin has at least one target, because conversations
@@ -13,23 +8,17 @@ without targets are left out. So every batch has targets.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifest import Record, fingerprint
+from dtt.artifacts.manifest import Record
 from dtt.base.errors import ConfigError, DamagedError
-from dtt.base.reading import read_small
 from dtt.data.memory_map import Bytes, map_file
-from dtt.data.samples.packed import Bins, cached, document_bounds, write_columns
-from dtt.data.samples.packing import Packed, best_fit, grouped, least_slack
-from dtt.data.samples.protocol import Samples
-from dtt.data.samples.sample_layout import Ints
+from dtt.data.samples.packing import Ints, Packed, best_fit, grouped, least_slack
 from dtt.data.samples.token_shards import Shard, TokenFiles
 
-TARGETS, FACTS = "targets", "facts.json"
 LEAST_SLACK_CAPACITY = 4097
 """Largest sample, in tokens, that is filled by minimum bin slack. In larger ones, best fit leaves
 less than 0.5 % empty, and minimum bin slack would take minutes for a million conversations."""
@@ -83,43 +72,6 @@ class PackingCounts(Record):
             yield f"{self.without_targets:,} {of} have no trained tokens: left out"
 
 
-def conversation_bins(
-    files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong
-) -> ConversationBins:
-    """Return the conversations of all shards packed into bins of `capacity` tokens.
-
-    `ends` [shards] is the end of each shard in the token stream. The first process to call this
-    packs the conversations while the others wait on a file lock.
-
-    Raises ConfigError if `too_long` is `stop` and a conversation is longer than a bin.
-    """
-    shards = [(shard.tokens, shard.version) for shard in files.shards]
-    kind = "pairs" if files.are_pairs else "conversations"
-    # Everything that determines the packing is in the key. Versions of shards, not their content,
-    # which would have to be read.
-    key = fingerprint([kind, VERSION, capacity, too_long, shards])[:16]
-    place = cached(files.path, key, lambda aside: _pack(files, capacity, too_long, aside))
-    return ConversationBins(place, ends, capacity)
-
-
-class ConversationBins(Bins):
-    """Packed conversations read from disk. Implements SampleLayout."""
-
-    def __init__(self, folder: Path, ends: Ints, capacity: int) -> None:
-        """Map the bins in `folder`; `ends` [shards] is the end of each shard in the stream."""
-        super().__init__(folder, ends, capacity)
-        self._targets = map_file(folder / TARGETS).view("<i4")
-        self.counts = PackingCounts.model_validate_json(read_small(folder / FACTS, 2**16))
-
-    def targets(self, samples: Samples) -> int:
-        """See SampleLayout."""
-        return int(self._targets[samples].sum(dtype=np.int64))
-
-    def conversations(self, samples: Samples) -> int:
-        """Return the number of conversations in `samples`."""
-        return int((self._first[samples + np.uint64(1)] - self._first[samples]).sum())
-
-
 class _Whole(NamedTuple):
     """Conversations (or the starts of some) or pairs that fit into a bin and have targets."""
 
@@ -131,8 +83,10 @@ class _Whole(NamedTuple):
     """[conversations]: number of tokens of the first conversation: of the chosen one of a pair."""
 
 
-def _pack(files: TokenFiles, capacity: int, too_long: TooLong, folder: Path) -> None:
-    """Write the packing of all shards into `folder`."""
+def pack_conversations(
+    files: TokenFiles, capacity: int, too_long: TooLong
+) -> tuple[Packed, Ints, PackingCounts]:
+    """Return the packing of all shards, the targets of each bin [bins], and the counts."""
     found: list[_Whole] = []
     counts = PackingCounts(pairs=files.are_pairs)
     base = 0
@@ -144,21 +98,14 @@ def _pack(files: TokenFiles, capacity: int, too_long: TooLong, folder: Path) -> 
     none = np.empty(0, dtype=np.int64)
     # The empty column keeps concatenate valid without shards.
     all_ = _Whole(*map(np.concatenate, zip((none,) * 4, *found, strict=True)))
-    pack = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
-    bins = pack(all_.length, capacity)
-    packed, order = grouped(all_.start, all_.length, bins)
-    write_columns(folder, _divided(packed, all_.chosen[order]) if files.are_pairs else packed)
+    fit = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
+    packed, order = grouped(all_.start, all_.length, fit(all_.length, capacity))
     targets = np.add.reduceat(all_.targets[order], packed.first[:-1]) if len(order) else none
-    # int32: a sample has fewer than 2**31 targets. Half the bytes of int64 are read per step.
-    targets.astype("<i4").tofile(folder / TARGETS)
-    counts = counts.model_copy(
-        update={
-            "packed": len(order),
-            "tokens": int(all_.length.sum()),
-            "targets": int(all_.targets.sum()),
-        }
-    )
-    (folder / FACTS).write_text(counts.model_dump_json(indent=1) + "\n")
+    sums = {"tokens": int(all_.length.sum()), "targets": int(all_.targets.sum())}
+    counts = counts.model_copy(update={"packed": len(order)} | sums)
+    if files.are_pairs:
+        packed = _divided(packed, all_.chosen[order])
+    return packed, targets, counts
 
 
 def _divided(pairs: Packed, chosen: Ints) -> Packed:
@@ -233,6 +180,21 @@ def _answers_that_fit(mask: Bytes, capacity: int) -> int:
     # Position i is an answer's last target if i + 1 is none.
     ends = np.flatnonzero((mask[1:capacity] != 0) & (mask[2 : capacity + 1] == 0))
     return int(ends[-1]) + 2 if len(ends) else 0
+
+
+def document_bounds(shard: Shard) -> Ints:
+    """Return the first token of each document, then the number of tokens.
+
+    Raises DamagedError if the documents are not contiguous or do not cover the shard.
+    """
+    bounds = shard.documents().bounds()
+    if bounds[0] != 0 or bounds[-1] != shard.tokens or (np.diff(bounds) < 0).any():
+        raise DamagedError(
+            "the documents of a token file are not contiguous",
+            where=shard.path,
+            why="its index does not match it",
+        )
+    return bounds
 
 
 def read_mask(shard: Shard) -> Bytes:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import ChatFacts
+from dtt.base.targets import IGNORE_INDEX
 
 Samples = npt.NDArray[np.uint64]
 """Sample numbers. The number within a source is below 2**SOURCE_SHIFT.
@@ -22,27 +24,37 @@ SOURCE_SHIFT = 48
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples read from a source, one per row; N samples of S = seq_len targets.
-
-    The target of position t is `ids[:, t + 1]`. The loader (data/samples/loader.py) derives the
-    targets of training from these arrays.
-    """
+    """Samples read from a source, one per row; N samples of S = seq_len targets."""
 
     ids: npt.NDArray[np.int64]
     """[N, S + 1]: token ids. IGNORE_INDEX fills the end of a sample that has fewer tokens."""
-    loss_mask: npt.NDArray[np.bool_] | None = None
-    """[N, S]: False where the target is excluded from the loss, for example the text of a user in a
-    conversation; None if no target is excluded."""
+    targets: npt.NDArray[np.int64]
+    """[N, S]: the id to predict after each token but the last: the next one, or IGNORE_INDEX where
+    it is padding or excluded from the loss, for example the text of a user in a conversation."""
     doc_ids: npt.NDArray[np.int32] | None = None
-    """[N, S + 1]: index, from 0, of each token's document within its sample; None if the caller did
-    not ask for it."""
-    reference_logprobs: npt.NDArray[np.float32] | None = None
-    """[N, S]: log-probability of each target in nats by the reference model of DPO, 0 where there
-    is no target; None without such a model."""
+    """[N, S + 1]: index, from 0, of each token's document within its sample; None if attention
+    crosses document boundaries."""
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[N, S] each: further values of the targets that an objective needs, by name."""
 
 
-@dataclass(frozen=True)
-class DocumentSpan:
+class Counts(NamedTuple):
+    """Sizes of some samples."""
+
+    targets: int
+    """Targets of the loss, which are neither padding nor masked."""
+    terms: int
+    """Terms that the loss is the mean of: the targets, or the pairs of preference data."""
+    tokens: int
+    """Tokens without padding."""
+
+    @classmethod
+    def sum(cls, parts: Iterable[Counts]) -> Counts:
+        """Return the sizes of all parts together."""
+        return cls(*map(sum, zip((0, 0, 0), *parts, strict=True)))
+
+
+class Span(NamedTuple):
     """The part of one document that a sample contains."""
 
     file: Path
@@ -61,7 +73,7 @@ class Source(Protocol):
     """A body of text as samples of `seq_len + 1` tokens.
 
     A sample has a number that never changes. The order of samples in training is a function of a
-    seed and of the position in the sequence.
+    seed and of the position in the sequence. `tests/contracts/test_samples.py` checks each source.
     """
 
     name: str
@@ -73,40 +85,60 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Return the number of samples in an epoch; an estimate for text tokenized on the fly."""
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the samples at positions first … first + count - 1 of the shuffled source.
 
-        Positions are counted across epochs. If text is tokenized on the fly, `first` must not be
-        smaller than the position of the last `restore`.
+        Positions are counted across epochs. In a Streamed source, `first` must not be smaller than
+        the position of the last `restore`.
         """
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
-        """Return the samples, one per row, with document ids if the caller asks for them."""
+    def read(self, samples: Samples) -> Rows:
+        """Return the samples, one per row."""
 
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets in `samples`, which are neither padding nor masked.
+    def counts(self, samples: Samples) -> Counts:
+        """Return what counting the result of `read` would return.
 
-        Every rank calls this for the samples of all ranks at each step, so it must not read them: a
-        source with a loss mask keeps the number of targets of each sample in an index.
+        Every rank calls this for the samples of all ranks at each step, so it should not read them:
+        a source with a loss mask keeps the number of targets of each sample in an index.
         """
 
-    def pairs(self, samples: Samples) -> int:
-        """Return the number of preference pairs in `samples`; 0 for other data.
+    def origin(self, sample: int) -> list[Span]:
+        """Return the documents in a sample, in order. They cover its tokens."""
 
-        Like `targets`, it must not read the samples.
-        """
 
-    def tokens_in(self, samples: Samples) -> int:
-        """Return the number of tokens in `samples` without padding, and without reading them."""
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
-        """Return the documents in a sample, in order."""
+@runtime_checkable
+class Streamed(Protocol):
+    """A source whose order depends on text that it has read, so that resuming needs a state."""
 
     def state(self, consumed: int) -> Any:
-        """Return JSON from which `restore` resumes after `consumed` samples; None if not needed."""
+        """Return JSON from which `restore` resumes after `consumed` samples."""
 
     def restore(self, state: Any) -> None:
         """Resume from a state that `state` returned."""
+
+
+def targets_of(
+    ids: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.bool_] | None = None,
+    doc_ids: npt.NDArray[np.int32] | None = None,
+) -> npt.NDArray[np.int64]:
+    """Return the targets [N, S] of `ids` [N, S + 1].
+
+    Excluded are those where `mask` [N, S] is False and, with `doc_ids` [N, S + 1], the first tokens
+    of documents.
+    """
+    targets = ids[:, 1:]  # padding is IGNORE_INDEX already
+    if mask is not None:
+        targets = np.where(mask, targets, IGNORE_INDEX)
+    if doc_ids is not None:
+        targets = np.where(doc_ids[:, 1:] == doc_ids[:, :-1], targets, IGNORE_INDEX)
+    return targets
+
+
+def count_targets(read: Callable[[Samples], Rows], samples: Samples) -> int:
+    """Return the number of targets of samples by reading them, a few at a time."""
+    parts = (read(samples[first : first + 16]) for first in range(0, len(samples), 16))
+    return sum(int((rows.targets != IGNORE_INDEX).sum()) for rows in parts)
 
 
 @dataclass(frozen=True)

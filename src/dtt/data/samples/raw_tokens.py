@@ -15,7 +15,7 @@ import io
 import os
 import struct
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,16 @@ MIN_IDS = 32
 """Minimum number of ids that must fit a different dtype before dtt doubts the configured one."""
 
 LLM_C_HEADER = 256 * 4
-LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Version and dtype by magic number (karpathy/llm.c, dev/data/data_common.py)."""
-LLM_C_OTHERS = {
-    20240326: "weights of llm.c",
-    20240327: "an optimizer state of llm.c",
-    20240328: "a tokenizer of llm.c",
-    20240522: "an evaluation file of llm.c",
-    20240803: "weights of llm.c",
-}
 NUMPY_MAGIC = b"\x93NUMPY"
-OTHERS = {
+MAGIC: dict[bytes, tuple[int, str] | str] = {
+    # Token ids of llm.c (dev/data/data_common.py): version and dtype. Then its other files.
+    (20240520).to_bytes(4, "little"): (1, "<u2"),
+    (20240801).to_bytes(4, "little"): (7, "<u4"),
+    (20240326).to_bytes(4, "little"): "weights of llm.c",
+    (20240327).to_bytes(4, "little"): "an optimizer state of llm.c",
+    (20240328).to_bytes(4, "little"): "a tokenizer of llm.c",
+    (20240522).to_bytes(4, "little"): "an evaluation file of llm.c",
+    (20240803).to_bytes(4, "little"): "weights of llm.c",
     b"MMIDIDX\0\0": "the index of a Megatron pair",
     b"TNTIDX\0\0": "an index of fairseq",
     b"LITPKDS": "a packed data set of lit-gpt",
@@ -56,7 +55,7 @@ OTHERS = {
     b"\x1f\x8b\x08\x08": "compressed with gzip",
     b"\xfd7zXZ\0": "compressed with xz",
 }
-"""Formats that do not hold token ids, by magic number.
+"""Version and dtype of a file of ids, or the name of a format that does not hold token ids.
 
 Each magic number has at least four bytes, because ids may start with any shorter sequence."""
 CONVERT = (
@@ -82,19 +81,19 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
     `raw_dtype` is the dtype of ids without a header. Raises InputError for a file in a known format
     that does not hold token ids, DamagedError if the file size contradicts the header.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, HEAD_BYTES, 0)
-        other = _name_of_other(head, size, fd)
-    finally:
-        os.close(fd)
-    if other is not None:
-        raise refusal(path, other)
-    if head.startswith(NUMPY_MAGIC):
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(HEAD_BYTES)
+        known = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
+        # Under 12 bytes there is no header of llm.c: these are ids that start like one.
+        if known is None or (isinstance(known, tuple) and len(head) < 12):
+            known = _other(head, size, file)
+    if isinstance(known, str):
+        raise refusal(path, known)
+    if known is not None:
+        header = _llm_c(path, head, *known)
+    elif head.startswith(NUMPY_MAGIC):
         header = _numpy(path, head)
-    elif len(head) >= 12 and int.from_bytes(head[:4], "little") in LLM_C:
-        header = _llm_c(path, head)
     else:
         raw = np.dtype(raw_dtype).newbyteorder("<")
         if size % raw.itemsize:
@@ -113,7 +112,6 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
             where=path,
             why=f"{size:,} bytes; {header.tokens:,} ids of {dtype.name} behind a header of "
             f"{header.offset:,} bytes are {expected:,}",
-            next="recreate it, or restore it from a copy",
         )
     return header, _whole(head[header.offset :], dtype)
 
@@ -143,7 +141,6 @@ def _numpy(path: Path, head: bytes) -> Header:
             "the header of a numpy file cannot be read",
             where=path,
             why=str(error).splitlines()[0],
-            next="write it again with numpy.save",
         ) from None
     offset, wanted = file.tell(), "numpy.save(PATH, ids.reshape(-1).astype('<u4'))"
     why = None
@@ -162,9 +159,8 @@ def _numpy(path: Path, head: bytes) -> Header:
     return Header("numpy", offset, dtype.str, int(shape[0]))
 
 
-def _llm_c(path: Path, head: bytes) -> Header:
+def _llm_c(path: Path, head: bytes, known: int, dtype: str) -> Header:
     magic, version, tokens = struct.unpack_from("<3i", head)
-    known, dtype = LLM_C[magic]
     if version != known:
         raise InputError(
             "an unknown version of llm.c's token files",
@@ -175,20 +171,17 @@ def _llm_c(path: Path, head: bytes) -> Header:
     return Header("llm.c", LLM_C_HEADER, dtype, tokens)
 
 
-def _name_of_other(head: bytes, size: int, fd: int) -> str | None:
-    """Return the name of the non-id format that a file starts like; None if it may be token ids."""
-    found = next((name for magic, name in OTHERS.items() if head.startswith(magic)), None)
-    if found is not None or len(head) < 12:
-        return found
-    if (magic := int.from_bytes(head[:4], "little")) in LLM_C_OTHERS:
-        return LLM_C_OTHERS[magic]
+def _other(head: bytes, size: int, file: BinaryIO) -> str | None:
+    """Return the format without ids and magic number that a file has; None if it may be ids."""
+    if len(head) < 12:
+        return None
     if head[:3] in (b"\x80\x04\x95", b"\x80\x05\x95") and head[7:11] == bytes(4):
         return "a pickle"
     if head[4:10] == b'\0\0\0\0{"' and int.from_bytes(head[:8], "little") + 8 <= size:
         return "a safetensors file"
     if len(head) >= MIN_TEXT and _is_text(head):
         return "text"
-    return _chunk(head, size, fd)
+    return _chunk(head, size, file)
 
 
 def _is_text(head: bytes) -> bool:
@@ -201,7 +194,7 @@ def _is_text(head: bytes) -> bool:
     return all(c.isprintable() or c.isspace() for c in text)
 
 
-def _chunk(head: bytes, size: int, fd: int) -> str | None:
+def _chunk(head: bytes, size: int, file: BinaryIO) -> str | None:
     """Recognise a chunk of litdata or a shard of MosaicML Streaming.
 
     Both start with the number n of samples and n + 1 sample offsets, all uint32; the last offset is
@@ -211,11 +204,12 @@ def _chunk(head: bytes, size: int, fd: int) -> str | None:
     table = 4 * (samples + 2)
     if not (samples and table <= first <= size):
         return None
-    if int.from_bytes(os.pread(fd, 4, table - 4), "little") != size:
+    file.seek(table - 4)
+    if int.from_bytes(file.read(4), "little") != size:
         return None
     if first == table:
         return "a chunk of litdata"
-    return "a shard of MosaicML's streaming" if os.pread(fd, 1, table) == b"{" else None
+    return "a shard of MosaicML's streaming" if file.read(1) == b"{" else None
 
 
 def _whole(content: bytes, dtype: np.dtype[Any]) -> Ids:

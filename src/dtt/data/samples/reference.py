@@ -20,6 +20,8 @@ from dtt.data.samples.protocol import Source
 from dtt.data.samples.token_source import TokenSource
 
 DTYPE = np.dtype("<f4")
+NAME = "reference_logprobs"
+"""Name of the values in `Rows.extra`: in nats, 0 where there is no target."""
 
 
 class ReferenceManifest(Manifest):
@@ -64,4 +66,4 @@ def with_reference(dataset: Dataset, folder: Path) -> Dataset:
 
 def _referenced(source: Source, path: Path) -> TokenSource:
     assert isinstance(source, TokenSource), "only token files hold preference pairs"
-    return source.with_reference(map_file(path).view(DTYPE).reshape(len(source), -1))
+    return source.with_extra(NAME, map_file(path).view(DTYPE).reshape(len(source), -1))

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import Counts, Samples
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,8 +37,8 @@ class SampleLayout(Protocol):
     def pieces(self, samples: Samples) -> ShardPieces:
         """Return the pieces that make up `samples`."""
 
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets: tokens with a preceding token in the same sample."""
+    def counts(self, samples: Samples) -> Counts:
+        """Return the sizes of `samples` without reading them; see `Source.counts`."""
 
 
 class Windows:
@@ -79,6 +79,7 @@ class Windows:
             position, place = (position + length)[more], (place + length)[more]
             missing = (missing - length)[more]
 
-    def targets(self, samples: Samples) -> int:
+    def counts(self, samples: Samples) -> Counts:
         """See SampleLayout."""
-        return len(samples) * self._seq_len
+        targets = len(samples) * self._seq_len
+        return Counts(targets, targets, targets + len(samples))

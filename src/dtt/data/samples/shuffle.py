@@ -63,7 +63,7 @@ class Order:
         # The last block is kept: consecutive steps lie in the same one.
         self._latest = -1, -1, np.empty(0, dtype=np.uint64)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the samples at positions first … first + count - 1, counted across epochs."""
         parts = [np.empty(0, dtype=np.uint64)]
         while count:

@@ -6,14 +6,21 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.files import sha256_file
-from dtt.data.samples.protocol import DocumentSpan, Opened, Rows, Samples, Vocabulary
+from dtt.data.samples.protocol import (
+    Counts,
+    Opened,
+    Rows,
+    Samples,
+    Span,
+    Vocabulary,
+    targets_of,
+)
 
 NAME = "synthetic"
 SAMPLES = 2**40
@@ -40,39 +47,24 @@ class SyntheticSource:
         """See Source."""
         return SAMPLES
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """See Source."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(SAMPLES)
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """See Source. Each sample is one document."""
         places = samples[:, None] * np.uint64(self._width) + np.arange(self._width, dtype=np.uint64)
         ids = _mixed(places.astype(np.uint64) + self._key) % np.uint64(self._vocab_size)
-        doc_ids = np.zeros(ids.shape, np.int32) if with_doc_ids else None
-        return Rows(ids.astype(np.int64), doc_ids=doc_ids)
+        return Rows(ids.astype(np.int64), targets_of(ids.astype(np.int64)))
 
-    def targets(self, samples: Samples) -> int:
+    def counts(self, samples: Samples) -> Counts:
         """See Source."""
-        return len(samples) * (self._width - 1)
+        targets = len(samples) * (self._width - 1)
+        return Counts(targets, targets, targets + len(samples))
 
-    def pairs(self, samples: Samples) -> int:
+    def origin(self, sample: int) -> list[Span]:
         """See Source."""
-        return 0
-
-    def tokens_in(self, samples: Samples) -> int:
-        """See Source."""
-        return len(samples) * self._width
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
-        """See Source."""
-        return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
-
-    def state(self, consumed: int) -> Any:
-        """See Source."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """See Source."""
+        return [Span(Path(NAME), sample, 0, 0, self._width)]
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

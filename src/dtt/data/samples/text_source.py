@@ -35,9 +35,14 @@ from dtt.config.run import RunConfig
 from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.units import Corpus
-from dtt.data.samples.encoded_documents import Documents, EncodedDocuments, doc_ids_of
+from dtt.data.samples.encoded_documents import (
+    DocumentMasks,
+    Documents,
+    EncodedDocuments,
+    TextSamples,
+)
 from dtt.data.samples.held_out import HeldOutText
-from dtt.data.samples.protocol import DocumentSpan, Opened, Rows, Samples, Vocabulary
+from dtt.data.samples.protocol import Opened, Samples, Vocabulary
 from dtt.data.samples.shuffle import permutation
 from dtt.data.samples.text_stream import Cursor, TextStream, UnitPart
 from dtt.data.text.encoder import Encoder
@@ -75,6 +80,7 @@ def open_text(cfg: RunConfig) -> Opened:
         encoder.end_of_document,
         encoder.begin_of_document,
     )
+    masks = DocumentMasks(encoder.end_of_document, cfg.data.mask_documents, cfg.data.eod_mask_loss)
     train = TextSource(
         documents,
         encoder,
@@ -82,6 +88,7 @@ def open_text(cfg: RunConfig) -> Opened:
         seq_len=cfg.train.seq_len,
         seed=cfg.seed,
         validation_fraction=cfg.tokenize.validation_fraction,
+        masks=masks,
         stop_on_bad_document=cfg.tokenize.on_bad_document == "stop",
     )
     assert train.bytes_per_token is not None
@@ -92,6 +99,7 @@ def open_text(cfg: RunConfig) -> Opened:
         seq_len=cfg.train.seq_len,
         validation_fraction=cfg.tokenize.validation_fraction,
         text_bytes=int(cfg.train.eval_tokens * train.bytes_per_token),
+        masks=masks,
     )
     return Opened(
         train,
@@ -102,12 +110,13 @@ def open_text(cfg: RunConfig) -> Opened:
     )
 
 
-class TextSource:
+class TextSource(TextSamples):
     """The training documents of a corpus, those not held out.
 
-    Implements `dtt.data.samples.protocol.Source`.
+    Implements `Source` and `Streamed` of dtt.data.samples.protocol. `read` is fast for the samples
+    that `order` returned last; others may have to be encoded again.
 
-    `samples_at`, `read` and `state` may be called from different threads. A background thread
+    `order`, `read` and `state` may be called from different threads. A background thread
     encodes one part ahead. Two or three parts are in memory, more only if a single call needs them.
     """
 
@@ -120,15 +129,16 @@ class TextSource:
         seq_len: int,
         seed: int,
         validation_fraction: float,
+        masks: DocumentMasks,
         stop_on_bad_document: bool = False,
     ) -> None:
         """Encode about 1 MB to estimate the number of tokens.
 
-        Raises InputError if there is no text to train on. With `stop_on_bad_document`, `samples_at`
+        Raises InputError if there is no text to train on. With `stop_on_bad_document`, `order`
         raises DamagedError at the first unreadable document.
         """
+        super().__init__(documents, masks, seq_len)
         self.name = name
-        self._documents, self._encoder, self._seq_len = documents, encoder, seq_len
         self._key = f"{seed}/{name}"
         self._stream = TextStream(
             documents,
@@ -150,7 +160,7 @@ class TextSource:
         """Return the estimated number of samples in an epoch."""
         return max(1, self.tokens // self._seq_len)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """Return the samples at positions first … first + count - 1; encode new parts as needed."""
         stop = first + count
         with self._lock:
@@ -164,34 +174,6 @@ class TextSource:
             if part.begin.place < stop
         )
         return np.concatenate([np.empty(0, dtype=np.uint64), *orders])
-
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
-        """See Source.
-
-        Fast for the samples that `samples_at` returned last; others may have to be encoded again.
-        """
-        ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
-        for row, where, numbers in self._by_row(samples):
-            ids[where] = row.read(numbers)
-        end = self._encoder.end_of_document
-        return Rows(ids, doc_ids=doc_ids_of(ids, end) if with_doc_ids else None)
-
-    def targets(self, samples: Samples) -> int:
-        """Return the number of targets in these samples."""
-        return sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
-
-    def pairs(self, samples: Samples) -> int:
-        """Return 0: text has no preference pairs."""
-        return 0
-
-    def tokens_in(self, samples: Samples) -> int:
-        """Return the number of tokens in these samples."""
-        return self.targets(samples) + len(samples)  # all tokens of a sample but its first
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
-        """Return the documents of a sample, numbered among the readable ones of their file."""
-        ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
-        return self._documents.locate(row, int(numbers[0]))
 
     def state(self, consumed: int) -> Any:
         """Return the Cursor, a few integers, of the part that contains the sample at `consumed`."""
@@ -244,7 +226,7 @@ class TextSource:
     def _by_row(
         self, samples: Samples
     ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
-        """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
+        """See TextSamples."""
         left = np.arange(len(samples))
         while left.size:
             first, row = self._row_of(int(samples[left[0]]))
@@ -269,6 +251,6 @@ class TextSource:
             return first, row
 
     def _forget(self) -> None:
-        """Drop the oldest rows, but keep those that the last call of `samples_at` needs."""
+        """Drop the oldest rows, but keep those that the last call of `order` needs."""
         while len(self._rows) > self._needed + 1:
             self._rows.popitem(last=False)

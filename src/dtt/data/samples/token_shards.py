@@ -15,9 +15,10 @@ In folders that dtt did not write, a file whose name contains the word `val`, `v
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -74,6 +75,20 @@ def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Toke
     return first, documents.starts(first, documents.starting_after(stop - 1))
 
 
+def spans_in(
+    documents: Documents, start: int, stop: int, place: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (document, offset in it, start, stop) of each document in tokens start … stop - 1.
+
+    The last two are positions in a sample in which these tokens begin at `place`.
+    """
+    first, starts = documents_in(documents, start, stop)
+    for document, (begin, end) in enumerate(pairwise([*starts.tolist(), stop]), first):
+        at = max(begin, start)
+        if at < end:
+            yield document, at - begin, place + at - start, place + end - start
+
+
 @dataclass(frozen=True)
 class Ends:
     """Document boundaries given by the end of each document (exclusive), in ascending order."""
@@ -110,7 +125,8 @@ class Ends:
         return cls(np.unique(np.concatenate(found)))
 
 
-@dataclass(frozen=True, slots=True)
+# Compared by identity: caches of open shards look them up for every piece of a sample.
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """One file of token ids. The file need not be open."""
 
@@ -127,6 +143,11 @@ class Shard:
     format: Format = "dtt"
     mask: Path | None = None
     """File with the loss mask, one byte per token; None if every token is a target."""
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes per id."""
+        return np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -329,7 +350,6 @@ def _datatrove(path: Path, vocab_size: int | None) -> Shard:
             "a token file and its index do not match",
             where=path,
             why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
-            next="recreate both, or restore them from a copy",
         )
     shard = Shard(
         path,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -14,24 +14,18 @@ from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
-from dtt.data.samples.packed_conversations import (
-    ConversationBins,
-    PackingCounts,
-    TooLong,
-    conversation_bins,
-    loss_mask,
-)
-from dtt.data.samples.protocol import DocumentSpan, Rows, Samples
+from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
+from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
+from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
-from dtt.data.samples.token_buffer import MAPPED_SHARDS, ShardIds
 from dtt.data.samples.token_shards import (
-    Documents,
     Shard,
     Split,
     TokenFiles,
     documents_in,
     open_files,
+    spans_in,
 )
 
 
@@ -45,6 +39,8 @@ def open_tokens(
     too_long: TooLong = "drop",
     vocab_size: int | None = None,
     end_of_document: int | None = None,
+    doc_ids: bool = True,
+    eod_mask_loss: bool = False,
 ) -> TokenSource:
     """Open one split of a source; the result has no samples if the source has no such split.
 
@@ -76,6 +72,8 @@ def open_tokens(
         too_long=too_long,
         vocab_size=vocab_size if files.manifest is None else files.manifest.vocab_size,
         end_of_document=end_of_document,
+        doc_ids=doc_ids,
+        eod_mask_loss=eod_mask_loss,
     )
 
 
@@ -96,10 +94,13 @@ class TokenSource:
         too_long: TooLong = "drop",
         vocab_size: int | None = None,
         end_of_document: int | None = None,
+        doc_ids: bool = True,
+        eod_mask_loss: bool = False,
     ) -> None:
         """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
 
-        If `vocab_size` is given, `read` checks all ids against it.
+        If `vocab_size` is given, `read` checks all ids against it. With `doc_ids`, it returns them.
+        With `eod_mask_loss`, the first token of a document is no target.
         """
         self.name, self.files = name, files
         self.bytes_per_token = files.bytes_per_token
@@ -107,62 +108,71 @@ class TokenSource:
         self.tokens = int(ends[-1]) if len(ends) else 0
         self.packing_counts: PackingCounts | None = None
         """Counts of conversations, packed and left out; None for text."""
-        self._masks: ShardIds | None = None
-        self._pairs: ConversationBins | None = None
+        self._masks: list[Shard] | None = None
         self._layout: SampleLayout
         if files.are_conversations:
-            self._layout = whole = conversation_bins(files, ends, seq_len + 1, too_long)
-            self.packing_counts, self.tokens = whole.counts, whole.counts.tokens
-            self._masks = ShardIds([_mask_of(shard) for shard in files.shards])
-            self._pairs = whole if files.are_pairs else None
+            self._layout = packed = bins(files, ends, seq_len + 1, too_long)
+            assert packed.packing is not None
+            self.packing_counts, self.tokens = packed.packing, packed.packing.tokens
+            self._masks = [_mask_of(shard) for shard in files.shards]
         elif packing == "concat":
             self._layout = Windows(ends, seq_len)
         else:
-            self._layout = bins(files, ends, seq_len + 1)
-        self._order = Order(key, len(self._layout))
+            self._layout = bins(files, ends, seq_len + 1, too_long)
+        self._shuffle = Order(key, len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size
         self._end = _end_in_the_ids(files, end_of_document)
-        self._ids = ShardIds(files.shards)
-        self._documents: dict[int, Documents] = {}
-        self.reference_logprobs: npt.NDArray[np.float32] | None = None
+        self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
+        self._extra: dict[str, npt.NDArray[Any]] = {}
 
-    def with_reference(self, logprobs: npt.NDArray[np.float32]) -> TokenSource:
-        """Return this source with the log-probabilities of a reference model, [samples, S]."""
+    def with_extra(self, name: str, values: npt.NDArray[Any]) -> TokenSource:
+        """Return this source with further values of its targets, [samples, S]."""
         source = copy(self)
-        source.reference_logprobs = logprobs
+        source._extra = self._extra | {name: values}  # noqa: SLF001 - a copy of this object
         return source
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
         return len(self._layout)
 
-    def samples_at(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> Samples:
         """See Source."""
-        return self._order.samples_at(first, count)
+        return self._shuffle.order(first, count)
 
-    def read(self, samples: Samples, *, with_doc_ids: bool = False) -> Rows:
+    def read(self, samples: Samples) -> Rows:
         """See Source. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.empty((len(samples), self._width), dtype=np.int64)
         if pieces.length.sum() < ids.size:
             ids.fill(IGNORE_INDEX)
-        self._ids.read(pieces, ids)
+        _copy(self.files.shards, pieces, ids)
         if self._vocab_size is not None and ids.size:
             self._check(ids.reshape(-1), pieces, self._vocab_size)
-        logprobs = self.reference_logprobs
+        mask = None if self._masks is None else self._loss_mask(self._masks, pieces, ids.shape)
+        doc_ids = None
+        if self._with_doc_ids or self._eod_mask_loss:
+            doc_ids = self._doc_ids(ids, pieces)
         return Rows(
             ids,
-            None if self._masks is None else self._loss_mask(self._masks, pieces, ids.shape),
-            self._doc_ids(ids, pieces) if with_doc_ids else None,
-            None if logprobs is None else logprobs[samples],
+            targets_of(ids, mask, doc_ids if self._eod_mask_loss else None),
+            doc_ids if self._with_doc_ids else None,
+            {name: values[samples] for name, values in self._extra.items()},
         )
 
+    def counts(self, samples: Samples) -> Counts:
+        """See Source. With `eod_mask_loss`, the samples are read: it depends on their ids."""
+        counts = self._layout.counts(samples)
+        if not self._eod_mask_loss:
+            return counts
+        targets = count_targets(self.read, samples)
+        return counts._replace(targets=targets, terms=targets)
+
     def _loss_mask(
-        self, masks: ShardIds, pieces: ShardPieces, shape: tuple[int, ...]
+        self, masks: list[Shard], pieces: ShardPieces, shape: tuple[int, ...]
     ) -> npt.NDArray[np.bool_]:
         mask = np.zeros(shape, dtype=np.uint8)
-        masks.read(pieces, mask)
+        _copy(masks, pieces, mask)
         return loss_mask(mask, pieces.place)
 
     def _doc_ids(self, ids: npt.NDArray[np.int64], pieces: ShardPieces) -> npt.NDArray[np.int32]:
@@ -179,48 +189,20 @@ class TokenSource:
             begins[:, 0] = 0
             if not self._layout.whole_documents:
                 for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-                    _, starts = documents_in(self._documents_of(shard), start, start + length)
+                    _, starts = documents_in(
+                        documents_of(self.files.shards[shard]), start, start + length
+                    )
                     flat[starts[1:] + (place - start)] = 1
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
-    def targets(self, samples: Samples) -> int:
-        """See Source."""
-        return self._layout.targets(samples)
-
-    def pairs(self, samples: Samples) -> int:
-        """See Source."""
-        return 0 if self._pairs is None else self._pairs.conversations(samples) // 2
-
-    def tokens_in(self, samples: Samples) -> int:
-        """See Source."""
-        return int(self._layout.pieces(samples).length.sum())
-
-    def locate(self, sample: int) -> list[DocumentSpan]:
+    def origin(self, sample: int) -> list[Span]:
         """See Source."""
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
-            first, starts = documents_in(self._documents_of(shard), start, start + length)
-            file, bounds = self.files.shards[shard].path, [*starts.tolist(), start + length]
-            for document, (begin, end) in enumerate(pairwise(bounds), first):
-                at = max(begin, start)
-                if at < end:
-                    to = place - start
-                    found.append(DocumentSpan(file, document, at - begin, to + at, to + end))
-        return found
-
-    def state(self, consumed: int) -> Any:
-        """Return None, because the order depends on the position alone."""
-
-    def restore(self, state: Any) -> None:
-        """Do nothing: there is no state."""
-
-    def _documents_of(self, shard: int) -> Documents:
-        found = self._documents.get(shard)
-        if found is None:
-            if len(self._documents) >= MAPPED_SHARDS:
-                del self._documents[next(iter(self._documents))]
-            found = self._documents[shard] = self.files.shards[shard].documents()
+            opened = self.files.shards[shard]
+            parts = spans_in(documents_of(opened), start, start + length, place)
+            found += [Span(opened.path, *part) for part in parts]
         return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
@@ -238,6 +220,13 @@ class TokenSource:
             why=f"it is {ids[place]}",
             next="check that data.tokenizer made these files, and that their dtype is right",
         )
+
+
+def _copy(shards: Sequence[Shard], pieces: ShardPieces, rows: npt.NDArray[Any]) -> None:
+    """Copy each piece to its place in `rows` [samples, tokens], which must be contiguous."""
+    flat = rows.reshape(-1)
+    for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
+        flat[place : place + length] = ids_of(shards[shard])[start : start + length]
 
 
 def _mask_of(shard: Shard) -> Shard:

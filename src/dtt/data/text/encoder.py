@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,42 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that may end documents, in order of preference, where the configuration names none."""
 
 
-class Encoder:
+class EngineChoice:
+    """The choice between gigatoken and `tokenizers`, with which encoders of all kinds begin."""
+
+    def __init__(self, asked: Engine, open_fast: Callable[[], Gigatoken]) -> None:
+        """Open gigatoken unless `asked` is `hf`; it raises Unfit if it cannot be used."""
+        self._asked = asked
+        self._fast: Gigatoken | None = None
+        self._doubt: str | None = None
+        """Reason why the fast engine is not available."""
+        if asked != "hf":
+            try:
+                self._fast = open_fast()
+            except Unfit as error:
+                self._doubt = str(error)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in use."""
+        return "hf" if self._fast is None else "gigatoken"
+
+    def settle(self, doubt: str | None) -> None:
+        """Choose the engine: the fast one if `doubt` is None, `tokenizers` otherwise.
+
+        Raises EnvironmentUnfit if there is a `doubt` and the configuration requires `gigatoken`.
+        """
+        if doubt is None:
+            return
+        if self._asked == "gigatoken":
+            raise EnvironmentUnfit(
+                "gigatoken cannot encode this corpus", why=doubt, next="tokenize.engine=auto"
+            )
+        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", doubt)
+        self._fast = None
+
+
+class Encoder(EngineChoice):
     """An encoder of documents that appends the end-of-document token to each.
 
     With `bos`, each begins with the token that the tokenizer adds before a text, if it adds one.
@@ -61,24 +97,11 @@ class Encoder:
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
         tokenizer.encode_special_tokens = True
         self.end_of_document_token = name
-        self._asked = engine
-        self._fast: Gigatoken | None = None
-        self._doubt: str | None = None
-        """Reason why the fast engine is not available."""
-        if engine != "hf":
-            special = {t.content: i for i, t in added.items() if t.special} | {
-                name: self.end_of_document
-            }
-            ended = _ended_by(name, self.end_of_document, facts, content)
-            try:
-                self._fast = Gigatoken(ended, facts.get("normalizer"), special, name, self._exact)
-            except Unfit as error:
-                self._doubt = str(error)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine in use."""
-        return "hf" if self._fast is None else "gigatoken"
+        special = {t.content: i for i, t in added.items() if t.special}
+        special[name] = self.end_of_document
+        ended = _ended_by(name, self.end_of_document, facts, content)
+        normalizer = facts.get("normalizer")
+        super().__init__(engine, lambda: Gigatoken(ended, normalizer, special, name, self._exact))
 
     def doubt(self, sample: list[bytes]) -> str | None:
         """Return the reason why the fast engine cannot be used, or None if it can.
@@ -90,15 +113,6 @@ class Encoder:
             return self._doubt
         added = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
         return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
-
-    def settle(self, doubt: str | None) -> None:
-        """Choose the engine: the fast one if `doubt` is None, `tokenizers` otherwise.
-
-        Raises EnvironmentUnfit if there is a `doubt` and the configuration requires `gigatoken`.
-        """
-        if doubt is not None:
-            refuse_or_log(doubt, self._asked)
-            self._fast = None
 
     def encode(self, documents: list[bytes]) -> EncodedBatch:
         """Encode documents, which must be valid UTF-8."""
@@ -138,15 +152,6 @@ def find_end_of_document(
         why=f"its special tokens: {', '.join(names[:20]) or 'none'}",
         next=f"tokenizer.end_of_document={names[0] if names else 'TOKEN'}",
     )
-
-
-def refuse_or_log(doubt: str, asked: Engine) -> None:
-    """Log that `tokenizers` encodes; raise EnvironmentUnfit if gigatoken was `asked` for."""
-    if asked == "gigatoken":
-        raise EnvironmentUnfit(
-            "gigatoken cannot encode this corpus", why=doubt, next="tokenize.engine=auto"
-        )
-    log.info("encoding with Hugging Face's tokenizers, which is slower: %s", doubt)
 
 
 def _ended_by(name: str, id: int, facts: dict[str, Any], content: bytes) -> bytes:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +14,6 @@ from dtt.artifacts.manifests import SplitCounts, TokenShard
 from dtt.base.files import fsync_folder
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
-from dtt.data.corpus.page_cache import prefetch
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.unit_encoder import D, EncodedPart, UnitEncoder
 from dtt.data.token_file import TokenFileWriter
@@ -59,10 +57,9 @@ def encode_units(
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
-    `place` is `out`, or a folder on this node's local disk. While a unit is encoded, the next one
-    is prefetched into the page cache. `cores` is the number of cores of this rank alone. With more
-    than one, documents are read and decoded ahead in a second thread; on a single core the threads
-    would only alternate. Shards are written by another thread.
+    `place` is `out`, or a folder on this node's local disk. `cores` is the number of cores of this
+    rank alone. With more than one, documents are read and decoded ahead in a second thread; on a
+    single core the threads would only alternate. Shards are written by another thread.
 
     The content of the shards depends only on the unit, the tokenizer and `validation_fraction`.
     Memory use is a few batches, regardless of the size of files and units.
@@ -73,9 +70,7 @@ def encode_units(
     with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
-            for unit, coming in zip_longest(units, units[1:]):
-                if coming is not None:
-                    prefetch(corpus, coming)
+            for unit in units:
                 shards = _UnitShards(out, place, unit, key, splits, encoder, stop_at_bad)
                 # Closed also if a later batch fails: half-written files must not look complete.
                 opened.enter_context(shards.open_files)

@@ -18,12 +18,16 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.base.rendezvous import RENDEZVOUS
-from dtt.config.data import GivenTokenizerConfig, TokenizeConfig, TokenizerConfig
+from dtt.config.data import (
+    GivenTokenizerConfig,
+    TokenizeConfig,
+    TokenizerConfig,
+    TrainedTokenizerConfig,
+)
 from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
-from dtt.data.text.pretokens import count_pre_tokens, sum_over_ranks
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
 from dtt.data.tokenize.markers import WORK, marker_path
@@ -184,14 +188,15 @@ def _prepare(
             raise _other_content(out, identity.key_parts, asked)
         if identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
             identity = None
-    must_train = comm.broadcast(identity is None and content is None)
-    if must_train:
-        if comm.rank == 0:  # if it raises, the others wait in the collective until terminated
+    # If rank 0 raises, the others wait in the next collective until they are terminated.
+    if comm.rank == 0 and identity is None:
+        if content is None:
+            assert not isinstance(tokenizer, GivenTokenizerConfig)
             stop = cfg.on_bad_document == "stop"
             check_usable(cut.corpus, cut.units, stop_at_bad=stop)
-        content = _trained(tokenizer, cut, cfg.validation_fraction, out, comm)
-    if comm.rank == 0 and identity is None:
-        assert content is not None
+            # On one rank: 100 MB take half a minute, once, and any number of ranks would need
+            # the same tokenizer.
+            content = _trained(tokenizer, cut, cfg.validation_fraction)
         write_atomically(out / TOKENIZER, content)
         digest = hashlib.sha256(content).hexdigest()
         identity = Identity(key_parts=asked, tokenizer_sha256=digest)
@@ -290,24 +295,15 @@ def holds(path: Path, sha256: str) -> bool:
     return path.is_file() and sha256_file(path) == sha256
 
 
-def _trained(
-    tokenizer: TokenizerConfig, cut: Cut, validation_fraction: float, out: Path, comm: Comm
-) -> bytes | None:
-    """Train a tokenizer on the corpus; collective.
-
-    Returns the content of its tokenizer.json on rank 0, and None on the other ranks.
-    """
-    assert not isinstance(tokenizer, GivenTokenizerConfig)
-    first = comm.rank == 0
+def _trained(tokenizer: TrainedTokenizerConfig, cut: Cut, validation_fraction: float) -> bytes:
+    """Train a tokenizer on the corpus; return the content of its tokenizer.json."""
     total = min(tokenizer.train_bytes, sum(unit.text_bytes for unit in cut.units))
     log.info("training a tokenizer of %d entries on %.1f MB", tokenizer.vocab_size, total / 1e6)
-    with progress("reading for the tokenizer", total // comm.size, shown=first) as advance:
+    with progress("reading for the tokenizer", total) as advance:
         sample = tokenizer_sample(
-            cut.corpus, cut.units, tokenizer.train_bytes, validation_fraction, comm, advance
+            cut.corpus, cut.units, tokenizer.train_bytes, validation_fraction, advance
         )
-        counts = count_pre_tokens(tokenizer.pre_tokenizer, sample)
-    counts = sum_over_ranks(counts, comm, out / WORK)
-    return train_tokenizer(tokenizer, counts).encode() if first else None
+        return train_tokenizer(tokenizer, sample).encode()
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:

@@ -1,0 +1,60 @@
+"""Token ids of shards, which are memory-mapped while they are in use."""
+
+from __future__ import annotations
+
+import resource
+from functools import lru_cache
+
+from dtt.base.errors import DamagedError, InputError
+from dtt.data.memory_map import map_file
+from dtt.data.samples.token_shards import Documents, Shard
+from dtt.data.token_file import Tokens
+
+OPEN_FILES = 2**15
+
+
+def _open_files() -> int:
+    """Raise the limit of open files towards OPEN_FILES, as far as allowed; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS may allow less than it says
+        return soft
+    return wanted
+
+
+# Each map holds a file descriptor, of which a process has 1,024 by default. The caches are shared
+# by all sources. A shard beyond them is mapped again for each piece of a sample, which takes 20 to
+# 40 µs instead of 2: a tenth of the speed, still millions of tokens per second.
+MAPPED_SHARDS = _open_files() // 2
+MAPPED_INDEXES = MAPPED_SHARDS // 4
+
+
+@lru_cache(MAPPED_SHARDS)
+def ids_of(shard: Shard) -> Tokens:
+    """Return the ids of a shard, memory-mapped.
+
+    A shard that the cache drops stays mapped as long as a thread reads from it. Raises InputError
+    for a missing file, DamagedError for one that is too short or too long.
+    """
+    try:
+        content = map_file(shard.path, random=True)
+    except FileNotFoundError:
+        raise InputError("a token file is missing", where=shard.path) from None
+    # A file that shrank since would end the process with SIGBUS when its pages are read.
+    if len(content) != shard.offset + shard.tokens * shard.id_bytes:
+        raise DamagedError(
+            "a token file is shorter or longer than it should be",
+            where=shard.path,
+            why=f"{len(content)} bytes for {shard.tokens} tokens of {shard.dtype}",
+        )
+    return content[shard.offset :].view(shard.dtype)
+
+
+@lru_cache(MAPPED_INDEXES)
+def documents_of(shard: Shard) -> Documents:
+    """Return the document boundaries of a shard."""
+    return shard.documents()
