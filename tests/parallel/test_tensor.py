@@ -31,6 +31,8 @@ VARIANTS = {
     "llama": ModelConfig(family="llama", **SIZES),
     "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
     "mistral": ModelConfig(family="mistral", window=7, **SIZES),
+    "qwen2": ModelConfig(family="qwen2", n_kv_heads=2, **SIZES),
+    "olmo2": ModelConfig(family="olmo2", n_kv_heads=2, **SIZES),
     "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
     "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
     "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
