@@ -32,8 +32,7 @@ def from_hf(config: Mapping[str, Any], window: int | None, default: Sequence[str
     if LOCAL in kinds and window is None:
         raise unsupported(
             config,
-            f"config.json has sliding_window: None, and layers of the kind {LOCAL}; "
-            "supported: a positive integer",
+            f"config.json has layer_types: {kinds}, but the sliding_window is off (None)",
         )
     return tuple(window if kind == LOCAL else None for kind in kinds)
 

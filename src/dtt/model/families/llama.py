@@ -5,7 +5,7 @@ Derived families reuse these functions and tables and override what differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
@@ -114,12 +114,16 @@ HF_VALUES: dict[str, Values] = {
 }
 
 
-def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Architecture:
+def read_hf_config(
+    config: Mapping[str, Any],
+    theta: float = 10_000.0,
+    rope_types: Sequence[str] = rope_scaling.USUAL,
+) -> Architecture:
     """Return the architecture that a LlamaForCausalLM's config.json describes.
 
-    `theta` is the base of RoPE if the file has none.
+    `theta` is the base of RoPE if the file has none, and `rope_types` are the supported scalings.
     """
-    rope_theta, scaling = rope_scaling.from_hf(config, theta)
+    rope_theta, scaling = rope_scaling.from_hf(config, theta, rope_types)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads
     return Architecture(

@@ -64,7 +64,9 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
         # transformers prefers the length beside the scaling to the one in it.
         if entries.get("rope_type", entries.get("type")) == "longrope":
             config = {**config, place: entries | {"original_max_position_embeddings": original}}
-    arch = llama.read_hf_config({"rms_norm_eps": 1e-5, **config})
+    arch = llama.read_hf_config(
+        {"rms_norm_eps": 1e-5, **config}, rope_types=("default", "longrope")
+    )
     window = config.get("sliding_window")
     return replace(
         arch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtt.config.model import (
@@ -66,7 +66,8 @@ def to_hf(scaling: RopeScaling) -> dict[str, Any]:
             }
 
 
-SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+USUAL = ("default", "linear", "llama3", "yarn")
+"""Values of `rope_type` in most families."""
 ENTRIES: Mapping[str, Mapping[str, Values]] = {
     "default": {},
     "linear": {"factor": NUMBER},
@@ -98,8 +99,12 @@ OPTIONAL: Mapping[str, Mapping[str, Values]] = {
 """Entries that may be left out."""
 
 
-def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling]:
+def from_hf(
+    config: Mapping[str, Any], theta: float, types: Sequence[str] = USUAL
+) -> tuple[float, RopeScaling]:
     """Return the RoPE base and scaling that a config.json describes; `theta` is the default base.
+
+    `types` are the values of `rope_type` that the family has.
 
     They may be in `rope_parameters` (transformers 5), in `rope_scaling` with `rope_theta` next to
     it (older versions), or in both. Versions of transformers differ in which they prefer, so
@@ -117,7 +122,7 @@ def from_hf(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
                 f"config.json has rope_theta: {beside!r} and {place}.rope_theta: {within!r}",
                 next="remove the one that is wrong",
             )
-        found[place] = (within or beside or theta, _scaling(config, place, entries))
+        found[place] = (within or beside or theta, _scaling(config, place, entries, types))
     # Compared after parsing: the two places may spell the same scaling differently.
     if len(set(found.values())) > 1:
         raise unsupported(
@@ -156,7 +161,9 @@ def by_layer_type(
     return {**config, "rope_parameters": ropes.get(FULL)}, base
 
 
-def _scaling(config: Mapping[str, Any], place: str, entries: Mapping[str, Any]) -> RopeScaling:
+def _scaling(
+    config: Mapping[str, Any], place: str, entries: Mapping[str, Any], types: Sequence[str]
+) -> RopeScaling:
     """Return the scaling that `entries` describe.
 
     Raises InputError for one that dtt does not support.
@@ -165,7 +172,7 @@ def _scaling(config: Mapping[str, Any], place: str, entries: Mapping[str, Any]) 
     kinds = [entries[key] for key in ("rope_type", "type") if key in entries] or ["default"]
     needed = ENTRIES.get(str(kinds[0]), {})
     known = {
-        "rope_type": only(*SUPPORTED),
+        "rope_type": only(*types),
         "type": only(kinds[0]),
         "rope_theta": NUMBER,
         "partial_rotary_factor": only(1.0),
