@@ -28,7 +28,7 @@ VARIANTS = {
         rope_scaling=LongRopeScaling(
             short_factor=(1.0, 1.5),
             long_factor=(2.0, 8.0),
-            original_max_seq_len=12,
+            original_max_seq_len=24,
             attention_factor=1.1,
         ),
     ),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dtt.base.errors import ConfigError
 from dtt.config.init_std import InitialStd
-from dtt.config.model import ModelConfig, NoRopeScaling, RopeScaling
+from dtt.config.model import LongRopeScaling, ModelConfig, NoRopeScaling, RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,16 @@ class Architecture:
         if self.windows[layer] is not None and self.rope_local_theta is not None:
             return self.rope_local_theta, NoRopeScaling()
         return self.rope_theta, self.rope_scaling
+
+    def becomes_long(self, length: int, count: int) -> bool:
+        """Return True if `count` more tokens make a short document of LongRoPE a long one.
+
+        A document of `length` tokens is short; its keys are rotated differently in a long one.
+        """
+        scaling = self.rope_scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return False
+        return 0 < length <= scaling.original_max_seq_len < length + count
 
     @property
     def rotary_dim(self) -> int:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.base.errors import InputError
-from dtt.config.model import LongRopeScaling
 from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
 from dtt.model.architecture import Architecture
@@ -86,8 +85,14 @@ class Decoder(nn.Module):
         `positions_BT` and `attention_fns` (one per layer) replace documents and cache
         where the tokens are only a part of their sequences, as under context parallelism.
         """
-        if cache is not None:
-            self._check_growth(cache, tokens_BT.shape[1])
+        if cache is not None and any(
+            self.arch.becomes_long(length, tokens_BT.shape[1]) for length in cache.lengths
+        ):
+            raise InputError(
+                "a text grows beyond the context up to which its model has short rotations",
+                why="longrope rotates all tokens of a longer text differently, also the cached ones",
+                next="generate fewer tokens",
+            )
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
@@ -115,22 +120,6 @@ class Decoder(nn.Module):
         # would cost T times as much, and T * V floats of memory.
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         return self._output(_scaled(x_BTD, self.arch.logit_scale), targets_BT, z_loss, reduction)
-
-    def _check_growth(self, cache: KVCache, count: int) -> None:
-        """Raise InputError if a cached short document would become a long one of LongRoPE.
-
-        The cached keys are rotated as in a short document. transformers computes all of them again.
-        """
-        scaling = self.arch.rope_scaling
-        if not isinstance(scaling, LongRopeScaling):
-            return
-        limit = scaling.original_max_seq_len
-        if any(0 < length <= limit < length + count for length in cache.lengths):
-            raise InputError(
-                f"the text grows beyond {limit} tokens",
-                why="this model rotates all tokens of a longer text differently, also those before",
-                next=f"generate fewer tokens, or start from a prompt of more than {limit} tokens",
-            )
 
     def _output(
         self,
