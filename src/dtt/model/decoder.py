@@ -90,7 +90,7 @@ class Decoder(nn.Module):
         ):
             raise InputError(
                 "a text grows beyond the context up to which its model has short rotations",
-                why="longrope rotates all tokens of a longer text differently, also the cached ones",
+                why="longrope rotates all tokens of a longer text differently, cached ones too",
                 next="generate fewer tokens",
             )
         if positions_BT is None:
