@@ -12,6 +12,7 @@ import yaml
 from dtt.config.load import shipped_configs
 from dtt.config.model import ModelConfig
 from dtt.model import families
+from dtt.model.families import multimodal
 
 LLAMA = {
     "model_type": "llama",
@@ -244,6 +245,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
         "use_bidirectional_attention": False,
     },
+    "gemma3-4b": {
+        "model_type": "gemma3",
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
     "gemma3-1b": GEMMA3 | sizes(1152, 6912, 26) | {"sliding_window_pattern": 6},
 }
 
@@ -258,5 +277,5 @@ def test_a_shipped_model_is_the_published_one(name: str, version: str) -> None:
     text = (shipped_configs() / "models" / f"{name}.yaml").read_text()
     cfg = ModelConfig(**yaml.safe_load(text)["model"])
     family = families.get(cfg.family)
-    found = dataclasses.replace(family.from_hf_config(config), dropout=0.0)
+    found = dataclasses.replace(family.from_hf_config(multimodal.text_config(config)), dropout=0.0)
     assert found == family.architecture(cfg, cfg.vocab_size or 0, 1024)

@@ -149,7 +149,7 @@ def of_four(world: World, variants: list[str]) -> list[dict[str, Any]]:
 
 
 def test_gradients_of_two_shards_by_two_tensors_are_those_of_the_whole_batch() -> None:
-    variants = ["gpt2", "qwen3"]
+    variants = ["gpt2", "qwen3", "olmo2"]
     found = on_ranks(4, of_four, variants)
     for variant, (first, peer, second, _) in zip(variants, zip(*found, strict=True), strict=True):
         assert first == peer
