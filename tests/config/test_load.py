@@ -127,6 +127,13 @@ def test_combinations_that_cannot_work_are_reported_together() -> None:
     assert "train.global_batch_tokens: 1000 is not a multiple of train.seq_len = 1024" in message
 
 
+def test_a_tokenizer_that_transformers_would_change_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.pre_tokenizer: model\.family=qwen2 needs"):
+        resolve(None, ["model.family=qwen2"], env={})
+    resolve(None, ["model.family=qwen2", "tokenizer.pre_tokenizer=qwen2"], env={})
+    resolve(None, ["model.family=qwen2", "data.tokens=other"], env={})
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

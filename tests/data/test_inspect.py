@@ -304,3 +304,17 @@ def test_a_path_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t/manifest.json").write_text('{"format": "dtt-tok')
     with pytest.raises(DamagedError, match="cannot read the manifest"):
         see(tmp_path / "t")
+
+
+def test_keys_and_refused_rows_are_listed_for_each_kind_of_file(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    for name, row in {
+        "chat-01.jsonl": {"messages": messages, "id": 1},
+        "chat-02.jsonl": {"messages": messages, "system": "S"},
+        "kto.jsonl": {"prompt": "Q", "completion": "A", "label": False},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    report = see(tmp_path)
+    assert report.facts["chat-N.jsonl: keys read"] == {"messages": 2, "system": 1}
+    assert report.facts["chat-N.jsonl: keys not used"] == {"id": 1}
+    assert any("kto.jsonl: label marks good and bad" in line for line in report.oddities)

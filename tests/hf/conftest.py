@@ -6,7 +6,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dtt.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from dtt.config.model import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    ModelConfig,
+    YarnRopeScaling,
+)
 from dtt.hf.read import Trained
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -36,11 +42,48 @@ VARIANTS = {
     "mistral-no-window-tied": ModelConfig(
         family="mistral", dim=32, n_layers=2, n_heads=4, tie_embeddings=True
     ),
+    "qwen2": ModelConfig(
+        family="qwen2",
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        window=9,
+        max_window_layers=1,
+        rope_scaling=YarnRopeScaling(factor=8.0, original_max_seq_len=16, attention_factor=1.3),
+    ),
     "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
     "qwen3-tied": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, tie_embeddings=True),
     "phi3": ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, window=9),
     "phi3-grouped-tied": ModelConfig(
         family="phi3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, tie_embeddings=True
+    ),
+    "phi3-longrope": ModelConfig(
+        family="phi3",
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        partial_rotary_factor=0.5,
+        rope_scaling=LongRopeScaling(
+            short_factor=(1.0, 1.5),
+            long_factor=(2.0, 8.0),
+            original_max_seq_len=32,
+            attention_factor=1.2,
+        ),
+    ),
+    "smollm3": ModelConfig(
+        family="smollm3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, no_rope_layer_interval=2
+    ),
+    "olmo2": ModelConfig(family="olmo2", dim=32, n_layers=2, n_heads=4, n_kv_heads=2),
+    "olmo3": ModelConfig(
+        family="olmo3",
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        window=5,
+        window_pattern=2,
+        rope_theta=5e5,
+        rope_scaling=YarnRopeScaling(original_max_seq_len=8),
     ),
     "gemma3": ModelConfig(
         family="gemma3",

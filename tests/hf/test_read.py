@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,11 @@ SIZES: dict[str, Any] = {
         ),
         transformers.LlamaConfig(**SIZES),
         transformers.MistralConfig(**SIZES, sliding_window=8),
+        transformers.Qwen2Config(**SIZES),
         transformers.Qwen3Config(**SIZES),
+        transformers.SmolLM3Config(**SIZES, pad_token_id=None),
+        transformers.Olmo2Config(**SIZES, pad_token_id=None),
+        transformers.Olmo3Config(**SIZES, pad_token_id=None, sliding_window=8),
         transformers.Gemma3TextConfig(**SIZES, sliding_window=8),
     ],
     ids=lambda config: config.model_type,
@@ -125,7 +130,7 @@ def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None
         (
             transformers.Gemma3TextConfig(**SIZES),
             {"sliding_window": None},
-            "sliding_window: None, and layers of the kind sliding_attention",
+            "but the sliding_window is off",
         ),
         (
             transformers.Gemma3TextConfig(**SIZES),
@@ -198,10 +203,67 @@ def test_a_tied_head_that_is_another_matrix_is_refused(
     check_import(tmp_path, read_hf_folder(tmp_path))
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 8, "patch_size": 4,
+}  # fmt: skip
+
+
+def multimodal(folder: Path, tokenizer: Path) -> Any:
+    """A Gemma 3 with a vision tower, in `folder`, as transformers writes it."""
+    text = {**SIZES, "sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, eos_token_id=[0, 5]
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    return theirs
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@torch.no_grad()
+def test_the_text_model_of_a_multimodal_folder_is_read_and_exported_alone(
+    prefix: str, tokenizer_json: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = multimodal(tmp_path, tokenizer_json)
+    state = load_file(tmp_path / "model.safetensors")
+    form = re.compile(r"(model\.)?language_model\.(model\.)?")
+    renamed = {form.sub(prefix, name): tensor for name, tensor in state.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("WARNING"):
+        found = read_hf_folder(tmp_path)
+    assert "vision tensors are left out" in caplog.text
+    assert found.arch.family == "gemma3"
+    assert check_import(tmp_path, found) < 1e-5
+    hf.export(
+        found, hf.Origin("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
+        max_shard_size="5GB", card="",
+    )  # fmt: skip
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(text).__name__ == "Gemma3ForCausalLM"
+    ids = torch.randint(320, (1, 40))
+    torch.testing.assert_close(text(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_an_unknown_key_beside_the_text_config_is_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    multimodal(tmp_path, tokenizer_json)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"audio_config": {"layers": 2}}))
+    with pytest.raises(InputError, match="audio_config"):
+        read_hf_folder(tmp_path)
+
+
 def test_an_unsupported_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(
-        InputError, match="'bert'; supported: gpt2, llama, mistral, qwen3, gemma3_text"
+        InputError, match="'bert'; supported: gpt2, llama, mistral, qwen2, qwen3, gemma3_text"
     ):
         read_hf_folder(tmp_path)
 

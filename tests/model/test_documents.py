@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -46,6 +47,17 @@ def test_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
     packed = model(tokens, doc_ids_BT=DOCUMENTS)
     torch.testing.assert_close(packed, alone(model, tokens), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed, model(tokens), atol=1e-2)
+
+
+@torch.no_grad()
+def test_longrope_rotates_each_document_by_its_own_length() -> None:
+    scaling = LongRopeScaling(
+        short_factor=(1.0,) * 4, long_factor=(5.0,) * 4, original_max_seq_len=8
+    )
+    cfg = ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, rope_scaling=scaling)
+    model, tokens = make(families.get("phi3").architecture(cfg, 100, 24))
+    packed = model(tokens, doc_ids_BT=DOCUMENTS)
+    torch.testing.assert_close(packed, alone(model, tokens), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

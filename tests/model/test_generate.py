@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtt.base.errors import Diverged
+from dtt.base.errors import Diverged, InputError
+from dtt.config.model import LongRopeScaling, ModelConfig
+from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
@@ -235,3 +237,23 @@ def test_non_finite_logits_are_refused(temperature: float, value: float) -> None
     logits = torch.tensor([0.0, value, -torch.inf])
     with pytest.raises(Diverged, match="logits are not finite"):
         sample(logits, temperature, None, 1.0, None)
+
+
+def test_a_text_that_outgrows_short_longrope_is_computed_again() -> None:
+    scaling = LongRopeScaling(
+        short_factor=(1.0,) * 4, long_factor=(5.0,) * 4, original_max_seq_len=6
+    )
+    cfg = ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, rope_scaling=scaling)
+    model = Decoder(families.get("phi3").architecture(cfg, 100, 24))
+    initialize(model, seed=0)
+    ids, options = [1, 2, 3, 4], {"temperature": 0.0, "top_k": None, "top_p": 1.0}
+    cached = PrefixCachedGenerator(model)
+    random = torch.Generator()
+    answer = list(cached.generate(ids, max_new_tokens=6, generator=random, **options))  # type: ignore[arg-type]
+    for token in answer:
+        assert int(model(torch.tensor([ids]))[0, -1].argmax()) == token
+        ids.append(token)
+    with pytest.raises(InputError, match="grows beyond"):
+        list(
+            generate_batch(model, [[1, 2, 3, 4]], max_new_tokens=6, generators=[random], **options)
+        )  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import yaml
 from dtt.config.load import shipped_configs
 from dtt.config.model import ModelConfig
 from dtt.model import families
+from dtt.model.families import multimodal
 
 LLAMA = {
     "model_type": "llama",
@@ -68,6 +69,54 @@ QWEN3 = {
     "sliding_window": None,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+QWEN2 = {
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SMOLLM3 = {
+    "model_type": "smollm3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+OLMO2 = {
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
 }
 GEMMA3 = {
     "model_type": "gemma3_text",
@@ -161,6 +210,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3
     | sizes(4096, 12288, 36)
     | {"max_window_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen2.5-0.5b": QWEN2 | sizes(896, 4864, 24),
+    "smollm3-3b": SMOLLM3 | sizes(2048, 11008, 36),
+    "olmo2-1b": OLMO2 | sizes(2048, 8192, 16),
     "phi3-mini-4k": PHI3
     | sizes(3072, 8192, 32)
     | {
@@ -193,6 +245,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
         "use_bidirectional_attention": False,
     },
+    "gemma3-4b": {
+        "model_type": "gemma3",
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
     "gemma3-1b": GEMMA3 | sizes(1152, 6912, 26) | {"sliding_window_pattern": 6},
 }
 
@@ -207,5 +277,5 @@ def test_a_shipped_model_is_the_published_one(name: str, version: str) -> None:
     text = (shipped_configs() / "models" / f"{name}.yaml").read_text()
     cfg = ModelConfig(**yaml.safe_load(text)["model"])
     family = families.get(cfg.family)
-    found = dataclasses.replace(family.from_hf_config(config), dropout=0.0)
+    found = dataclasses.replace(family.from_hf_config(multimodal.text_config(config)), dropout=0.0)
     assert found == family.architecture(cfg, cfg.vocab_size or 0, 1024)

@@ -31,6 +31,8 @@ VARIANTS = {
     "llama": ModelConfig(family="llama", **SIZES),
     "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
     "mistral": ModelConfig(family="mistral", window=7, **SIZES),
+    "qwen2": ModelConfig(family="qwen2", n_kv_heads=2, **SIZES),
+    "olmo2": ModelConfig(family="olmo2", n_kv_heads=2, **SIZES),
     "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
     "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
     "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
@@ -147,7 +149,7 @@ def of_four(world: World, variants: list[str]) -> list[dict[str, Any]]:
 
 
 def test_gradients_of_two_shards_by_two_tensors_are_those_of_the_whole_batch() -> None:
-    variants = ["gpt2", "qwen3"]
+    variants = ["gpt2", "qwen3", "olmo2"]
     found = on_ranks(4, of_four, variants)
     for variant, (first, peer, second, _) in zip(variants, zip(*found, strict=True), strict=True):
         assert first == peer

@@ -375,7 +375,7 @@ def test_layers_in_an_order_that_no_key_describes_are_refused(tokens: Path, tmp_
         num_attention_heads=4, num_key_value_heads=2, layer_types=kinds, sliding_window=8,
     )  # fmt: skip
     transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no model\.window_pattern describes"):
+    with pytest.raises(ConfigError, match=r"no key of the model section describes"):
         model_of(f"hf:{tmp_path}")
 
 

@@ -10,17 +10,24 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from dtt.config.base import Depth, Section, Size, Tokens32
 from dtt.config.init_std import DEFAULT_STD, Std
 
-TIED = ("gpt2", "gemma3")
+TIED = ("gpt2", "gemma3", "smollm3")
 """Families whose head is tied to the embedding by default."""
 ONLY_FOR: dict[str, tuple[str, ...]] = {
-    "rope_theta": ("llama", "mistral", "qwen3", "gemma3", "phi3"),
-    "rope_scaling": ("llama", "mistral", "qwen3", "gemma3"),
+    "rope_theta": (
+        "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
+    ),
+    "rope_scaling": (
+        "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
+    ),
     "rope_local_theta": ("gemma3",),
-    "window": ("mistral", "gemma3", "phi3"),
-    "window_pattern": ("gemma3",),
+    "partial_rotary_factor": ("phi3",),
+    "no_rope_layer_interval": ("smollm3",),
+    "window": ("mistral", "qwen2", "qwen3", "gemma3", "phi3", "olmo3"),
+    "window_pattern": ("gemma3", "olmo3"),
+    "max_window_layers": ("qwen2", "qwen3"),
     "query_pre_attn_scalar": ("gemma3",),
     "logit_softcap": ("gemma3",),
-}
+}  # fmt: skip
 """Families in which these keys have an effect; the others would ignore them."""
 
 
@@ -62,19 +69,65 @@ class Llama3RopeScaling(Section):
             yield "low_freq_factor", f"must be below high_freq_factor ({self.high_freq_factor})"
 
 
+class YarnRopeScaling(Section):
+    """YaRN (Peng et al., arXiv 2309.00071): slows down low-frequency rotations by a factor.
+
+    Frequencies between the two limits are blended linearly by the index of their pair. Cosines and
+    sines are multiplied by `attention_factor`.
+    """
+
+    type: Literal["yarn"] = "yarn"
+    factor: PositiveFloat = 4.0
+    """Factor by which low-frequency rotations are slowed down."""
+    original_max_seq_len: PositiveInt = 32768
+    """Context length before scaling, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Rotations within the original context above which a frequency is unchanged."""
+    beta_slow: PositiveFloat = 1.0
+    """Rotations within the original context below which a frequency is divided by `factor`."""
+    truncate: bool = True
+    """Round the range of blended pairs outwards to whole pairs."""
+    attention_factor: PositiveFloat | None = None
+    """Multiplier of cosines and sines; null: 0.1 * ln(factor) + 1, or 1 if `factor` is below 1."""
+
+
+class LongRopeScaling(Section):
+    """LongRoPE (Ding et al., arXiv 2402.13753): a factor for the frequency of each pair.
+
+    The factors depend on the length of the document: up to `original_max_seq_len` tokens, or more.
+    """
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[PositiveFloat, ...]
+    """Divisors of the frequencies in short documents, one per pair of dimensions."""
+    long_factor: tuple[PositiveFloat, ...]
+    """Divisors of the frequencies in long documents, one per pair of dimensions."""
+    original_max_seq_len: PositiveInt = 4096
+    """Maximum length of a short document, in tokens."""
+    attention_factor: PositiveFloat = 1.0
+    """Multiplier of cosines and sines. `init.from` sets it to sqrt(1 + ln(s) / ln(original)) for a
+    context that is s times the original one, unless config.json has it."""
+
+
 RopeScaling = Annotated[
-    NoRopeScaling | LinearRopeScaling | Llama3RopeScaling, Field(discriminator="type")
+    NoRopeScaling | LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling,
+    Field(discriminator="type"),
 ]
 
 
 class ModelConfig(Section):
     """A decoder-only transformer. The family sets the architecture, the other keys its sizes."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen3", "gemma3", "phi3"] = "llama"
+    family: Literal[
+        "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3"
+    ] = "llama"
     """Published architecture: `gpt2` (learned positions, LayerNorm, GELU, biases), `llama` (RoPE,
     RMSNorm, SwiGLU, grouped-query attention), `mistral` (Llama with sliding-window attention),
-    `qwen3` (Llama with QK-norm), `gemma3` (sliding windows in most layers, pre- and post-norms,
-    GeGLU) or `phi3` (Phi-3 and Phi-4: Llama with fused projections)."""
+    `qwen2` (Qwen2 and Qwen2.5: Llama with biases of queries, keys and values), `qwen3` (Llama with
+    QK-norm), `gemma3` (sliding windows in most layers, pre- and post-norms, GeGLU), `phi3` (Phi-3
+    and Phi-4: Llama with fused projections), `smollm3` (Llama without RoPE in every fourth layer),
+    `olmo2` (Llama with post-norms and QK-norm over all heads) or `olmo3` (the same with sliding
+    windows in most layers)."""
     dim: Size = 256
     """Width of the residual stream."""
     n_layers: Depth = 6
@@ -94,8 +147,8 @@ class ModelConfig(Section):
     max_seq_len: Tokens32 | None = None
     """Maximum context length the model declares, in tokens; null: `train.seq_len`."""
     tie_embeddings: bool | None = None
-    """Share the weights of the input embedding with the output head; null: true for gpt2 and
-    gemma3."""
+    """Share the weights of the input embedding with the output head; null: true for gpt2,
+    gemma3 and smollm3."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of the normalization layers."""
     rope_theta: PositiveFloat = 10_000.0
@@ -103,14 +156,20 @@ class ModelConfig(Section):
     rope_local_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding in layers with a window (gemma3)."""
     rope_scaling: RopeScaling = NoRopeScaling()
-    """Scaling of the rotary embedding beyond its original context; not applied in gemma3's layers
-    with a window."""
+    """Scaling of the rotary embedding beyond its original context; not applied in layers with a
+    window of gemma3 and olmo3. phi3 has `longrope`, which only it has, or none."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Fraction of the dimensions of each head that RoPE rotates, the first ones (phi3)."""
+    no_rope_layer_interval: PositiveInt = 4
+    """Interval of layers without a rotary embedding: every N-th layer (smollm3)."""
     window: Tokens32 | None = None
-    """Sliding window: number of tokens each token attends to, itself included (mistral, gemma3,
-    phi3); null: 512 for gemma3, no window for the others."""
-    window_pattern: PositiveInt = 6
-    """Interval of layers with full causal attention instead of a window: every N-th layer
-    (gemma3)."""
+    """Sliding window: number of tokens each token attends to, itself included (mistral, qwen2,
+    qwen3, gemma3, phi3, olmo3); null: 512 for gemma3, 4096 for olmo3, no window for the others."""
+    window_pattern: PositiveInt | None = None
+    """Interval of layers with full causal attention instead of a window: every N-th layer (gemma3,
+    olmo3); null: 6 for gemma3, 4 for olmo3."""
+    max_window_layers: int = Field(default=0, ge=0)
+    """Number of first layers with full causal attention instead of a window (qwen2, qwen3)."""
     query_pre_attn_scalar: PositiveInt | None = None
     """Attention scores are divided by the square root of this number (gemma3); null: `head_dim`."""
     logit_softcap: PositiveFloat | None = None
@@ -132,6 +191,7 @@ class ModelConfig(Section):
             yield "n_heads", f"n_heads ({self.n_heads}) does not divide dim ({self.dim})"
         elif self.family != "gpt2" and self.resolved_head_dim % 2:
             yield "head_dim", f"RoPE needs an even head_dim, got {self.resolved_head_dim}"
+        yield from self._rope_problems()
         if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
             yield (
                 "n_kv_heads",
@@ -148,6 +208,25 @@ class ModelConfig(Section):
         for key, families in ONLY_FOR.items():
             if self.family not in families and getattr(self, key) != getattr(_DEFAULTS, key):
                 yield key, f"{self.family} has no {key}, only {', '.join(families)}: omit it"
+
+    def _rope_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for each setting of RoPE that does not fit the heads or the family."""
+        rotated = int(self.resolved_head_dim * self.partial_rotary_factor)
+        if self.partial_rotary_factor != 1.0 and (rotated % 2 or not rotated):
+            yield "partial_rotary_factor", f"RoPE needs an even number of dimensions, got {rotated}"
+        scaling = self.rope_scaling
+        if (self.family == "phi3") != isinstance(scaling, LongRopeScaling) and not isinstance(
+            scaling, NoRopeScaling
+        ):
+            yield "rope_scaling", f"{self.family} has no {scaling.type}: longrope is phi3's"
+        if isinstance(scaling, LongRopeScaling):
+            # transformers derives the number of pairs from the width, not from head_dim.
+            if self.resolved_head_dim * self.n_heads != self.dim:
+                yield "head_dim", "longrope needs head_dim * n_heads == dim: omit head_dim"
+            for key in ("short_factor", "long_factor"):
+                if (found := len(getattr(scaling, key))) != rotated // 2:
+                    why = f"{key} has {found} numbers, for {rotated // 2} pairs of dimensions"
+                    yield "rope_scaling", why
 
     @property
     def resolved_head_dim(self) -> int:

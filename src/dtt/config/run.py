@@ -142,9 +142,24 @@ class RunConfig(Section):
                 "train.epochs",
                 f"needs token files, which data.type={self.data.type} does not read",
             )
-        if self.data.reads_text and self.tokenizer.type != "file":
-            yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
+        yield from self._tokenizer_problems()
         yield from self._preference_problems()
+
+    def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of the tokenizer with the data and the model."""
+        tokenizer = self.tokenizer
+        if self.data.reads_text and tokenizer.type != "file":
+            yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
+        # For this model_type alone, AutoTokenizer of transformers 5 ignores how tokenizer.json
+        # splits text, so that the export after days of training would be refused.
+        if (
+            self.model.family == "qwen2"
+            and isinstance(tokenizer, TrainedTokenizerConfig)
+            and tokenizer.pre_tokenizer != "qwen2"
+            and self.reads_corpus
+        ):
+            why = "model.family=qwen2 needs qwen2: transformers splits text in no other way for it"
+            yield "tokenizer.pre_tokenizer", why
 
     def _preference_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of preference data and its objective."""

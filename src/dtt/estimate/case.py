@@ -145,7 +145,7 @@ class Case:
                 tuple(p.shape),
                 treated[name].optimizer,
                 treated[name].split,
-                _part(name, p.shape, self.sizes.tensor),
+                _part(name, p.shape, self.sizes.tensor, self.arch),
                 bool(treated[name].cautious),
             )
             for name, p in parameters.items()
@@ -194,18 +194,22 @@ def numbers(weights: Iterable[Weight]) -> int:
     return sum(prod(weight.part) for weight in weights)
 
 
+QK_NORMS = (".attn.q_norm.weight", ".attn.k_norm.weight")
 ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
 """Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""
 
 
-def _part(name: str, shape: Sequence[int], tensor: int) -> tuple[int, ...]:
+def _part(name: str, shape: Sequence[int], tensor: int, arch: Architecture) -> tuple[int, ...]:
     """Return the shape of a tensor-parallel shard, as `dtt.parallel.tensor.plan` makes it.
 
-    Norms, and the biases of outputs that are summed over the group, are replicated.
+    Norms over complete heads or `dim`, and the biases of outputs that are summed over the group,
+    are replicated.
     """
     first, *rest = shape
     if name.endswith(ROWS_WHOLE):
         return first, rest[0] // tensor
+    if name.endswith(QK_NORMS) and arch.qk_norm == "all_heads":
+        return (first // tensor,)
     if "norm" in name or name.endswith((".attn.o.bias", ".mlp.down.bias")):
         return tuple(shape)
     return first // tensor, *rest

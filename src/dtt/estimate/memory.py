@@ -153,13 +153,15 @@ def kept_by_block(case: Case) -> int:
     gathered = k * case.sizes.context
     attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
     if case.compiled:
-        own = r * d + e * d + (e * d if arch.sandwich_norm else 0)  # each device has n / t tokens
+        own = (
+            r * d + e * d + (e * d if arch.norm_placement != "pre" else 0)
+        )  # each device has n / t tokens
         whole = 2 * e * d + attention + e * f * (3 if gated else 2)
-        return n * own // t + n * (whole + (e * (q + k) if arch.qk_norm else 0))
-    norms = (4 if arch.sandwich_norm else 2) * _norm(case, d)
+        return n * own // t + n * (whole + (e * (q + k) if arch.qk_norm != "none" else 0))
+    norms = (4 if arch.norm_placement == "sandwich" else 2) * _norm(case, d)
     copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
     whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
-    if arch.qk_norm:
+    if arch.qk_norm != "none":
         whole += _norm(case, q + k, e)
     return n * norms // t + n * whole
 

@@ -44,13 +44,14 @@ def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
     embed = ours.embed_scale / theirs.embed_scale
     added = ours.residual_scale / theirs.residual_scale
     logits = ours.logit_scale / theirs.logit_scale
+    normed = ours.norm_placement != "pre"
     return {
         "embed": embed,
         # A norm cancels any factor on its input, so the factor goes into the norm's own weight.
-        "attn.q_norm" if ours.qk_norm else "attn.q": ours.attn_scale / theirs.attn_scale,
-        "attn_post_norm" if ours.sandwich_norm else "attn.o": added,
-        "mlp_post_norm" if ours.sandwich_norm else "mlp.down": added,
-        "mlp_post_norm" if ours.sandwich_norm else "mlp.experts.down": added,
+        "attn.q_norm" if ours.qk_norm != "none" else "attn.q": ours.attn_scale / theirs.attn_scale,
+        "attn_post_norm" if normed else "attn.o": added,
+        "mlp_post_norm" if normed else "mlp.down": added,
+        "mlp_post_norm" if normed else "mlp.experts.down": added,
         # In the final norm, not in the head: a tied head is the embedding matrix and so has its
         # factor already, which is divided out here.
         "norm": logits / embed if ours.tie_embeddings else logits,

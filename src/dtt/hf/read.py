@@ -15,6 +15,7 @@ from torch import Tensor
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import DamagedError, InputError
+from dtt.base.log import log
 from dtt.base.safe_names import checked_name
 from dtt.checkpoint import store
 from dtt.config.averaging import parse_averaging
@@ -25,6 +26,7 @@ from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.model.families import multimodal
 from dtt.model.scaling import scaled
 from dtt.optim.ema import averages, blended
 
@@ -115,7 +117,8 @@ def read_hf_folder(folder: Path) -> Trained:
 
     The weights keep their dtype. Raises InputError if dtt does not support the model.
     """
-    config = read_config(folder / "config.json")
+    whole = read_config(folder / "config.json")
+    config = multimodal.text_config(whole)
     family = _family(config, folder)
     files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
     missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
@@ -124,14 +127,29 @@ def read_hf_folder(folder: Path) -> Trained:
         raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN)
     arch = _architecture(family, config, folder)
     tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
+    if multimodal.is_multimodal(whole):
+        tensors = _text_tensors(tensors, folder)
     end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
     begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
     return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
 
 
+def _text_tensors(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of the text model of a multimodal model, by their names in it."""
+    named = {name: multimodal.text_name(name) for name in tensors}
+    text = {text_name: tensors[name] for name, text_name in named.items() if text_name is not None}
+    log.warning(
+        "%s is a multimodal model: its %d vision tensors are left out; training and exports have "
+        "its text model only",
+        folder,
+        len(tensors) - len(text),
+    )
+    return text
+
+
 def read_hf_architecture(folder: Path) -> Architecture:
     """Return the architecture of a Hugging Face folder; reads only config.json."""
-    config = read_config(folder / "config.json")
+    config = multimodal.text_config(read_config(folder / "config.json"))
     return _architecture(_family(config, folder), config, folder)
 
 
@@ -142,7 +160,7 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
         raise InputError(
             f"the model in {folder} is not supported",
             why=f"config.json has model_type {config.get('model_type')!r}; "
-            f"supported: {', '.join(known)}",
+            f"supported: {', '.join((*known, multimodal.MODEL_TYPE))}",
             next="use a folder written by `dtt export`, or a model of a supported type",
         )
     return known[config["model_type"]]

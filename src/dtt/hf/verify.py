@@ -25,6 +25,7 @@ from dtt.hf.weights import NOT_WEIGHTS
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
+from dtt.model.families import multimodal
 
 TOLERANCE = 1e-4
 """Maximum difference of fp32 logits due to rounding, relative to the largest logit."""
@@ -187,11 +188,15 @@ def _load(folder: Path, arch: Architecture) -> Any:
     if wrong:
         raise _Mismatch(f"transformers reports {wrong}")
     family = families.get(arch.family)
-    if type(model).__name__ != family.hf_class:
-        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {family.hf_class}")
+    config = model.config.to_dict()
+    expected = multimodal.CLASS if multimodal.is_multimodal(config) else family.hf_class
+    if type(model).__name__ != expected:
+        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {expected}")
     # The logits of 128 tokens do not reveal a wrong attention window of 4096 or a wrong range of
     # the rotary embedding, so compare the architectures, too.
-    theirs = family.from_hf_config(model.config.to_dict(), partial(transformers_defaults, family))
+    theirs = family.from_hf_config(
+        multimodal.text_config(config), partial(transformers_defaults, family)
+    )
     # config.json has one standard deviation of initial weights, and no dropout in most families.
     ours = replace(arch, init_std=InitialStd.uniform(arch.init_std.matrix))
     if replace(theirs, dropout=arch.dropout) != ours:

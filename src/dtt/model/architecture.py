@@ -7,7 +7,7 @@ from typing import Literal
 
 from dtt.base.errors import ConfigError
 from dtt.config.init_std import InitialStd
-from dtt.config.model import ModelConfig, NoRopeScaling, RopeScaling
+from dtt.config.model import LongRopeScaling, ModelConfig, NoRopeScaling, RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,19 @@ class Architecture:
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
     """`rmsnorm_plus_one` multiplies by 1 + weight, as Gemma does."""
     norm_eps: float
-    qk_norm: bool
-    """True to normalise each head's queries and keys, before the rotary embedding."""
-    sandwich_norm: bool
-    """True to normalise the outputs of attention and MLP too, before the residual addition."""
+    qk_norm: Literal["none", "head", "all_heads"]
+    """Norms of queries and keys before the rotary embedding: over each head, or over all heads of
+    a token together."""
+    norm_placement: Literal["pre", "post", "sandwich"]
+    """Norms of the inputs of attention and MLP, of their outputs (before the residual addition), or
+    of both."""
     position: Literal["learned", "rope"]
     rope_theta: float
     rope_scaling: RopeScaling
+    partial_rotary_factor: float
+    """Fraction of the dimensions of each head that RoPE rotates, the first ones."""
+    rope_layers: tuple[bool, ...]
+    """True for each layer with a rotary embedding; all are False with learned positions."""
     rope_local_theta: float | None
     """RoPE base of sliding-window layers, which then use no RoPE scaling; None: same as other
     layers."""
@@ -43,8 +49,8 @@ class Architecture:
     """Sliding-window size of each layer in tokens, the current one included; None: full causal
     attention."""
     mlp: Literal["gelu", "swiglu", "geglu"]
-    bias: bool
-    """True if linear layers (except the head) have a bias."""
+    bias: Literal["none", "qkv", "all"]
+    """Linear layers with a bias: those of queries, keys and values, or all except the head."""
     tie_embeddings: bool
     embed_scale: float
     """Multiplier of the token embeddings."""
@@ -61,12 +67,27 @@ class Architecture:
     dropout: float
 
     def rope(self, layer: int) -> tuple[float, RopeScaling] | None:
-        """Return the RoPE base and scaling of layer `layer`, or None with learned positions."""
-        if self.position == "learned":
+        """Return the RoPE base and scaling of layer `layer`, or None if it has no RoPE."""
+        if not self.rope_layers[layer]:
             return None
         if self.windows[layer] is not None and self.rope_local_theta is not None:
             return self.rope_local_theta, NoRopeScaling()
         return self.rope_theta, self.rope_scaling
+
+    def becomes_long(self, length: int, count: int) -> bool:
+        """Return True if `count` more tokens make a short document of LongRoPE a long one.
+
+        A document of `length` tokens is short; its keys are rotated differently in a long one.
+        """
+        scaling = self.rope_scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return False
+        return 0 < length <= scaling.original_max_seq_len < length + count
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 def round_up(number: int, multiple: int) -> int:

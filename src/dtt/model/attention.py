@@ -23,12 +23,13 @@ class Attention(nn.Module):
         """Create the projections D → H*K (queries), D → G*K (keys, values) and H*K → D (output)."""
         super().__init__()
         self.head_dim = arch.head_dim
-        self.q = Linear(arch.dim, arch.n_heads * arch.head_dim, bias=arch.bias)
-        self.k = Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=arch.bias)
-        self.v = Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=arch.bias)
-        self.q_norm = make_norm(arch, arch.head_dim) if arch.qk_norm else nn.Identity()
-        self.k_norm = make_norm(arch, arch.head_dim) if arch.qk_norm else nn.Identity()
-        self.o = Linear(arch.n_heads * arch.head_dim, arch.dim, bias=arch.bias)
+        q_width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+        self.q = Linear(arch.dim, q_width, bias=arch.bias != "none")
+        self.k = Linear(arch.dim, kv_width, bias=arch.bias != "none")
+        self.v = Linear(arch.dim, kv_width, bias=arch.bias != "none")
+        self.q_norm, self.k_norm = _qk_norms(arch)
+        self.norm_all_heads = arch.qk_norm == "all_heads"
+        self.o = Linear(q_width, arch.dim, bias=arch.bias == "all")
 
     def forward(
         self,
@@ -37,14 +38,29 @@ class Attention(nn.Module):
         attention_fn: AttentionFn,
     ) -> Tensor:
         """Apply attention: [B, T, D] → [B, T, D]; `attention_fn` applies scale, mask and kernel."""
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if self.norm_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         # [B, T, H*K] becomes [B, H, T, K], the layout of SDPA, as a view: nothing is copied.
         q_BHTK, k_BGTK, v_BGTK = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projected in (q, k, v)
         )
-        q_BHTK, k_BGTK = self.q_norm(q_BHTK), self.k_norm(k_BGTK)
+        if not self.norm_all_heads:
+            q_BHTK, k_BGTK = self.q_norm(q_BHTK), self.k_norm(k_BGTK)
         if rotations is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, *rotations), rotate(k_BGTK, *rotations)
         out_BHTK = attention_fn(q_BHTK.type_as(v_BGTK), k_BGTK.type_as(v_BGTK), v_BGTK)
         out_BTD: Tensor = self.o(out_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
+
+
+def _qk_norms(arch: Architecture) -> tuple[nn.Module, nn.Module]:
+    """Build the norms of queries and keys."""
+    match arch.qk_norm:
+        case "none":
+            return nn.Identity(), nn.Identity()
+        case "head":
+            return make_norm(arch, arch.head_dim), make_norm(arch, arch.head_dim)
+        case "all_heads":
+            q_width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+            return make_norm(arch, q_width), make_norm(arch, kv_width)

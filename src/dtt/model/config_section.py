@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dtt.config.model import ModelConfig
+from dtt.config.model import ONLY_FOR, ModelConfig
 from dtt.model.architecture import Architecture
 
 NOT_FROM_WEIGHTS = {"max_seq_len", "init_std", "dropout"}
@@ -35,15 +35,22 @@ def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
     values = {name: getattr(arch, name) for name in same - NOT_FROM_WEIGHTS}
     if arch.position == "learned":
         del values["rope_theta"], values["rope_scaling"]
-    if arch.rope_local_theta is None:
+    if arch.family not in ONLY_FOR["rope_local_theta"]:
         del values["rope_local_theta"]
+    if arch.family not in ONLY_FOR["partial_rotary_factor"]:
+        del values["partial_rotary_factor"]
     local = [window for window in arch.windows if window is not None]
     if local:
         values["window"] = local[0]
-    if arch.family == "gemma3":
+        if arch.family in ONLY_FOR["max_window_layers"]:
+            values["max_window_layers"] = arch.windows.index(local[0])
+    if arch.family in ONLY_FOR["window_pattern"]:
         # Layers 1 … n - 1 have the window and layer n none. Without a full layer, n exceeds the
         # depth, which gives the same windows.
         values["window_pattern"] = (*arch.windows, None).index(None) + 1
+    if arch.family in ONLY_FOR["no_rope_layer_interval"]:
+        values["no_rope_layer_interval"] = (*arch.rope_layers, False).index(False) + 1
+    if arch.family == "gemma3":
         # config.json has an integer here; its inverse square root is the scale.
         values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
     return ModelConfig(**values), set(values)

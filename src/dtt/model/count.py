@@ -62,13 +62,17 @@ def layer_shapes(arch: Architecture) -> dict[str, Shape]:
     if arch.mlp != "gelu":
         matrices["mlp.gate"] = (arch.ffn_dim, dim)
     shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in matrices.items()}
-    if arch.bias:
-        shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
-    norms = dict.fromkeys(("attn_norm", "mlp_norm"), dim)
-    if arch.sandwich_norm:
+    with_bias = {"none": (), "qkv": ("attn.q", "attn.k", "attn.v"), "all": tuple(matrices)}
+    shapes |= {f"{name}.bias": matrices[name][:1] for name in with_bias[arch.bias]}
+    norms: dict[str, int] = {}
+    if arch.norm_placement != "post":
+        norms |= dict.fromkeys(("attn_norm", "mlp_norm"), dim)
+    if arch.norm_placement != "pre":
         norms |= dict.fromkeys(("attn_post_norm", "mlp_post_norm"), dim)
-    if arch.qk_norm:
-        norms |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), arch.head_dim)
+    if arch.qk_norm != "none":
+        of_head = arch.qk_norm == "head"
+        norms |= {"attn.q_norm": arch.head_dim if of_head else q}
+        norms |= {"attn.k_norm": arch.head_dim if of_head else kv}
     for name, width in norms.items():
         shapes |= _norm_shapes(arch, name, width)
     return shapes

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.base.errors import InputError
 from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
 from dtt.model.architecture import Architecture
@@ -84,6 +85,14 @@ class Decoder(nn.Module):
         `positions_BT` and `attention_fns` (one per layer) replace documents and cache
         where the tokens are only a part of their sequences, as under context parallelism.
         """
+        if cache is not None and any(
+            self.arch.becomes_long(length, tokens_BT.shape[1]) for length in cache.lengths
+        ):
+            raise InputError(
+                "a text grows beyond the context up to which its model has short rotations",
+                why="longrope rotates all tokens of a longer text differently, cached ones too",
+                next="generate fewer tokens",
+            )
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
@@ -93,7 +102,7 @@ class Decoder(nn.Module):
         # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: bf16 has 8
         # significant bits, so positions above 256 would round to their neighbours.
         angles = {
-            rope: rotations(positions_BT[:, None], self.arch.head_dim, *rope) if rope else None
+            rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
             for rope in set(self.ropes)
         }
         # Made once for all layers. Where documents are masked, the mask depends on the batch, and

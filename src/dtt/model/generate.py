@@ -174,6 +174,10 @@ class PrefixCachedGenerator:
 
     def _append(self, tokens: Sequence[int]) -> Tensor:
         """Compute the tokens behind the cached ones; return the logits [V] of the next token."""
+        if self.model.arch.becomes_long(len(self.cached_ids), len(tokens)):
+            # All keys change with the length of the text, so none of the cached ones can be used.
+            tokens = [*self.cached_ids, *tokens]
+            self.cached_ids, self.cache.lengths = [], [0]
         tokens_1T = torch.tensor([tokens], device=self.cache.device)
         logits_V: Tensor = self.model(tokens_1T, cache=self.cache)[0, -1]
         self.cached_ids += tokens

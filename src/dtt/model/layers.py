@@ -38,8 +38,8 @@ class GeluMLP(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         """Create the projections D → F and F → D."""
         super().__init__()
-        self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
-        self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias)
+        self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias == "all")
+        self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias == "all")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the MLP: [B, T, D] → [B, T, D]."""
@@ -54,9 +54,9 @@ class GatedMLP(nn.Module):
         """Create the projections D → F (gate and up) and F → D."""
         super().__init__()
         self.activation = activation
-        self.gate = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
-        self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias)
-        self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias)
+        self.gate = Linear(arch.dim, arch.ffn_dim, bias=arch.bias == "all")
+        self.up = Linear(arch.dim, arch.ffn_dim, bias=arch.bias == "all")
+        self.down = Linear(arch.ffn_dim, arch.dim, bias=arch.bias == "all")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the MLP: [B, T, D] → [B, T, D]."""
@@ -65,21 +65,22 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x + attn(norm(x)), then x + mlp(norm(x)).
+    """Transformer block: x + attn(x), then x + mlp(x), with norms as `norm_placement` says.
 
-    With sandwich norms, the outputs of attention and MLP are normalised too, before they are added.
-    Both outputs are multiplied by `residual_scale`.
+    Norms before attention and MLP apply to their input, norms after them to their output, before it
+    is added. Both outputs are multiplied by `residual_scale`.
     """
 
     def __init__(self, arch: Architecture) -> None:
         """Create one layer of the decoder."""
         super().__init__()
-        self.attn_norm = make_norm(arch, arch.dim)
+        before, after = arch.norm_placement != "post", arch.norm_placement != "pre"
+        self.attn_norm = make_norm(arch, arch.dim) if before else nn.Identity()
         self.attn = Attention(arch)
-        self.attn_post_norm = make_norm(arch, arch.dim) if arch.sandwich_norm else nn.Identity()
-        self.mlp_norm = make_norm(arch, arch.dim)
+        self.attn_post_norm = make_norm(arch, arch.dim) if after else nn.Identity()
+        self.mlp_norm = make_norm(arch, arch.dim) if before else nn.Identity()
         self.mlp = make_mlp(arch)
-        self.mlp_post_norm = make_norm(arch, arch.dim) if arch.sandwich_norm else nn.Identity()
+        self.mlp_post_norm = make_norm(arch, arch.dim) if after else nn.Identity()
         self.dropout = arch.dropout
         self.scale = arch.residual_scale
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from dtt.base.errors import ConfigError
+from dtt.config.model import LongRopeScaling
 from dtt.config.parallel import Sizes
 from dtt.config.train import TrainConfig
 from dtt.model.architecture import Architecture
@@ -58,6 +59,9 @@ def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tu
     for key, value in divided.items():
         if value % sizes.tensor:
             yield f"model.{key}", f"{key} {value} is not a multiple of tensor {sizes.tensor}"
+    if isinstance(arch.rope_scaling, LongRopeScaling) and sizes.context > 1:
+        # A rank sees a part of a document, so it does not know whether the document is long.
+        yield "parallel.context", "longrope needs whole sequences on each rank"
     # Between the layers each tensor-parallel rank holds a slice of the tokens too.
     parts = sizes.tensor * (2 * sizes.context if sizes.context > 1 else 1)
     for tokens in sorted(contexts):

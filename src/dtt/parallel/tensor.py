@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -28,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from dtt.mesh.collectives import arrived, gather
 from dtt.mesh.dist import World
+from dtt.mesh.sharding import local
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1
@@ -69,6 +77,29 @@ class GatheredNorm(ParallelStyle):
         return gathered.to_local(grad_placements=[Partial()]) if self.use_local_output else gathered
 
 
+class DividedNorm(ParallelStyle):
+    """RMSNorm over all heads of a token, of which each rank has some: [B, T, D/P] → [B, T, D/P]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            # Ranks exchange one number per token. To all-gather the heads would move D/P of them,
+            # and keep as many for the backward pass.
+            own = x.float().square().mean(-1, keepdim=True)
+            mean = gather(own, -1, group).mean(-1, keepdim=True)
+            weight = local(module.weight).float() + module.offset  # type: ignore[arg-type,operator]
+            return (x.float() * torch.rsqrt(mean + module.eps) * weight).type_as(x)  # type: ignore[operator]
+
+        module.forward = forward
+        return distribute_module(module, device_mesh, self._divide)
+
+    def _divide(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(part))
+
+
 class DividedEmbedding(RowwiseParallel):
     """Vocabulary-parallel embedding: ids [B, T] → [B, T/P, D].
 
@@ -86,10 +117,11 @@ class DividedEmbedding(RowwiseParallel):
         return module
 
 
-def plan() -> dict[str, ParallelStyle]:
+def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style of each module; `*` is the layer index.
 
-    Modules that are not listed are not parallelised.
+    `norm_all_heads` is True if queries and keys are normalised over all heads together. Modules
+    that are not listed are not parallelised.
     """
     # Column-parallel layers give each rank complete heads: attention needs no communication.
     to_columns = ColwiseParallel()
@@ -98,7 +130,11 @@ def plan() -> dict[str, ParallelStyle]:
     to_tokens = RowwiseParallel(output_layouts=OWN_TOKENS)
     # Norms between layers see this rank's tokens only, so their activations take 1/P of the memory.
     tokens = SequenceParallel(use_local_output=True)
-    heads = SequenceParallel(sequence_dim=OWN_HEADS, use_local_output=True)
+    heads = (
+        DividedNorm()
+        if norm_all_heads
+        else SequenceParallel(sequence_dim=OWN_HEADS, use_local_output=True)
+    )
     return {
         "embed": DividedEmbedding(),
         "pos_embed": DividedEmbedding(),
@@ -127,10 +163,11 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     replicated parameters (norms, and biases that are added after a sum) may be `Partial`: FSDP2
     reduces them.
     """
-    styles = plan()
+    styles = plan(norm_all_heads=model.arch.qk_norm == "all_heads")  # type: ignore[union-attr]
     for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
+        style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
+        # Without a norm before it, attention or MLP still needs the tokens of all ranks.
+        if any(True for _ in module.parameters(recurse=False)) or isinstance(style, GatheredNorm):
             if style is None:
                 # A module left out would silently compute with the whole weight on every rank.
                 raise ValueError(f"no tensor-parallel style for {name}: add it to plan()")

@@ -199,11 +199,12 @@ def model_of(source: str) -> Mapping[str, Any]:
     section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
     family = families.get(arch.family)
     ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
-    if ours.windows != arch.windows:
+    if (ours.windows, ours.rope_layers) != (arch.windows, arch.rope_layers):
         raise ConfigError(
             f"the model in {folder} cannot be trained",
             where="init.from",
-            why="no model.window_pattern describes the attention windows of its layers",
+            why="no key of the model section describes which of its layers have a window or a "
+            "rotary embedding",
             next="use another model; dtt generate can run this one",
         )
     return section

@@ -63,6 +63,19 @@ def test_a_row_is_read_as_its_author_meant_it(
     assert found.unread == ()
 
 
+UNUSED: list[dict[str, Any]] = [
+    {"parallel_tool_calls": True}, {"ground_truth": "4", "reward": 1.0, "verifier": "math"},
+    {"score_chosen": 3, "margin": 0.5}, {"text": "<s>RENDERED"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", UNUSED)
+def test_metadata_changes_nothing_and_is_reported(extra: dict[str, Any]) -> None:
+    nulls: dict[str, Any] = {"prompt": None, "images": None, "system": None}
+    found = parse_row({"messages": [Q, A | {"tool_calls": None}], **nulls, **extra})
+    assert (found.messages, found.unread) == ((Q, A), tuple(extra))
+
+
 def test_function_calls_become_tool_calls() -> None:
     call = '{"name": "f", "arguments": {"x": 1}}'
     turns = [
@@ -94,6 +107,11 @@ def test_arguments_render_alike_as_text_and_as_an_object(arguments: Any, templat
 WRONG: list[tuple[dict[str, Any], str]] = [
     (COMPLETION | {"label": False}, "KTO"),
     (COMPLETION | {"label": 1}, "KTO"),
+    (COMPLETION | {"label": "False"}, "KTO"),
+    ({"text": "<s>RENDERED"}, "the row needs messages.*its keys: text"),
+    ({"prompt": "QUESTION", "response": "ANSWER"}, "its keys: prompt, response"),
+    ({"question": "QUESTION", "solution": "ANSWER"}, "its keys: question, solution"),
+    ({"messages": [Q | {"content": [{"type": "image_url", "image_url": {}}]}, A]}, "'image_url'"),
     ({"messages": [Q, A], "kto_tag": True}, "KTO"),
     ({"messages": [Q, A], "images": ["a.png"]}, "trains on text"),
     ({"messages": [Q | {"images": ["a.png"]}, A]}, "trains on text"),

@@ -57,6 +57,8 @@ KTO = "{key} marks good and bad answers (KTO), which dtt does not train"
 
 
 def _is_truth(value: object) -> bool:
+    if isinstance(value, str):
+        return value.lower() in ("true", "false")
     return isinstance(value, bool) or value in (0, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from dtt.base.errors import InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.conversations.rows import RefusedRow
-from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.bad_documents import NUMBER, BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.json_rows import JsonRow, read_rows
@@ -143,23 +144,28 @@ class _TextStatistics:
         if not corpus.manifest.has_rows:
             yield from read_unit(corpus, unit, self._bad)
             return
-        for rows in read_rows(corpus, unit, self._bad):
-            for row in rows:
-                self._count_keys(row)
-                yield row.content
+        for span in unit.spans:
+            # The files of one set differ in numbers only and count as one; others may be of
+            # another format, so that a sum over them would not tell where a key is lost.
+            name = NUMBER.sub("N", corpus.path(span.file).name)
+            place = f"{name}: " if len(corpus.manifest.files) > 1 else ""
+            for rows in read_rows(corpus, replace(unit, spans=(span,)), self._bad):
+                for row in rows:
+                    self._count_keys(row, place)
+                    yield row.content
 
-    def _count_keys(self, row: JsonRow) -> None:
-        """Count the keys of a row as read or not used, or the reason to refuse it."""
+    def _count_keys(self, row: JsonRow, place: str) -> None:
+        """Count the keys of a row as read or not used, or the reason to refuse it, of a file."""
         is_pair = row.value.keys() >= {"chosen", "rejected"}
         try:
             unread = (parse_pair(row.value).chosen if is_pair else parse_row(row.value)).unread
         except RefusedRow as refused:
-            self._refused.add(row.where, refused.why)
+            self._refused.add(row.where, place + refused.why)
             return
         present = {key for key, value in row.value.items() if value is not None}
         for name, keys in (("keys read", present - {*unread}), ("keys not used", unread)):
             if keys:
-                self.keys.setdefault(name, Counter()).update(keys)
+                self.keys.setdefault(place + name, Counter()).update(keys)
 
     def _add(self, size: int) -> None:
         self.bytes += size

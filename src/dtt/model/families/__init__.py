@@ -7,10 +7,16 @@ from dtt.model.families.gemma3 import GEMMA3
 from dtt.model.families.gpt2 import GPT2
 from dtt.model.families.llama import LLAMA
 from dtt.model.families.mistral import MISTRAL
+from dtt.model.families.olmo2 import OLMO2
+from dtt.model.families.olmo3 import OLMO3
 from dtt.model.families.phi3 import PHI3
+from dtt.model.families.qwen2 import QWEN2
 from dtt.model.families.qwen3 import QWEN3
+from dtt.model.families.smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA3, PHI3)
+FAMILIES: tuple[Family, ...] = (
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, PHI3, SMOLLM3, OLMO2, OLMO3,
+)  # fmt: skip
 
 
 def get(name: str) -> Family:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dtt.config.model import ModelConfig, NoRopeScaling
+from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
-from dtt.model.families import llama, rope_scaling
+from dtt.model.families import attention_windows, llama, rope_scaling
+from dtt.model.families.attention_windows import FULL, LOCAL, every_nth
 from dtt.model.families.base import Family, same_name
 from dtt.model.families.hf_config import (
     KINDS,
@@ -22,33 +23,31 @@ from dtt.model.families.hf_config import (
     Values,
     only,
     optional,
-    unsupported,
     without_effect,
 )
 from dtt.model.families.llama import LAYER
 
 WINDOW = 512
 """Sliding window of the 270M and 1B models, in tokens."""
+PATTERN = 6
+"""Interval of layers without a window."""
 AXES: Mapping[str, Any] = {
     "family": "gemma3",
     "norm": "rmsnorm_plus_one",
-    "qk_norm": True,
-    "sandwich_norm": True,
+    "qk_norm": "head",
+    "norm_placement": "sandwich",
     "mlp": "geglu",
 }
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
     """Resolve the config; every `window_pattern`-th layer has no window."""
-    local = cfg.window or WINDOW
+    local, pattern = cfg.window or WINDOW, cfg.window_pattern or PATTERN
     return replace(
         llama.architecture(cfg, tokenizer_size, seq_len),
         **AXES,
         # Counted from 1, as in Gemma: with a pattern of 6, layers 6, 12, … are full.
-        windows=tuple(
-            local if layer % cfg.window_pattern else None for layer in range(1, cfg.n_layers + 1)
-        ),
+        windows=tuple(local if layer % pattern else None for layer in range(1, cfg.n_layers + 1)),
         rope_local_theta=cfg.rope_local_theta,
         # null means the family's default, which is a tied head.
         tie_embeddings=cfg.tie_embeddings is not False,
@@ -69,11 +68,11 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": arch.rope_local_theta,
         "rope_parameters": {
-            GLOBAL: config["rope_parameters"],
+            FULL: config["rope_parameters"],
             LOCAL: {"rope_type": "default", "rope_theta": arch.rope_local_theta},
         },
         "sliding_window": next((w for w in arch.windows if w is not None), WINDOW),
-        "layer_types": [GLOBAL if window is None else LOCAL for window in arch.windows],
+        "layer_types": attention_windows.to_hf(arch.windows),
         # transformers reads an integer and takes its inverse root. muP's multiplier may round to 0.
         "query_pre_attn_scalar": max(1, round(arch.attn_scale**-2)),
         "final_logit_softcapping": arch.logit_softcap,
@@ -103,60 +102,22 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
 
     Missing keys have the defaults of transformers.
     """
-    ropes = config.get("rope_parameters") or {}
-    if not ropes.keys() <= {LOCAL, GLOBAL} or not all(isinstance(r, dict) for r in ropes.values()):
-        raise unsupported(
-            config,
-            f"config.json has rope_parameters: {ropes}; "
-            f"supported: an object for {LOCAL}, one for {GLOBAL}, or both",
-        )
-    inner = {"rope_parameters": ropes.get(LOCAL), "rope_theta": config.get("rope_local_base_freq")}
-    local_theta, local_scaling = rope_scaling.from_hf(
-        {**config, "rope_scaling": None, **inner}, 1e4
-    )
-    if local_scaling != NoRopeScaling():
-        raise unsupported(
-            config,
-            f"config.json has {ropes[LOCAL]} in rope_parameters.{LOCAL}; "
-            "supported: rope_type 'default'",
-        )
-    rest = {"head_dim": 256, "num_key_value_heads": 4, **config}
-    arch = llama.read_hf_config(rest | {"rope_parameters": ropes.get(GLOBAL)}, theta=1e6)
-    window = config.get("sliding_window", 4096)
+    full, local_theta = rope_scaling.by_layer_type(config, config.get("rope_local_base_freq"), 1e4)
+    arch = llama.read_hf_config({"head_dim": 256, "num_key_value_heads": 4, **full}, theta=1e6)
     return replace(
         arch,
         **AXES,
-        windows=tuple(window if kind == LOCAL else None for kind in _kinds(config, arch.n_layers)),
+        windows=attention_windows.from_hf(
+            config,
+            config.get("sliding_window", 4096),
+            every_nth(arch.n_layers, config.get("sliding_window_pattern", PATTERN)),
+        ),
         rope_local_theta=local_theta,
         tie_embeddings=config.get("tie_word_embeddings", True),
         embed_scale=arch.dim**0.5,
         attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
         logit_softcap=config.get("final_logit_softcapping"),
     )
-
-
-def _kinds(config: Mapping[str, Any], n_layers: int) -> list[str]:
-    """Return the attention type of each layer.
-
-    Raises InputError unless every layer has a type that dtt supports.
-    """
-    pattern = config.get("sliding_window_pattern", 6)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [LOCAL if layer % pattern else GLOBAL for layer in range(1, n_layers + 1)]
-    if len(kinds) != n_layers or not set(kinds) <= {LOCAL, GLOBAL}:
-        raise unsupported(
-            config,
-            f"config.json has layer_types: {kinds}; "
-            f"supported: {LOCAL} or {GLOBAL} for each of the {n_layers} layers",
-        )
-    if LOCAL in kinds and config.get("sliding_window", 4096) is None:
-        raise unsupported(
-            config,
-            f"config.json has sliding_window: None, and layers of the kind {LOCAL}; "
-            "supported: a positive integer",
-        )
-    return list(kinds)
 
 
 GEMMA3 = Family(

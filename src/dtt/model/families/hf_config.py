@@ -30,11 +30,17 @@ def optional(values: Values) -> Values:
 
 # `type(…) is int`, because True is an int to isinstance.
 SIZE = Values("a positive integer", lambda v: type(v) is int and v > 0)
+COUNT = Values("an integer, at least 0", lambda v: type(v) is int and v >= 0)
 NUMBER = Values("a positive number", lambda v: type(v) in (int, float) and 0 < v < math.inf)
 SPREAD = Values("a number, at least 0", lambda v: type(v) in (int, float) and 0 <= v < math.inf)
 SHARE = Values("a number from 0 to below 1", lambda v: type(v) in (int, float) and 0 <= v < 1)
+FRACTION = Values("a number above 0, up to 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
 FLAG = Values("True or False", lambda v: type(v) is bool)
+NUMBERS = Values(
+    "a list of positive numbers", lambda v: isinstance(v, list) and all(map(NUMBER.accepts, v))
+)
 OBJECT = Values("an object", lambda v: isinstance(v, dict))
+FLAGS = Values("a list of 0 and 1", lambda v: isinstance(v, list) and set(v) <= {0, 1})
 KINDS = Values("a list of strings", lambda v: isinstance(v, list) and all(map(_is_text, v)))
 ANYTHING = Values("anything", lambda v: True)
 

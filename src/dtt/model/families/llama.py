@@ -5,7 +5,7 @@ Derived families reuse these functions and tables and override what differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
@@ -27,12 +27,13 @@ from dtt.model.families.hf_config import (
 AXES: Mapping[str, Any] = {
     "family": "llama",
     "norm": "rmsnorm",
-    "qk_norm": False,
-    "sandwich_norm": False,
+    "qk_norm": "none",
+    "norm_placement": "pre",
     "position": "rope",
     "rope_local_theta": None,
+    "partial_rotary_factor": 1.0,
     "mlp": "swiglu",
-    "bias": False,
+    "bias": "none",
     "embed_scale": 1.0,
     "residual_scale": 1.0,
     "logit_scale": 1.0,
@@ -57,6 +58,7 @@ def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Archite
         norm_eps=cfg.norm_eps,
         rope_theta=cfg.rope_theta,
         rope_scaling=cfg.rope_scaling,
+        rope_layers=(True,) * cfg.n_layers,
         windows=(None,) * cfg.n_layers,
         tie_embeddings=cfg.tie_embeddings is True,
         attn_scale=cfg.resolved_head_dim**-0.5,
@@ -112,12 +114,16 @@ HF_VALUES: dict[str, Values] = {
 }
 
 
-def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Architecture:
+def read_hf_config(
+    config: Mapping[str, Any],
+    theta: float = 10_000.0,
+    rope_types: Sequence[str] = rope_scaling.USUAL,
+) -> Architecture:
     """Return the architecture that a LlamaForCausalLM's config.json describes.
 
-    `theta` is the base of RoPE if the file has none.
+    `theta` is the base of RoPE if the file has none, and `rope_types` are the supported scalings.
     """
-    rope_theta, scaling = rope_scaling.from_hf(config, theta)
+    rope_theta, scaling = rope_scaling.from_hf(config, theta, rope_types)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // n_heads
     return Architecture(
@@ -134,6 +140,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,
+        rope_layers=(True,) * config["num_hidden_layers"],
         windows=(None,) * config["num_hidden_layers"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         attn_scale=head_dim**-0.5,

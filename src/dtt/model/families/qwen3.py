@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025, arXiv 2505.09388), dense: Llama with QK norm."""
+"""Qwen3 (Yang et al., 2025, arXiv 2505.09388), dense: Qwen2 with QK norm instead of biases."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from typing import Any
 
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
-from dtt.model.families import llama
+from dtt.model.families import llama, qwen2
 from dtt.model.families.base import Family
-from dtt.model.families.hf_config import KINDS, SIZE, only, optional, unsupported, without_effect
+from dtt.model.families.hf_config import SIZE, only
+
+AXES: Mapping[str, Any] = {"family": "qwen3", "bias": "none", "qk_norm": "head"}
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
     """Resolve the config; missing values have the defaults of Llama."""
-    arch = llama.architecture(cfg, tokenizer_size, seq_len)
-    return replace(arch, family="qwen3", qk_norm=True)
-
-
-def hf_facts(arch: Architecture) -> dict[str, Any]:
-    """Return the entries of a Qwen3ForCausalLM's config.json."""
-    return llama.hf_facts(arch) | {"use_sliding_window": False}
+    return replace(qwen2.architecture(cfg, tokenizer_size, seq_len), **AXES)
 
 
 def read_hf_config(config: Mapping[str, Any]) -> Architecture:
@@ -29,16 +25,8 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
 
     Missing keys have the defaults of transformers.
     """
-    # Files may omit these: the defaults of transformers are not derived from other sizes.
-    arch = llama.read_hf_config({"head_dim": 128, "num_key_value_heads": 32, **config})
-    kinds = config.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * arch.n_layers:
-        raise unsupported(
-            config,
-            f"config.json has layer_types: {kinds}; "
-            f"supported: 'full_attention' for each of the {arch.n_layers} layers",
-        )
-    return replace(arch, family="qwen3", qk_norm=True)
+    # Files may omit it: the default of transformers is not derived from other sizes.
+    return replace(qwen2.read_hf_config({"head_dim": 128, **config}), **AXES)
 
 
 QWEN3 = Family(
@@ -46,10 +34,8 @@ QWEN3 = Family(
     hf_model_type="qwen3",
     hf_class="Qwen3ForCausalLM",
     architecture=architecture,
-    hf_facts=hf_facts,
-    hf_values=llama.HF_VALUES
-    | {"head_dim": SIZE, "use_sliding_window": only(False), "layer_types": optional(KINDS)}
-    | without_effect("sliding_window max_window_layers"),
+    hf_facts=qwen2.hf_facts,
+    hf_values={**qwen2.HF_VALUES, "attention_bias": only(False), "head_dim": SIZE},
     read_hf_config=read_hf_config,
     weights=(*llama.LLAMA.weights, *llama.QK_NORM),
 )
