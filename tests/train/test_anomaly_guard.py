@@ -36,6 +36,7 @@ from dtt.data.samples.dataset import open_dataset
 from dtt.jobs.attempt import Attempt
 from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
+from dtt.model.output import Output
 from dtt.optim.groups import set_learning_rate
 from dtt.track import jsonl
 from dtt.train import anomaly_guard as guard_module
@@ -77,16 +78,16 @@ def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
 def poison(trainer: Trainer, at: Poison, rank: int | None = None) -> None:
     """Spoil what the model returns in training, on one rank or all."""
 
-    def spoil(module: nn.Module, _: Any, loss: Tensor) -> Tensor | None:
+    def spoil(module: nn.Module, _: Any, output: Output) -> Output | None:
         kind = at.get(trainer.position.step + 1)
         if kind is None or not module.training or rank not in (None, trainer.world.rank):
             return None
         if kind == "nan":
-            return loss * math.nan
+            return output._replace(loss=output.loss * math.nan)
         factor = {"inf": math.inf, "spike": 1000.0}[kind]
-        loss = loss * 1.0
+        loss = output.loss * 1.0
         loss.register_hook(lambda gradient: factor * gradient)
-        return loss
+        return output._replace(loss=loss)
 
     trainer.state.model.register_forward_hook(spoil)
 

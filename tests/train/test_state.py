@@ -48,7 +48,7 @@ def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Opt
 def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> None:
     for step in steps:
         ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
-        (model(ids[:, :-1], ids[:, 1:]) / 64).backward()
+        (model(ids[:, :-1], ids[:, 1:]).loss / 64).backward()
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()

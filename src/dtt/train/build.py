@@ -22,12 +22,13 @@ from dtt.train.inputs import Inputs
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.data.samples.loader import BatchReader
     from dtt.evaluate.answers import AnswerEvaluator
-    from dtt.evaluate.preference import PreferenceEvaluator
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
     from dtt.evaluate.validation import Evaluator, Sampler
     from dtt.mesh.dist import World
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
     from dtt.train.run_plan import RunPlan
-    from dtt.train.step import Objective
+    from dtt.train.step import Objective, Step
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
 
@@ -75,7 +76,6 @@ def build(
         world=world,
         job=this.job,
         run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
-        precision=plan.precision,
         objective=make_objective(cfg, plan),
         state=state,
         data=TrainData(dataset, partial(training_batches, dataset, reader)),
@@ -90,14 +90,14 @@ def build(
     )
 
 
-def make_objective(cfg: RunConfig, plan: RunPlan) -> Objective:
-    """Return the objective of the run."""
+def make_objective(cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None) -> Objective:
+    """Return the objective of the run; for evaluation, with the bytes of text of each token."""
     from dtt.train.dpo import dpo
     from dtt.train.step import next_token
 
     match cfg.objective:
         case NextTokenConfig():
-            return next_token(cfg.train.z_loss)
+            return next_token(cfg.train.z_loss, token_bytes, contexts=plan.sizes.context)
         case DpoConfig() as objective:
             return dpo(objective, contexts=plan.sizes.context)
         case _:
@@ -115,6 +115,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
+    from dtt.train.step import Step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     startup = inputs.attempt.start
@@ -137,7 +138,12 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
-        module=assembled.module,
+        step=Step(
+            assembled.module,
+            plan.precision,
+            assembled.layout.gradient_replicas,
+            reduce_each=cfg.parallel.reduce == "each",
+        ),
         parameters=assembled.parameters,
         optimizers=optimizers,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
@@ -204,7 +210,7 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
         meter.watch_gradients(state.parameters["embed.weight"])
-    evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
+    evaluator = make_evaluator(inputs, state.step, reader)
     tasks = make_tasks(inputs, state)
     step: int | None = None
     again: set[str] = set()
@@ -242,25 +248,22 @@ def make_saver(inputs: Inputs) -> Saver:
     return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
-def make_evaluator(
-    cfg: RunConfig, plan: RunPlan, world: World, dataset: Dataset, reader: BatchReader
-) -> Evaluator | PreferenceEvaluator | None:
+def make_evaluator(inputs: Inputs, step: Step, reader: BatchReader) -> Evaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
-    from dtt.evaluate.preference import PreferenceEvaluator
+    import torch
+
     from dtt.evaluate.validation import Evaluator, held_out
 
-    parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
+    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    parts = held_out(inputs.dataset, reader, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    if cfg.objective.type == "dpo":
-        objective = make_objective(cfg, plan)
-        return PreferenceEvaluator(
-            parts, reader, plan.precision, world, objective, plan.sizes.tensor
-        )
-    return Evaluator(
-        parts, reader, plan.precision, world, plan.sizes.context, dataset.token_bytes()
-    )
+    table = inputs.dataset.token_bytes()
+    token_bytes = None if table is None else torch.from_numpy(table).to(world.device)
+    objective = make_objective(cfg, plan, token_bytes)
+    measure = partial(step.evaluate, objective=objective)
+    return Evaluator(parts, reader, step.module, measure, world, copies=plan.sizes.tensor)
 
 
 def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:

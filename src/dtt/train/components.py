@@ -13,7 +13,6 @@ from dtt.checkpoint.saver import Saver
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import Batches
 from dtt.evaluate.answers import AnswerEvaluator
-from dtt.evaluate.preference import PreferenceEvaluator
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.evaluate.validation import Evaluator, Sampler
 from dtt.jobs.phase_timer import PhaseTimer
@@ -27,6 +26,7 @@ from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.profiler import Profiler
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
+from dtt.train.step import Step
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.supervise.watchdog import Watchdog
@@ -40,8 +40,8 @@ class TrainState:
     layout: Layout
     model: Decoder
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
-    module: nn.Module
-    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
+    step: Step
+    """The passes of the module called in training: `model`, or `model` wrapped."""
     parameters: Mapping[str, nn.Parameter]
     """Parameters by their unwrapped names; DTensors where they are sharded."""
     optimizers: Mapping[str, Optimizer]
@@ -49,11 +49,6 @@ class TrainState:
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
     ema: Ema | None
-
-    @property
-    def evaluated_module(self) -> nn.Module:
-        """The module to evaluate: FSDP2 must gather the weights, but DDP has nothing to reduce."""
-        return self.module if self.layout.sharded else self.model
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors for a checkpoint, by kind and name."""
@@ -90,7 +85,7 @@ class Observers:
     startup: PhaseTimer
     """Timer of the phases before the first step."""
     time_breakdown: TimeBreakdown
-    evaluator: Evaluator | PreferenceEvaluator | None
+    evaluator: Evaluator | None
     answers: AnswerEvaluator | None
     tasks: TaskEvaluator | None
     sampler: Sampler | None

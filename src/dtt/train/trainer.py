@@ -39,7 +39,7 @@ from dtt.train.state import (
     seed_rank,
     tasks_due,
 )
-from dtt.train.step import Objective, forward_backward, update
+from dtt.train.step import Objective, update
 
 
 @dataclass
@@ -51,8 +51,6 @@ class Trainer:
     job: JobDir
     run_id: str
     """Id of the run in trackers; kept in its checkpoints."""
-    precision: str
-    """Resolved precision of the computation."""
     objective: Objective
     state: TrainState
     data: TrainData
@@ -64,7 +62,7 @@ class Trainer:
     """Step of the last checkpoint that was started."""
     _unread: list[tuple[Record, Tensor, tuple[str, ...]]] = field(default_factory=list)
     """Records of steps, values that are still on the device (the guard's `Judgement.values`, then
-    the metrics of the objective), and the names of these metrics."""
+    auxiliary losses and metrics), and the names of the latter."""
 
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
@@ -152,29 +150,22 @@ class Trainer:
                 state.ema.update(torch.ones((), device=self.world.device), step)
             self.advance_position(batch, multiplier, state.guard.skipped_values(), ())
             return
-        losses = forward_backward(
-            state.module,
-            batch.micro_batches,
-            self.objective,
-            terms=batch.terms,
-            precision=self.precision,
-            replicas=state.layout.gradient_replicas,
-            reduce_each=self.cfg.parallel.reduce == "each",
-        )
+        losses = state.step.run(batch.micro_batches, self.objective, batch.terms)
+        reported = losses.aux | losses.metrics
         meter.end_phase("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
         # Clipping also yields the norm that the guard judges, so an infinite limit stands for none.
         norm = clip_gradients(state.layout, list(state.parameters.values()), limit)
         # One all-reduce for all numbers of the step. Its result is bitwise equal on all ranks, so
         # all guards judge alike.
-        means = state.layout.mean(torch.stack([losses.loss, norm, *losses.metrics.values()]))
+        means = state.layout.mean(torch.stack([losses.loss, norm, *reported.values()]))
         judgement = state.guard.judge(means[:2])
         # The verdict stays on the device as a factor of the update: no rank waits to learn whether
         # the step counts.
         update(state.optimizers, judgement.skip, step=step, rounding=state.rounding, ema=state.ema)
         meter.end_phase("optimizer")
-        values = torch.cat([judgement.values, means[2:]]) if losses.metrics else judgement.values
-        self.advance_position(batch, multiplier, values, tuple(losses.metrics))
+        values = torch.cat([judgement.values, means[2:]]) if reported else judgement.values
+        self.advance_position(batch, multiplier, values, tuple(reported))
 
     def advance_position(
         self, batch: Batch, multiplier: float, values: Tensor, metrics: tuple[str, ...]
@@ -320,7 +311,7 @@ class Trainer:
         # First the losses: a diverged run must not spend minutes on an evaluation.
         self.read_losses()
         with self.control.watchdog.phase("evaluate"), meter.paused("evaluate"):
-            record = evaluator.record(state.evaluated_module, step, self.stop_wanted, state.ema)
+            record = evaluator.record(step, self.stop_wanted, state.ema)
             if record is not None and self.observers.answers is not None:
                 record = self.add_stop_rate(record, self.observers.answers)
         if record is not None:
@@ -349,7 +340,7 @@ class Trainer:
         state, layout = self.state, self.state.layout
         if not layout.sharded:
             return None
-        return state.module, layout.granularity, self.world.from_first
+        return state.step.module, layout.granularity, self.world.from_first
 
     def sample(self) -> None:
         """Generate a sample on rank 0; if the model is sharded, on all ranks together."""

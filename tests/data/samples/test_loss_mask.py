@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.train.step import Step, next_token
 
 SEQ_LEN, SEQUENCES, VOCAB_SIZE = 32, 8, 300
 CPU = torch.device("cpu")
@@ -119,13 +121,7 @@ def model() -> Decoder:
 def step(decoder: Decoder, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the gradients of a step, as the trainer computes them."""
     decoder.zero_grad()
-    loss = torch.zeros(())
-    for micro_batch in batch.micro_batches:
-        part = (1 / max(1, batch.targets)) * decoder(
-            micro_batch.tokens, micro_batch.targets, doc_ids_BT=micro_batch.doc_ids
-        )
-        part.backward()
-        loss += part.detach()
+    loss = Step(decoder, "fp32").run(batch.micro_batches, next_token(), batch.targets).loss
     return loss, {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
 
 
@@ -241,12 +237,13 @@ def test_validation_measures_the_unmasked_targets_and_leaves_out_sources_without
     masked = MaskedSource(first, mask)
     untrained = MaskedSource(second, np.zeros_like(random_mask(len(second))))
     dataset = replace(dataset, validation=(masked, untrained))
-    parts = held_out(dataset, 2 * len(first))
+    reader = BatchReader(0, 1, 4, CPU)
+    parts = held_out(dataset, reader, 2 * len(first))
     assert [part.source for part in parts] == [masked]
     world = dist.start(Ranks(), "cpu")
     decoder = model()
-    evaluator = Evaluator(parts, BatchReader(0, 1, 4, CPU), "fp32", world)
-    record = evaluator.record(decoder, 1, lambda: False)
+    measure = partial(Step(decoder, "fp32").evaluate, objective=next_token())
+    record = Evaluator(parts, reader, decoder, measure, world).record(1, lambda: False)
     assert record is not None
     ids = torch.from_numpy(first.read(np.arange(len(first), dtype=np.uint64)).ids)
     with torch.no_grad():
