@@ -192,7 +192,7 @@ def test_the_weights_of_another_model_are_refused() -> None:
 
 def test_the_position_survives_json() -> None:
     position = Position(step=7, tokens=7 * 256, ledger=b"\x01" * 16, previous_ledger=b"\xfe" * 16)
-    position.evaluated, position.eval_loss = 5, 1.25
+    position.done, position.eval_loss = {"validate": 5, "log": 7, "save": 7}, 1.25
     assert Position.from_json(position.to_json()) == position
     assert Position().ledger == Position().previous_ledger == EMPTY_DATA_HASH
 

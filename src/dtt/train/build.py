@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.validation import Evaluator, Sampler
     from dtt.mesh.dist import World
     from dtt.optim.ema import Ema
+    from dtt.train.actions import Action
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
     from dtt.train.run_plan import RunPlan
@@ -57,6 +59,7 @@ def build(
     """
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
+    from dtt.train.actions import make_actions
     from dtt.train.components import Control, TrainData
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
@@ -66,11 +69,20 @@ def build(
     this.start.end_phase("imports")
     inputs = Inputs(cfg, plan, this, world, dataset, watchdog, resume, source)
     state, reader = make_state(inputs)
+    budget = make_budget(cfg, dataset, this, resume)
+    schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
     if cfg.objective.type == "dpo":
         dataset = with_reference(dataset, this.job.reference)
         inputs = replace(inputs, dataset=dataset)
     saved_run_id = None if resume is None else resume.position()["run_id"]
-    budget = make_budget(cfg, dataset, this, resume)
+    actions = make_actions(
+        cfg,
+        lambda: schedule.steps,
+        make_evaluator(inputs, state.step, reader),
+        make_answers(cfg, world, dataset),
+        make_tasks(inputs, state),
+        make_sampler(cfg, dataset),
+    )
     return Trainer(
         cfg=cfg,
         world=world,
@@ -79,8 +91,9 @@ def build(
         objective=make_objective(cfg, plan),
         state=state,
         data=TrainData(dataset, partial(training_batches, dataset, reader)),
-        schedule=RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget),
-        observers=make_observers(inputs, state, reader),
+        schedule=schedule,
+        actions=actions,
+        observers=make_observers(inputs, state, actions),
         control=Control(
             requests=this.requests,
             watchdog=watchdog,
@@ -195,12 +208,12 @@ def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -
     return start
 
 
-def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Observers:
-    """Return the measurements, the evaluation and the trackers of a run."""
+def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
+    """Return the measurements and the trackers of a run."""
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
-    from dtt.train.state import Position, kinds_due
+    from dtt.train.state import Position
     from dtt.train.supervise.time_breakdown import TimeBreakdown
     from dtt.train.throughput import ThroughputMeter
 
@@ -210,14 +223,11 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
         meter.watch_gradients(state.parameters["embed.weight"])
-    evaluator = make_evaluator(inputs, state.step, reader)
-    tasks = make_tasks(inputs, state)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None:
         step, position = inputs.resume.step, Position.from_json(inputs.resume.position())
-        has = {"validates": evaluator is not None, "has_tasks": tasks is not None}
-        again = kinds_due(cfg, plan.steps, position, **has)
+        again = {a.kind for a in actions if a.kind is not None and a.due(position)}
     # Rank 0 alone has trackers; the others have an empty list, and no tests for rank.
     return Observers(
         trackers=make_trackers(cfg, attempt.job, step, again=again) if world.first else [],
@@ -225,10 +235,6 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
         profiler=Profiler(cfg.profile, world, attempt.job.profiles, meter, inputs.watchdog),
         startup=attempt.start,
         time_breakdown=TimeBreakdown(attempt.start, attempt.clock),
-        evaluator=evaluator,
-        answers=make_answers(cfg, world, inputs.dataset),
-        tasks=tasks,
-        sampler=make_sampler(cfg, inputs.dataset),
     )
 
 
