@@ -43,7 +43,7 @@ from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.muon.optimizer import Muon
 from dtt.parallel.apply import apply
-from dtt.train.step import forward_backward, next_token
+from dtt.train.step import Step, next_token
 
 LLAMA = (
     "model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8",
@@ -96,7 +96,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
         for p in parameters.values():
             p.grad = None
         targets = micro_batch.targets.numel()
-        forward_backward(module, [micro_batch], next_token(), terms=targets, precision="bf16")
+        Step(module, "bf16").run([micro_batch], next_token(), targets)
 
     def step(name: str) -> None:
         for optimizer in optimizers[name].values():

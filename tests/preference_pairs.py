@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from running import Dtt
 from tiny_job import make_tokenizer, write_chat_job, write_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.model import ModelConfig
@@ -94,7 +94,7 @@ def with_reference(micro_batch: MicroBatch, reference: Decoder) -> MicroBatch:
     losses = reference(
         micro_batch.tokens, micro_batch.targets, doc_ids_BT=micro_batch.doc_ids, reduction="none"
     )
-    return replace(micro_batch, extra={"reference_logprobs": -losses})
+    return replace(micro_batch, extra={"reference_logprobs": -losses.loss})
 
 
 def split(micro_batch: MicroBatch, rows: int) -> list[MicroBatch]:
@@ -115,7 +115,7 @@ def split(micro_batch: MicroBatch, rows: int) -> list[MicroBatch]:
     ]
 
 
-def gradients(model: Decoder) -> dict[str, Tensor]:
+def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients by name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -48,7 +48,7 @@ from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.train.step import forward_backward, next_token
+from dtt.train.step import Step, next_token
 
 NODE = 8
 """Ranks of a node."""
@@ -202,13 +202,9 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
                 trace.received.clear()
                 trace.sent.clear()
                 tokens = torch.zeros(shape, dtype=torch.long)
-                forward_backward(
-                    module,
-                    [MicroBatch(tokens, tokens, None)] * case.accumulation,
-                    next_token(),
-                    terms=case.accumulation * tokens.numel(),
-                    precision=case.precision,
-                )
+                micro_batches = [MicroBatch(tokens, tokens, None)] * case.accumulation
+                terms = case.accumulation * tokens.numel()
+                Step(module, case.precision).run(micro_batches, next_token(), terms)
                 passes = trace.peak
                 trace.forget_peak()
                 for single in optimizers:

@@ -226,7 +226,7 @@ def test_loss_and_gradients_are_those_of_the_unmasked_targets_alone(mixed: Datas
     batch = next(training_batches(mixed, BatchReader(0, 1, 3, CPU), 0))
     kept = [micro_batch.targets != IGNORE_INDEX for micro_batch in batch.micro_batches]
     for micro_batch in batch.micro_batches:
-        (decoder(micro_batch.tokens, micro_batch.targets) / batch.targets).backward()
+        (decoder(micro_batch.tokens, micro_batch.targets).loss / batch.targets).backward()
     gradients = {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
     decoder.zero_grad()
     for micro_batch, here in zip(batch.micro_batches, kept, strict=True):
@@ -250,7 +250,7 @@ class Nothing(EveryThird):
 def test_a_batch_without_targets_has_gradients_of_zero() -> None:
     decoder, samples = model(), np.arange(4, dtype=np.uint64)
     (micro_batch,) = BatchReader(0, 1, 4, CPU).read(Nothing(), samples)
-    loss = decoder(micro_batch.tokens, micro_batch.targets)
+    loss = decoder(micro_batch.tokens, micro_batch.targets).loss
     loss.backward()
     assert loss == 0
     assert not any(p.grad is not None and p.grad.any() for p in decoder.parameters())
@@ -264,9 +264,9 @@ def test_validation_measures_the_targets_and_leaves_out_sources_without_any(
     parts = held_out(dataset, 2 * len(toy))
     assert [part.source for part in parts] == [toy]
     decoder, world = model(), dist.start(Ranks(), "cpu")
-    record = Evaluator(parts, BatchReader(0, 1, 4, CPU), "fp32", world).record(
-        decoder, 1, lambda: False
-    )
+    measure = partial(Step(decoder, "fp32").evaluate, objective=next_token())
+    reader = BatchReader(0, 1, 4, CPU)
+    record = Evaluator(parts, reader, decoder, measure, world).record(1, lambda: False)
     assert record is not None
     rows = toy.read(np.arange(len(toy), dtype=np.uint64))
     kept = torch.from_numpy(rows.targets != IGNORE_INDEX)

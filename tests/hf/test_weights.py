@@ -79,7 +79,7 @@ def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
     model = ours(trained, from_hf(theirs.state_dict(), trained.arch))
     targets = TOKENS.roll(-1, 1)
     targets[:, -1] = -100
-    model(TOKENS, targets).backward()
+    model(TOKENS, targets).loss.backward()
     (theirs(TOKENS, labels=TOKENS).loss * (targets != -100).sum()).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, grad in to_hf(grads, trained.arch).items():

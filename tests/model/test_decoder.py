@@ -24,7 +24,7 @@ def test_with_targets_it_returns_the_sum_of_the_cross_entropies(arch: Architectu
     targets = tokens.roll(-1, 1)
     targets[:, -1] = -100
     targets[0, :5] = -100
-    loss = model(tokens, targets)
+    loss = model(tokens, targets).loss
     expected = F.cross_entropy(
         model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
     )
@@ -34,7 +34,7 @@ def test_with_targets_it_returns_the_sum_of_the_cross_entropies(arch: Architectu
 
 def test_gradients_of_the_loss_are_those_of_plain_cross_entropy(arch: Architecture) -> None:
     model, tokens = make(arch)
-    model(tokens, tokens).backward()
+    model(tokens, tokens).loss.backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum").backward()
@@ -110,9 +110,9 @@ def test_dropout_acts_in_training_only(arch: Architecture) -> None:
 def test_bf16_autocast_is_close_to_fp32(arch: Architecture) -> None:
     model, tokens = make(arch)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens, tokens)
+        loss = model(tokens, tokens).loss
     loss.backward()
-    assert loss.item() == pytest.approx(model(tokens, tokens).item(), rel=5e-3)
+    assert loss.item() == pytest.approx(model(tokens, tokens).loss.item(), rel=5e-3)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 

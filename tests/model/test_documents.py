@@ -78,12 +78,12 @@ def test_logits_are_those_of_transformers_for_each_document_alone(arch: Architec
 def test_gradients_are_the_sum_of_those_of_each_document_alone(arch: Architecture) -> None:
     model, tokens = make(arch)
     targets = tokens.roll(-1, 1)
-    model(tokens, targets, doc_ids_BT=DOCUMENTS).backward()
+    model(tokens, targets, doc_ids_BT=DOCUMENTS).loss.backward()
     packed = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     for row, wanted, lengths in zip(tokens, targets, LENGTHS, strict=True):
         for part, target in zip(row.split(lengths), wanted.split(lengths), strict=True):
-            model(part[None], target[None]).backward()
+            model(part[None], target[None]).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-5)
 

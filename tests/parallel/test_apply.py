@@ -47,7 +47,7 @@ def gradients(world: World, micro_batch: int) -> dict[str, list]:  # type: ignor
     mine = batch()[world.rank :: world.size].split(micro_batch)
     for i, ids in enumerate(mine):
         with gradient_sync(module, last=i == len(mine) - 1):
-            loss = module(ids[:, :-1], ids[:, 1:]) * world.size / (ROWS * SEQ_LEN)
+            loss = module(ids[:, :-1], ids[:, 1:]).loss * world.size / (ROWS * SEQ_LEN)
             loss.backward()
     return {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}
 
@@ -59,7 +59,7 @@ def unsynchronised(world: World) -> tuple[bool, bool]:
     equal = []
     for wanted in (False, True):
         with gradient_sync(module, wanted):
-            module(ids[:, :-1], ids[:, 1:]).backward()
+            module(ids[:, :-1], ids[:, 1:]).loss.backward()
         grad = next(module.parameters()).grad
         assert grad is not None
         theirs = world.sum_(grad.clone()) - grad
@@ -141,7 +141,7 @@ def graphs_under_ddp(world: World) -> int:
     layout = Layout(Sizes(replicate=world.size), world.rank)
     module = apply(model, world, layout, compile_blocks=True)
     ids = batch()[:1]
-    module(ids[:, :-1], ids[:, 1:]).backward()
+    module(ids[:, :-1], ids[:, 1:]).loss.backward()
     return len(graphs)
 
 

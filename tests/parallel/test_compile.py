@@ -74,7 +74,7 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
     Sampler(train, tokenizer, [1], "one", (0,), seed=0).record(model, 0)
     before = len(graphs)
     for _ in range(2):
-        model(ids[:, :-1], ids[:, 1:]).backward()
+        model(ids[:, :-1], ids[:, 1:]).loss.backward()
     assert len(graphs) == before + 1
     assert not any(isinstance(i, torch.SymInt) for inputs in graphs for i in inputs)
 
@@ -89,7 +89,7 @@ def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> N
     counters.clear()
     for multiplier in (0.1, 0.5, 1.0, 0.9):
         groups.set_learning_rate(optimizers, multiplier)
-        model(ids[:, :-1], ids[:, 1:]).backward()
+        model(ids[:, :-1], ids[:, 1:]).loss.backward()
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()

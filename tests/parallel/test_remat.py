@@ -44,7 +44,7 @@ def backward(module: torch.nn.Module, doc_ids_BT: Tensor | None = None) -> Tenso
     """Forward and backward pass of a batch that is always the same, as are random numbers."""
     ids = torch.randint(64, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)
-    loss: Tensor = module(ids[:, :-1], ids[:, 1:], doc_ids_BT=doc_ids_BT)
+    loss: Tensor = module(ids[:, :-1], ids[:, 1:], doc_ids_BT=doc_ids_BT).loss
     loss.backward()
     return loss.detach()
 

@@ -61,7 +61,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(128, (2, LENGTH + 1), generator=generator)
     with autocast(world.device, precision):
-        loss: Tensor = module(ids[:, :-1], ids[:, 1:])
+        loss: Tensor = module(ids[:, :-1], ids[:, 1:]).loss
     loss.backward()
     if sizes.context > 1:  # each rank has the loss of its tokens
         world.sum_(loss.detach())

@@ -24,7 +24,7 @@ from dtt.model.decoder import Decoder, document_positions
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.train.step import forward_backward, next_token
+from dtt.train.step import Step, next_token
 
 ROWS, SEQ_LEN = 8, 16
 LAYOUTS = {
@@ -69,13 +69,10 @@ def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, 
     rows = slice(layout.data_rank, None, layout.sizes.data)
     tokens, targets, documents = whole.tokens[rows], whole.targets[rows], whole.doc_ids[rows]
     parts = zip(*(x.split(micro_batch) for x in (tokens, targets, documents)), strict=True)
-    losses = forward_backward(
-        module,
+    losses = Step(module, "fp32", layout.gradient_replicas).run(
         [MicroBatch(*part) for part in parts],
         next_token(),
-        terms=int((whole.targets != IGNORE_INDEX).sum()),
-        precision="fp32",
-        replicas=layout.gradient_replicas,
+        int((whole.targets != IGNORE_INDEX).sum()),
     )
     found: dict[str, Tensor] = {"loss": layout.mean(losses.loss.clone())}
     for name, parameter in model.named_parameters():

@@ -96,9 +96,9 @@ def outcome(
     model.zero_grad()
     with torch.no_grad(), autocast(torch.device("cpu"), precision):
         found = {"logits": model(tokens, **options)}
-        found["evaluated"] = model(tokens, targets, **options)
+        found["evaluated"] = model(tokens, targets, **options).loss
     with autocast(torch.device("cpu"), precision):
-        loss = model(tokens, targets, z_loss=z_loss, **options)
+        loss = model(tokens, targets, z_loss=z_loss, **options).loss
     (loss * copies).backward()
     found["loss"] = loss.detach()
     for name, parameter in model.named_parameters():
@@ -197,7 +197,7 @@ def compiled(world: World) -> tuple[dict[str, Any], int]:
     torch.compile = lambda forward, **how: compile_(forward, backend="aot_eager", **how)
     model = divided("llama", world, Sizes(tensor=2), compile_blocks=True)
     tokens, targets, _ = batch()
-    model(tokens, targets).backward()
+    model(tokens, targets).loss.backward()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return numbers({name: p.grad.full_tensor() for name, p in model.named_parameters()}), graphs
 

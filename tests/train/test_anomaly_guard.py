@@ -36,6 +36,7 @@ from dtt.data.samples.dataset import open_dataset
 from dtt.jobs.attempt import Attempt
 from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
+from dtt.model.output import Output
 from dtt.optim.groups import set_learning_rate
 from dtt.track import jsonl
 from dtt.train import anomaly_guard as guard_module
@@ -77,22 +78,22 @@ def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
 def poison(trainer: Trainer, at: Poison, rank: int | None = None) -> None:
     """Spoil what the model returns in training, on one rank or all."""
 
-    def spoil(module: nn.Module, _: Any, loss: Tensor) -> Tensor | None:
+    def spoil(module: nn.Module, _: Any, output: Output) -> Output | None:
         kind = at.get(trainer.position.step + 1)
         if kind is None or not module.training or rank not in (None, trainer.world.rank):
             return None
         if kind == "nan":
-            return loss * math.nan
+            return output._replace(loss=output.loss * math.nan)
         factor = {"inf": math.inf, "spike": 1000.0}[kind]
-        loss = loss * 1.0
+        loss = output.loss * 1.0
         loss.register_hook(lambda gradient: factor * gradient)
-        return loss
+        return output._replace(loss=loss)
 
     trainer.state.model.register_forward_hook(spoil)
 
 
-def without(trainer: Trainer, *steps: int) -> None:
-    """Take the batches of these steps out of the order."""
+def without(trainer: Trainer, *steps: int) -> Trainer:
+    """Return the trainer without the batches of these steps."""
     every = trainer.data.batches_from
     trainer.schedule.steps -= len(steps)
 
@@ -101,7 +102,7 @@ def without(trainer: Trainer, *steps: int) -> None:
             numbered = zip(itertools.count(first + 1), all_batches, strict=False)
             yield from (batch for number, batch in numbered if number not in steps)
 
-    trainer.data = replace(trainer.data, batches_from=batches)
+    return replace(trainer, data=replace(trainer.data, batches_from=batches))
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def run(world: World, folder: Path, tokens: Path, name: str, case: Case) -> dict
     trainer = build(world, folder, tokens, f"name={job}", *case.settings)
     poison(trainer, case.poison, case.rank)
     if case.leave_out:
-        without(trainer, *case.leave_out)
+        trainer = without(trainer, *case.leave_out)
     return finish(trainer)
 
 
@@ -467,7 +468,8 @@ def test_a_position_comes_back_from_json_and_from_an_older_checkpoint() -> None:
     record = json.loads(json.dumps(position.to_json()))
     assert Position.from_json(record) == position
     del record["skipped"], record["avoided"], record["trained"]
-    assert Position.from_json(record) == Position(step=12, trained=12)
+    done = {"log": 12, "save": 12}
+    assert Position.from_json(record) == Position(step=12, trained=12, done=done)
 
 
 # ---- no waiting for the device -------------------------------------------------------------------

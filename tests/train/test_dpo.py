@@ -28,8 +28,9 @@ from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.hf.read import read_hf_folder
 from dtt.model.decoder import Decoder
+from dtt.model.output import Output
 from dtt.train.dpo import METRICS, dpo
-from dtt.train.step import LOSS, StepLosses, forward_backward
+from dtt.train.step import Step
 
 BETA = 0.3
 
@@ -59,14 +60,12 @@ def defined(
         losses.append(-F.logsigmoid(margins[-1]))
     margin = torch.stack(margins).detach()
     values = margin.mean(), (margin > 0).float().mean(), *torch.stack(logps).view(-1, 2).mean(0)
-    return {LOSS: torch.stack(losses).mean()} | dict(zip(METRICS, values, strict=True))
+    return {"loss": torch.stack(losses).mean()} | dict(zip(METRICS, values, strict=True))
 
 
-def step(
-    policy: Decoder, micro_batches: list[MicroBatch], pairs: int, cfg: DpoConfig
-) -> StepLosses:
+def step(policy: Decoder, micro_batches: list[MicroBatch], pairs: int, cfg: DpoConfig) -> Output:
     policy.zero_grad()
-    return forward_backward(policy, micro_batches, dpo(cfg), terms=pairs, precision="fp32")
+    return Step(policy, "fp32").run(micro_batches, dpo(cfg), pairs)
 
 
 @pytest.mark.parametrize("length_normalised", [False, True])
@@ -83,10 +82,9 @@ def test_packed_pairs_have_the_loss_gradients_and_metrics_of_pairs_alone(
     found = gradients(policy)
     policy.zero_grad()
     wanted = defined(policy, reference, pairs, length_normalised=length_normalised)
-    wanted[LOSS].backward()
-    assert tuple(got.losses) == (LOSS,)
-    assert tuple(got.metrics) == METRICS
-    for name, value in (got.losses | got.metrics).items():
+    wanted["loss"].backward()
+    assert tuple(got.named()) == ("loss", *METRICS)
+    for name, value in got.named().items():
         torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, gradients(policy), rtol=1e-4, atol=1e-6)
 
@@ -107,8 +105,7 @@ def test_a_row_without_targets_adds_nothing() -> None:
     wanted = step(policy, [batch], len(pairs), DpoConfig())
     before = gradients(policy)
     got = step(policy, [batch, padding], len(pairs), DpoConfig())
-    assert got.losses == wanted.losses
-    assert got.metrics == wanted.metrics
+    assert got == wanted
     torch.testing.assert_close(gradients(policy), before, rtol=0, atol=0)
 
 

@@ -28,7 +28,7 @@ from dtt.mesh.mesh import Layout
 from dtt.model.decoder import Decoder
 from dtt.train.dpo import dpo
 from dtt.train.reference_model import ReferencePass
-from dtt.train.step import forward_backward
+from dtt.train.step import Step
 
 SEQ_LEN, PAIRS, BETA = 2048, 24, 0.1
 
@@ -130,7 +130,8 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     cpu, world = torch.device("cpu"), World(Ranks(0, 1, 0, 1, "none"), torch.device("cpu"), None)
     reader = BatchReader(0, 1, 2, cpu)
     dataset, folder = open_dataset(cfg), dtt.folder / "reference"
-    reference = ReferencePass(open_model(dtt.folder / "model-1"), reader, Layout(), world, "fp32")
+    step = Step(open_model(dtt.folder / "model-1"), "fp32")
+    reference = ReferencePass(step, reader, Layout(), world)
     reference.write(dataset, folder, "key", SEQ_LEN)
     source = with_reference(dataset, folder).sources[0]
     samples = np.arange(len(source), dtype=np.uint64)
@@ -140,7 +141,7 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     objective = dpo(DpoConfig(beta=BETA))
     micro_batches = reader.read(source, samples)
     assert len(micro_batches) > 1
-    got = forward_backward(policy, micro_batches, objective, terms=pairs, precision="fp32")
+    got = Step(policy, "fp32").run(micro_batches, objective, pairs)
 
     difference = abs(got.loss.item() / theirs_loss.item() - 1)
     print(f"relative difference of the loss: {difference:.1e}")

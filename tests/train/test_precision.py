@@ -107,7 +107,7 @@ def trained(dtype: torch.dtype) -> tuple[Decoder, Any]:
 
 def step(model: Decoder, optimizers: Any) -> None:
     ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
-    model(ids[:, :-1], ids[:, 1:]).backward()
+    model(ids[:, :-1], ids[:, 1:]).loss.backward()
     for optimizer in optimizers.values():
         optimizer.step()
         optimizer.zero_grad()

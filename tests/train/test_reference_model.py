@@ -27,6 +27,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.train import reference_model
 from dtt.train.reference_model import ReferencePass, is_complete
+from dtt.train.step import Step
 
 SEQ_LEN, KEY = 192, "a key"
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def reference() -> Decoder:
 def the_pass(micro_batch: int = 2) -> ReferencePass:
     reader = BatchReader(0, 1, micro_batch, CPU)
     world = World(Ranks(0, 1, 0, 1, "none"), CPU, None)
-    return ReferencePass(reference(), reader, Layout(), world, "fp32")
+    return ReferencePass(Step(reference(), "fp32"), reader, Layout(), world)
 
 
 def test_every_target_has_the_log_probability_that_it_has_in_its_conversation_alone(
@@ -200,7 +201,7 @@ def test_rows_of_another_key_are_computed_anew(dataset: Dataset, tmp_path: Path)
     the_pass().write(dataset, tmp_path, KEY, SEQ_LEN)
     before = (tmp_path / "train-00000.f32").read_bytes()
     other = the_pass()
-    initialize(other.module, seed=1)  # type: ignore[arg-type]
+    initialize(other.step.module, seed=1)  # type: ignore[arg-type]
     other.write(dataset, tmp_path, "another key", SEQ_LEN)
     assert is_complete(tmp_path, "another key")
     assert (tmp_path / "train-00000.f32").read_bytes() != before

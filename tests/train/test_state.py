@@ -48,7 +48,7 @@ def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Opt
 def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> None:
     for step in steps:
         ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
-        (model(ids[:, :-1], ids[:, 1:]) / 64).backward()
+        (model(ids[:, :-1], ids[:, 1:]).loss / 64).backward()
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -192,7 +192,7 @@ def test_the_weights_of_another_model_are_refused() -> None:
 
 def test_the_position_survives_json() -> None:
     position = Position(step=7, tokens=7 * 256, ledger=b"\x01" * 16, previous_ledger=b"\xfe" * 16)
-    position.evaluated, position.eval_loss = 5, 1.25
+    position.done, position.eval_loss = {"validate": 5, "log": 7, "save": 7}, 1.25
     assert Position.from_json(position.to_json()) == position
     assert Position().ledger == Position().previous_ledger == EMPTY_DATA_HASH
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.config.load import load_job, resolve
+from dtt.config.load import load_job
 from dtt.track import jsonl
 from dtt.train.run import is_done
-from dtt.train.state import Position, kinds_due, tasks_due
 
 Settings = Callable[..., list[str]]
 QUESTIONS = 24
@@ -46,11 +44,6 @@ def write_tasks(folder: Path) -> str:
 def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
     wanted = kinds or ("train", "eval", "task", "sample")
     return [record for record in jsonl.read(job / "metrics.jsonl") if record["kind"] in wanted]
-
-
-def reached(job: Path) -> int:
-    """Return the newest step, whose record is written right before it is evaluated."""
-    return max((record["step"] for record in records(job, "train")), default=0)
 
 
 def weights_and_state(job: Path, step: int) -> dict[str, bytes]:
@@ -131,29 +124,6 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
     assert is_done(load_job(job.root), job, newest, 12)
 
 
-def test_only_what_is_computed_again_is_dropped_from_the_records() -> None:
-    cfg = resolve(None, ["eval.tasks=[piqa]", "train.steps=12", "train.sample_every=4"]).config
-
-    def due(step: int, **position: Any) -> set[str]:
-        at = Position(step=step, **position)
-        return kinds_due(cfg, 12, at, validates=True, has_tasks=True)
-
-    assert due(12) == {"eval", "task", "sample"}
-    assert due(12, tasks_evaluated=12) == {"eval", "sample"}
-    assert due(12, evaluated=12) == {"task", "sample"}
-    assert due(12, evaluated=12, tasks_evaluated=12) == set()
-    each = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"every": 5})})
-    assert kinds_due(each, 12, Position(step=5), validates=True, has_tasks=True) == {"task"}
-
-
-def test_a_timed_run_that_gets_tasks_when_it_resumes_measures_them_once() -> None:
-    timed = ["train.budget=5m", "schedule.type=wsd", "eval.tasks=[piqa]"]
-    cfg = resolve(None, timed).config
-    assert cfg.train.timed
-    assert tasks_due(cfg, 12, Position(step=7))
-    assert not tasks_due(cfg, 12, Position(step=8, tasks_evaluated=7))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shard", "context"])
 def test_ranks_share_the_questions_and_train_as_without_tasks(
@@ -170,35 +140,6 @@ def test_ranks_share_the_questions_and_train_as_without_tasks(
     assert [r["step"] for r in found] == [0, 0, 3, 3]
     alone = records(evaluated, "task")[0]  # the initial weights are equal
     assert found[0]["bits_per_byte"] == pytest.approx(alone["bits_per_byte"], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_was_cut_short_is_due_again(
-    dtt: Dtt, tiny: Settings, tasks: str
-) -> None:
-    """Most of the time is spent on tasks, so that is when the stop requests come."""
-    settings = tiny(
-        eval__tasks=tasks, eval__every=1, eval__batch_tokens=1, train__steps=6,
-        train__eval_every=0, checkpoint__every=1000,
-    )  # fmt: skip
-    dtt("train", *settings, "name=whole")
-    whole, job = dtt.folder / "jobs/whole", dtt.folder / "jobs/t"
-    cut = 0
-    for attempt in range(1, 20):
-        process = dtt.start("train", *settings)
-        while reached(job) < attempt and process.poll() is None:
-            time.sleep(0.005)
-        process.terminate()
-        stopped = Dtt.wait(process)
-        if stopped.returncode == 0:
-            break
-        assert stopped.returncode == 75, stopped.stderr
-        newest = store.newest(job / "checkpoints")
-        assert newest is not None
-        cut += newest.position()["tasks_evaluated"] != newest.step
-    assert cut > 0
-    assert records(job) == records(whole)
-    assert weights_and_state(job, 6) == weights_and_state(whole, 6)
 
 
 def test_a_task_that_is_missing_ends_the_run_before_it_starts(dtt: Dtt, tiny: Settings) -> None:

@@ -7,8 +7,10 @@ left to right, the file, the environment, `key=value` arguments, named options.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,16 @@ def load_job(job: Path) -> RunConfig:
             if close
             else "specify a folder such as jobs/quickstart",
         )
+    state = path.stat()
+    return _stored(path, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)
+def _stored(path: Path, *_version: int) -> RunConfig:
+    """Return the configuration in a file; its inode, time and size tell versions of it apart.
+
+    Kept, because a command that resumes a job needs it five times, and reading it takes 17 ms.
+    """
     # Without environment and arguments: the stored configuration means the same on every machine.
     return resolve(env={}, job_config=path).config
 
@@ -358,7 +370,7 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
 
 def check(layer: Layer) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    config, problems = validate(RunConfig, source.nested(layer))
+    config, problems = _validated(json.dumps(source.nested(layer), default=str))
     # If there is a secret, report it alone: the messages of other problems might print it.
     problems = list(_secrets(layer)) or problems
     if config is not None and not problems:
@@ -367,6 +379,12 @@ def check(layer: Layer) -> Resolved:
     known = explain.nearest(first) or ""
     next = f"dtt config explain {known}".strip()
     raise Mistakes(problems, layer, "the configuration", next=next)
+
+
+@lru_cache(maxsize=16)
+def _validated(text: str) -> tuple[RunConfig | None, list[Problem]]:
+    """Validate the values of a configuration as JSON, once for all layers that lead to them."""
+    return validate(RunConfig, json.loads(text))
 
 
 def _secrets(layer: Layer) -> Iterator[Problem]:

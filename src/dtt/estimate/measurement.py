@@ -25,7 +25,7 @@ from dtt.parallel.apply import clip_gradients
 from dtt.train.assemble import Assembled, assemble
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
-from dtt.train.step import forward_backward, next_token, update
+from dtt.train.step import Step, next_token, update
 
 STEPS = 3
 """Number of steps. The first one compiles and creates the optimizer state; the last one is
@@ -77,6 +77,9 @@ class RandomTraining:
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
         self._ema = None if average is None else Ema(assembled.parameters, average.decay)
+        self._passes = Step(
+            assembled.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
+        )
         self._no_skip = torch.zeros((), device=world.device)
         self._steps = 0
 
@@ -85,14 +88,8 @@ class RandomTraining:
         case, assembled = self._case, self._assembled
         shape = (case.accumulation, case.micro_batch, case.cfg.train.seq_len)
         tokens = torch.randint(case.arch.vocab_size, shape, device=self._device)
-        forward_backward(
-            assembled.module,
-            [MicroBatch(part, part, None) for part in tokens],
-            next_token(case.cfg.train.z_loss),
-            terms=tokens.numel(),
-            precision=case.precision,
-            reduce_each=case.cfg.parallel.reduce == "each",
-        )
+        micro_batches = [MicroBatch(part, part, None) for part in tokens]
+        self._passes.run(micro_batches, next_token(case.cfg.train.z_loss), tokens.numel())
         clip_gradients(assembled.layout, list(assembled.parameters.values()), 1.0)
         update(self._optimizers, self._no_skip, step=self._steps, ema=self._ema)
         self._steps += 1

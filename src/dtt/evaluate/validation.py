@@ -6,19 +6,16 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.base.log import log
-from dtt.base.targets import IGNORE_INDEX
 from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
@@ -27,18 +24,21 @@ from dtt.evaluate.answers import Together
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
+from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
-from dtt.parallel.apply import autocast, release
+from dtt.parallel.apply import release
 from dtt.track.base import Record
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out text of one source."""
+    """The held-out samples of one source."""
 
     source: Source
     count: int
     """Number of samples to evaluate, from the start of the source."""
+    terms: int
+    """Number of terms of their loss: targets, or preference pairs."""
     share: float
     """Weight of the source in the overall loss; the shares of all sources sum to 1."""
 
@@ -54,86 +54,63 @@ def held_out(dataset: Dataset, count: int) -> list[HeldOut]:
     sources = [s for s in dataset.validation if s is not None and shares[s.name] > 0]
     # Equal numbers, whatever the weights: each source's loss has about the same precision.
     each = max(1, count // max(1, len(sources)))
-    counts = {source.name: min(each, len(source)) for source in sources}
-    evaluated = []
+    parts = []
     for source in sources:
-        if source.counts(np.arange(counts[source.name], dtype=np.uint64)).targets:
-            evaluated.append(source)
+        samples = np.arange(min(each, len(source)), dtype=np.uint64)
+        terms = source.counts(samples).terms
+        if terms:
+            parts.append(HeldOut(source, len(samples), terms, shares[source.name]))
         else:
             log.warning("no validation of %s: its held-out samples have no targets", source.name)
-    total = sum(shares[source.name] for source in evaluated)
-    return [HeldOut(s, counts[s.name], shares[s.name] / total) for s in evaluated]
-
-
-@dataclass(frozen=True)
-class Means:
-    """Means over the held-out samples of a run."""
-
-    overall: Mapping[str, float | None]
-    """The loss and other metrics by name, over all sources."""
-    losses: Sequence[float]
-    """Loss of each source."""
-
-
-def eval_record(
-    parts: Sequence[HeldOut], step: int, measure: Callable[[], Means | None], ema: Ema | None
-) -> Record | None:
-    """Evaluate with `measure` and return the `eval` record.
-
-    With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of the
-    averaged weights. Return None as soon as `measure` does: the evaluation was stopped, as every
-    rank finds between batches.
-    """
-    means = measure()
-    if means is None:
-        return None
-    record: Record = {"kind": "eval", "step": step, **means.overall}
-    if len(parts) > 1:
-        names = [part.source.name for part in parts]
-        record["losses"] = dict(zip(names, means.losses, strict=True))
-    # The same samples with averaged weights; they are exchanged back before training continues.
-    if ema is not None:
-        with ema.swapped():
-            averaged = measure()
-        if averaged is None:
-            return None
-        record["ema_loss"] = averaged.overall["loss"]
-    return record
+    total = sum(part.share for part in parts)
+    return [replace(part, share=part.share / total) for part in parts]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Validation loss over the held-out text of every source, distributed over the ranks."""
+    """Mean losses and metrics of the held-out samples of every source, measured by all ranks."""
 
     parts: Sequence[HeldOut]
     reader: BatchReader
-    precision: str
+    module: nn.Module
+    """The module that `measure` evaluates."""
+    measure: Callable[[MicroBatch], Output]
+    """Function that returns the losses and metrics of a micro-batch, as sums over its terms."""
     world: World
-    contexts: int = 1
-    """Number of ranks that share a sequence (context parallelism)."""
-    token_bytes: npt.NDArray[np.int64] | None = None
-    """[vocab_size]: bytes of text of each token id; None if unknown."""
+    copies: int = 1
+    """Number of ranks that compute the values of the same samples (tensor parallelism)."""
+    in_pairs: bool = False
+    """True if the loss is a mean over preference pairs, which has no bits per byte."""
 
-    def record(
-        self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
-    ) -> Record | None:
-        """Return the record of mean loss, in nats per token and in bits per byte; `eval_record`."""
-        return eval_record(self.parts, step, lambda: self._means(model, stop), ema)
+    def record(self, step: int, stop: Callable[[], bool], ema: Ema | None = None) -> Record | None:
+        """Return the `eval` record of a step: means per term, weighted by source.
 
-    @cached_property
-    def _token_bytes(self) -> Tensor | None:
-        """`token_bytes` as a tensor on the device."""
-        if self.token_bytes is None:
+        With several sources, `losses` has the loss of each; with `ema`, `ema_loss` is the loss of
+        the averaged weights. Return None as soon as `stop()`, which every rank calls between
+        batches, is true.
+        """
+        means = self._means(stop)
+        if means is None:
             return None
-        return torch.from_numpy(self.token_bytes).to(self.world.device)
+        record: Record = {"kind": "eval", "step": step, **self._overall(means)}
+        if len(self.parts) > 1:
+            losses = zip(self.parts, means, strict=True)
+            record["losses"] = {part.source.name: mean["loss"] for part, mean in losses}
+        # The same samples with averaged weights; they are exchanged back before training continues.
+        if ema is not None:
+            with ema.swapped():
+                averaged = self._means(stop)
+            if averaged is None:
+                return None
+            record["ema_loss"] = self._overall(averaged)["loss"]
+        return record
 
-    @torch.no_grad()
-    def _means(self, model: nn.Module, stop: Callable[[], bool]) -> Means | None:
-        """Measure each source; return None as soon as `stop()` is true."""
+    def _means(self, stop: Callable[[], bool]) -> list[dict[str, float]] | None:
+        """Return the means of each source by name; None as soon as `stop()` is true."""
         # fp64: sums of millions of losses in fp32 would lose the digits in which steps differ.
-        totals = torch.zeros(len(self.parts), 3, device=self.world.device, dtype=torch.float64)
-        with evaluating(model):
-            for total, part in zip(totals, self.parts, strict=True):
+        sums: list[dict[str, Tensor]] = [{} for _ in self.parts]
+        with evaluating(self.module):
+            for total, part in zip(sums, self.parts, strict=True):
                 for samples in chunks(self.reader, part.count):
                     # All ranks get the same answer, so all leave in the same iteration.
                     if stop():
@@ -141,46 +118,41 @@ class Evaluator:
                     # A rank without rows of its own gets a sample without targets: FSDP2 needs
                     # every rank in each forward pass.
                     for micro_batch in self.reader.read_on_all(part.source, samples):
-                        total += self._loss(model, micro_batch)
-        losses, bytes_per_token = [], []
+                        for name, value in self.measure(micro_batch).named().items():
+                            total[name] = total.get(name, 0.0) + value.double()
+        names = list(sums[0])
         # One all-reduce for all sources, at the end.
-        for part, (loss, tokens, text_bytes) in zip(
-            self.parts, self.world.sum_(totals).tolist(), strict=True
-        ):
-            # A mean over tokens, not of batch means: batches have different numbers of targets.
-            losses.append(loss / tokens)
-            # Without a table of bytes per token, use the mean over the source's text.
-            known = part.source.bytes_per_token if self.token_bytes is None else text_bytes / tokens
-            bytes_per_token.append(known)
-        return Means(self._overall(losses, bytes_per_token), losses)
+        stacked = torch.stack([torch.stack([total[name] for name in names]) for total in sums])
+        return [
+            # A mean over terms, not of batch means: batches have different numbers of them.
+            {
+                name: value / (self.copies * part.terms)
+                for name, value in zip(names, row, strict=True)
+            }
+            for part, row in zip(self.parts, self.world.sum_(stacked).tolist(), strict=True)
+        ]
 
-    def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Return [3]: the summed loss, the number of targets, and the bytes of their text.
-
-        Ranks that share a sequence each return their fraction of the two counts.
-        """
-        targets = micro_batch.targets
-        with autocast(self.world.device, self.precision):
-            loss = model(micro_batch.tokens, targets, doc_ids_BT=micro_batch.doc_ids)
-        counted = targets != IGNORE_INDEX
-        text_bytes = targets.new_zeros(())
-        if self._token_bytes is not None:
-            # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
-            text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
-        counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
-        return torch.cat([loss.double()[None], counts.double()])
-
-    def _overall(
-        self, losses: Sequence[float], bytes_per_token: Sequence[float | None]
-    ) -> dict[str, float | None]:
-        shares = [part.share for part in self.parts]
-        loss = sum(share * one for share, one in zip(shares, losses, strict=True))
-        bits_per_byte = None
+    def _overall(self, means: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+        """Return the means over all sources by name, with `bits_per_byte` if it is known."""
+        overall: dict[str, float | None] = {
+            name: self._mean([one[name] for one in means])
+            for name in means[0]
+            if name != TEXT_BYTES
+        }
+        loss = self._mean([one["loss"] for one in means])
+        # Without a table of bytes per token, use the mean over the source's text.
+        text = [
+            one.get(TEXT_BYTES) or part.source.bytes_per_token or 0.0
+            for one, part in zip(means, self.parts, strict=True)
+        ]
+        known = all(text) and not self.in_pairs
         # The ratio of the two means: a mean of the sources' ratios would weigh them differently.
-        if all(bytes_per_token):
-            mean = sum(s * (b or 0) for s, b in zip(shares, bytes_per_token, strict=True))
-            bits_per_byte = loss / math.log(2) / mean
-        return {"loss": loss, "bits_per_byte": bits_per_byte}
+        bits_per_byte = loss / math.log(2) / self._mean(text) if known else None
+        return overall | {"bits_per_byte": bits_per_byte}
+
+    def _mean(self, values: Sequence[float]) -> float:
+        """Return the mean of the values of all sources, weighted by their shares."""
+        return sum(part.share * value for part, value in zip(self.parts, values, strict=True))
 
 
 def chunks(reader: BatchReader, count: int) -> Iterator[Samples]:

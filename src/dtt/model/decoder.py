@@ -24,6 +24,7 @@ from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
+from dtt.model.output import Output
 from dtt.model.rope import rotations
 from dtt.model.target_scores import target_scores
 
@@ -69,12 +70,12 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         attention_fns: Sequence[AttentionFn] | None = None,
         reduction: Literal["sum", "none", "scores"] = "sum",
-    ) -> Tensor:
-        """Return logits [B, T, V]; with targets, the fp32 *sum* of the cross-entropy in nats.
+    ) -> Tensor | Output:
+        """Return logits [B, T, V]; with targets, an `Output` with the fp32 cross-entropy in nats.
 
-        With `reduction="none"`, return the cross-entropy of each target, [B, T]. With "scores",
-        targets are [B, T, C], C candidates for each next token, and the result is [B, T, C, 2]:
-        see `target_scores`.
+        Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]. With
+        "scores", targets are [B, T, C], C candidates for each next token, and the result is a
+        tensor [B, T, C, 2]: see `target_scores`.
 
         `model/loss.py` describes targets to ignore, and `z_loss`, which changes only the gradients.
         With a cache, the tokens follow the cached ones and are appended to it, and only the last
@@ -127,7 +128,7 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None,
         z_loss: float,
         reduction: Literal["sum", "none", "scores"],
-    ) -> Tensor:
+    ) -> Tensor | Output:
         """Return what `forward` returns, from the scaled final hidden states."""
         # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
         # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
@@ -152,7 +153,7 @@ class Decoder(nn.Module):
             fused=self.fused_loss,
             reduction=reduction,
         )
-        return loss if reduction == "sum" else loss.view(targets_BT.shape)
+        return Output(loss if reduction == "sum" else loss.view(targets_BT.shape), {}, {})
 
 
 def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | None) -> Tensor:

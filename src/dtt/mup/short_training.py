@@ -20,7 +20,7 @@ from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.run_plan import make_plan
-from dtt.train.step import forward_backward, next_token, update
+from dtt.train.step import Step, next_token, update
 
 
 class ShortTraining:
@@ -81,13 +81,8 @@ class ShortTraining:
 
     def _step(self, step: int, batch: Batch) -> Tensor:
         """Do one step without an anomaly guard; return its loss []."""
-        losses = forward_backward(
-            self.model,
-            batch.micro_batches,
-            next_token(self._train.z_loss),
-            terms=batch.targets,
-            precision=self.plan.precision,
-        )
+        passes = Step(self.model, self.plan.precision)
+        losses = passes.run(batch.micro_batches, next_token(self._train.z_loss), batch.targets)
         limit = self._train.clip_norm or float("inf")
         nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
         update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)

@@ -94,11 +94,12 @@ class ContextParallel(nn.Module):
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         reduction: Literal["sum", "none"] = "sum",
-    ) -> Tensor:
-        """Return logits [B, T, V]; with targets, the fp32 *sum* of the loss of this rank's tokens.
+    ) -> Any:
+        """Return what the model returns: logits [B, T, V], or with targets an `Output`.
 
-        With `reduction="none"`, return the loss of each target of the full sequences, [B, T]; its
-        gradient on each rank is one summand of the total.
+        Its loss is the fp32 *sum* of the loss of this rank's tokens. With `reduction="none"`, it is
+        the loss of each target of the full sequences, [B, T], whose gradient on each rank is one
+        summand of the total.
 
         All ranks of the context group pass the same arguments. Sequences may have any length: they
         are padded.
@@ -119,7 +120,7 @@ class ContextParallel(nn.Module):
             targets_BT = self.shard.of(F.pad(targets_BT, padding, value=IGNORE_INDEX))
         tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
         chunks = self.shard.chunks(tokens_BT.shape[1])
-        out: Tensor = self.model(
+        out = self.model(
             self.shard.of(tokens_BT),
             targets_BT,
             z_loss=z_loss,
@@ -130,4 +131,6 @@ class ContextParallel(nn.Module):
         # Logits of all tokens: for generation only, where the caller reads one position.
         if targets_BT is None:
             return self.shard.gather(out)[:, :length]
-        return out if reduction == "sum" else self.shard.gather(out[..., None])[:, :length, 0]
+        if reduction == "sum":
+            return out
+        return out._replace(loss=self.shard.gather(out.loss[..., None])[:, :length, 0])

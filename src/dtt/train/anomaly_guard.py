@@ -71,11 +71,6 @@ class Guard:
         self._window = self._empty()
         self._rewinds: Counter[int] = Counter()
 
-    @property
-    def rewinds(self) -> bool:
-        """True if the run may rewind, and so needs a checkpoint before its first step."""
-        return "rewind" in (self._config.non_finite, self._config.spike)
-
     # ---- on the device ---------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
@@ -22,20 +23,22 @@ from dtt.train.inputs import Inputs
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.data.samples.loader import BatchReader
     from dtt.evaluate.answers import AnswerEvaluator
-    from dtt.evaluate.preference import PreferenceEvaluator
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
     from dtt.evaluate.validation import Evaluator, Sampler
     from dtt.mesh.dist import World
     from dtt.optim.ema import Ema
+    from dtt.train.actions import Action
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
     from dtt.train.run_plan import RunPlan
-    from dtt.train.step import Objective
+    from dtt.train.step import Objective, Step
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
 
@@ -56,6 +59,7 @@ def build(
     """
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
+    from dtt.train.actions import make_actions
     from dtt.train.components import Control, TrainData
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
@@ -65,22 +69,31 @@ def build(
     this.start.end_phase("imports")
     inputs = Inputs(cfg, plan, this, world, dataset, watchdog, resume, source)
     state, reader = make_state(inputs)
+    budget = make_budget(cfg, dataset, this, resume)
+    schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
     if cfg.objective.type == "dpo":
         dataset = with_reference(dataset, this.job.reference)
         inputs = replace(inputs, dataset=dataset)
     saved_run_id = None if resume is None else resume.position()["run_id"]
-    budget = make_budget(cfg, dataset, this, resume)
+    actions = make_actions(
+        cfg,
+        lambda: schedule.steps,
+        make_evaluator(inputs, state.step, reader),
+        make_answers(cfg, world, dataset),
+        make_tasks(inputs, state),
+        make_sampler(cfg, dataset),
+    )
     return Trainer(
         cfg=cfg,
         world=world,
         job=this.job,
         run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
-        precision=plan.precision,
         objective=make_objective(cfg, plan),
         state=state,
         data=TrainData(dataset, partial(training_batches, dataset, reader)),
-        schedule=RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget),
-        observers=make_observers(inputs, state, reader),
+        schedule=schedule,
+        actions=actions,
+        observers=make_observers(inputs, state, actions),
         control=Control(
             requests=this.requests,
             watchdog=watchdog,
@@ -90,14 +103,14 @@ def build(
     )
 
 
-def make_objective(cfg: RunConfig, plan: RunPlan) -> Objective:
-    """Return the objective of the run."""
+def make_objective(cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None) -> Objective:
+    """Return the objective of the run; for evaluation, with the bytes of text of each token."""
     from dtt.train.dpo import dpo
     from dtt.train.step import next_token
 
     match cfg.objective:
         case NextTokenConfig():
-            return next_token(cfg.train.z_loss)
+            return next_token(cfg.train.z_loss, token_bytes, contexts=plan.sizes.context)
         case DpoConfig() as objective:
             return dpo(objective, contexts=plan.sizes.context)
         case _:
@@ -115,6 +128,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
+    from dtt.train.step import Step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     startup = inputs.attempt.start
@@ -137,7 +151,12 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
-        module=assembled.module,
+        step=Step(
+            assembled.module,
+            plan.precision,
+            assembled.layout.gradient_replicas,
+            reduce_each=cfg.parallel.reduce == "each",
+        ),
         parameters=assembled.parameters,
         optimizers=optimizers,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
@@ -189,12 +208,12 @@ def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -
     return start
 
 
-def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Observers:
-    """Return the measurements, the evaluation and the trackers of a run."""
+def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
+    """Return the measurements and the trackers of a run."""
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
-    from dtt.train.state import Position, kinds_due
+    from dtt.train.state import Position
     from dtt.train.supervise.time_breakdown import TimeBreakdown
     from dtt.train.throughput import ThroughputMeter
 
@@ -204,14 +223,11 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
         meter.watch_gradients(state.parameters["embed.weight"])
-    evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
-    tasks = make_tasks(inputs, state)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None:
         step, position = inputs.resume.step, Position.from_json(inputs.resume.position())
-        has = {"validates": evaluator is not None, "has_tasks": tasks is not None}
-        again = kinds_due(cfg, plan.steps, position, **has)
+        again = {a.kind for a in actions if a.kind is not None and a.due(position)}
     # Rank 0 alone has trackers; the others have an empty list, and no tests for rank.
     return Observers(
         trackers=make_trackers(cfg, attempt.job, step, again=again) if world.first else [],
@@ -219,10 +235,6 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
         profiler=Profiler(cfg.profile, world, attempt.job.profiles, meter, inputs.watchdog),
         startup=attempt.start,
         time_breakdown=TimeBreakdown(attempt.start, attempt.clock),
-        evaluator=evaluator,
-        answers=make_answers(cfg, world, inputs.dataset),
-        tasks=tasks,
-        sampler=make_sampler(cfg, inputs.dataset),
     )
 
 
@@ -242,24 +254,24 @@ def make_saver(inputs: Inputs) -> Saver:
     return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
-def make_evaluator(
-    cfg: RunConfig, plan: RunPlan, world: World, dataset: Dataset, reader: BatchReader
-) -> Evaluator | PreferenceEvaluator | None:
+def make_evaluator(inputs: Inputs, step: Step, reader: BatchReader) -> Evaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
-    from dtt.evaluate.preference import PreferenceEvaluator
+    import torch
+
     from dtt.evaluate.validation import Evaluator, held_out
 
-    parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
+    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    parts = held_out(inputs.dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
-    if cfg.objective.type == "dpo":
-        objective = make_objective(cfg, plan)
-        return PreferenceEvaluator(
-            parts, reader, plan.precision, world, objective, plan.sizes.tensor
-        )
+    table = inputs.dataset.token_bytes()
+    token_bytes = None if table is None else torch.from_numpy(table).to(world.device)
+    objective = make_objective(cfg, plan, token_bytes)
+    measure = partial(step.evaluate, objective=objective)
+    in_pairs = cfg.objective.type == "dpo"
     return Evaluator(
-        parts, reader, plan.precision, world, plan.sizes.context, dataset.token_bytes()
+        parts, reader, step.module, measure, world, copies=plan.sizes.tensor, in_pairs=in_pairs
     )
 
 

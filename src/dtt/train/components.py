@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
+from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import Batches
-from dtt.evaluate.answers import AnswerEvaluator
-from dtt.evaluate.preference import PreferenceEvaluator
-from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-from dtt.evaluate.validation import Evaluator, Sampler
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
+from dtt.mesh.dist import World
 from dtt.mesh.mesh import Layout
 from dtt.mesh.sharding import FullTensor
 from dtt.model.decoder import Decoder
@@ -26,7 +26,9 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.profiler import Profiler
-from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
+from dtt.train.run_schedule import RunSchedule
+from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
+from dtt.train.step import Step
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.supervise.watchdog import Watchdog
@@ -40,8 +42,8 @@ class TrainState:
     layout: Layout
     model: Decoder
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
-    module: nn.Module
-    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
+    step: Step
+    """The passes of the module called in training: `model`, or `model` wrapped."""
     parameters: Mapping[str, nn.Parameter]
     """Parameters by their unwrapped names; DTensors where they are sharded."""
     optimizers: Mapping[str, Optimizer]
@@ -49,11 +51,6 @@ class TrainState:
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
     ema: Ema | None
-
-    @property
-    def evaluated_module(self) -> nn.Module:
-        """The module to evaluate: FSDP2 must gather the weights, but DDP has nothing to reduce."""
-        return self.module if self.layout.sharded else self.model
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors for a checkpoint, by kind and name."""
@@ -90,14 +87,10 @@ class Observers:
     startup: PhaseTimer
     """Timer of the phases before the first step."""
     time_breakdown: TimeBreakdown
-    evaluator: Evaluator | PreferenceEvaluator | None
-    answers: AnswerEvaluator | None
-    tasks: TaskEvaluator | None
-    sampler: Sampler | None
 
-    def log(self, record: Record) -> None:
-        """Log a record to every tracker."""
-        for tracker in self.trackers:
+    def log(self, *records: Record) -> None:
+        """Log records to every tracker."""
+        for tracker, record in product(self.trackers, records):
             tracker.log(record)
 
     def rewind(self, step: int) -> None:
@@ -119,3 +112,22 @@ class Control:
     watchdog: Watchdog
     saver: Saver
     stop_lead: StopLead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run; none of them is replaced while it trains."""
+
+    cfg: RunConfig
+    job: JobDir
+    """The job directory, with all its paths."""
+    world: World
+    run_id: str
+    """Id of the run in trackers; kept in its checkpoints."""
+    state: TrainState
+    data: TrainData
+    schedule: RunSchedule
+    observers: Observers
+    control: Control
+    position: Position = field(default_factory=Position)
+    """The progress so far, which changes in place."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
-from dtt.train.step import LOSS, Objective
+from dtt.model.output import Output
+from dtt.train.step import TOKEN_LOSSES, Objective
 
 METRICS = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 """Names of the metrics: the mean over the pairs of the difference of the rewards of the chosen and
@@ -28,16 +29,10 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
     share each sequence (context parallelism): each of them returns its fraction of the sums.
     """
 
-    def objective(module: nn.Module, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def losses(output: Output, micro_batch: MicroBatch) -> Output:
         assert micro_batch.doc_ids is not None
-        loss_RT = module(
-            micro_batch.tokens,
-            micro_batch.targets,
-            doc_ids_BT=micro_batch.doc_ids,
-            reduction="none",
-        )
         counted_RT = micro_batch.targets != IGNORE_INDEX
-        logp_RT = -loss_RT
+        logp_RT = -output.loss
         # The difference of each token, before it is summed: the sums of both models are large and
         # almost equal, so the difference of the sums would lose the digits that matter.
         ratio_RT = torch.where(counted_RT, logp_RT - micro_batch.extra["reference_logprobs"], 0.0)
@@ -56,11 +51,11 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
             accuracy = (margin_RP > 0).float()
             chosen, rejected = _by_pair(logp_RT, micro_batch.doc_ids).sum((0, 1))
             metrics = margin_RP.sum(), accuracy.sum(), chosen, rejected
-        named = {LOSS: loss} | dict(zip(METRICS, metrics, strict=True))
         # All ranks of a context group compute the same pairs, and their gradients add up.
-        return {name: value / contexts for name, value in named.items()}
+        share = {name: value / contexts for name, value in zip(METRICS, metrics, strict=True)}
+        return Output(loss / contexts, output.aux, output.metrics | share)
 
-    return objective
+    return Objective(TOKEN_LOSSES.options, losses)
 
 
 def _by_pair(values_RT: Tensor, doc_ids_RT: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def write_reference(
     None, from a Hugging Face folder.
     """
     from dtt.train.reference_model import ReferencePass, is_complete
+    from dtt.train.step import Step
 
     cfg, world, folder = inputs.cfg, inputs.world, inputs.attempt.job.reference
     key = world.from_first(_key(inputs, source, checkpoint) if world.first else "")
@@ -69,9 +70,8 @@ def write_reference(
         log.info("the log-probabilities of the reference model are in %s", folder)
         return
     log.info("computing the log-probabilities of the reference model, %s", source)
-    reference = ReferencePass(
-        assembled.module, reader, assembled.layout, world, inputs.plan.precision
-    )
+    step = Step(assembled.module, inputs.plan.precision)
+    reference = ReferencePass(step, reader, assembled.layout, world)
     reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
 
 

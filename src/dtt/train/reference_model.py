@@ -20,8 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DttError
@@ -35,7 +33,7 @@ from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Layout
-from dtt.parallel.apply import autocast
+from dtt.train.step import TOKEN_LOSSES, Step
 
 SECONDS_BETWEEN_RECORDS = 30.0
 """Time between two records of the rows that are on disk; a process that is killed loses less."""
@@ -71,12 +69,11 @@ def _sha256(path: Path, size: int) -> str | None:
 class ReferencePass:
     """The pass of the reference model over the samples of a run; every rank has one."""
 
-    module: nn.Module
-    """The module to evaluate, with the weights of the reference model."""
+    step: Step
+    """The passes of the module with the weights of the reference model."""
     reader: BatchReader
     layout: Layout
     world: World
-    precision: str
 
     def write(self, dataset: Dataset, folder: Path, key: str, seq_len: int) -> None:
         """Write the log-probabilities of all targets of `dataset` into `folder`; collective.
@@ -112,7 +109,7 @@ class ReferencePass:
         reader, sizes = self.reader, self.layout.sizes
         # Ranks that share samples have the same values: one of them contributes.
         contributes = self.layout.rank % (sizes.context * sizes.tensor) == 0
-        with evaluating(self.module):
+        with evaluating(self.step.module):
             for start in range(first, len(source), reader.size * reader.micro_batch):
                 stop = min(start + reader.size * reader.micro_batch, len(source))
                 values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
@@ -124,17 +121,10 @@ class ReferencePass:
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows
 
-    @torch.no_grad()
     def _logprobs(self, source: Source, samples: Samples) -> Float32:
         """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
         (micro_batch,) = self.reader.read_on_all(source, samples)
-        with autocast(self.world.device, self.precision):
-            losses = self.module(
-                micro_batch.tokens,
-                micro_batch.targets,
-                doc_ids_BT=micro_batch.doc_ids,
-                reduction="none",
-            )
+        losses = self.step.evaluate(micro_batch, TOKEN_LOSSES).loss
         return np.asarray((0.0 - losses).float().cpu().numpy(), dtype=DTYPE)
 
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
-from dtt.config.run import RunConfig
-from dtt.config.train import TrainConfig
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.mesh.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
 from dtt.optim import ema
@@ -31,9 +29,11 @@ FIELDS: dict[str, Kind] = {
 """Fields that position.json must have for a run to resume, and their types."""
 OPTIONAL: dict[str, Kind] = {
     "trained": int, "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
-    "speed": (dict, NONE), "tasks_evaluated": (int, NONE),
+    "speed": (dict, NONE), "tasks_evaluated": (int, NONE), "sampled": (int, NONE),
 }  # fmt: skip
 """Fields that position.json may have, and their types."""
+ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampled"}
+"""Field of position.json with the step of each action that a stop request may have postponed."""
 ANOMALOUS_STEP = {"step": int, "why": str, "what": str, "ledger": str}
 """Fields of an `AnomalousStep`, and their types."""
 
@@ -65,12 +65,10 @@ class Position:
     """Sample hash chain: rolling hash of the samples trained on."""
     previous_ledger: bytes = EMPTY_DATA_HASH
     """The hash chain one step earlier, with which a resume checks that the order is the same."""
-    evaluated: int | None = None
-    """Step of the last finished evaluation."""
+    done: dict[str, int] = field(default_factory=dict)
+    """Step after which each action was last finished, by the name of the action."""
     eval_loss: float | None = None
-    """Loss of that evaluation."""
-    tasks_evaluated: int | None = None
-    """Step of the last finished evaluation of benchmark tasks."""
+    """Loss of the last validation."""
     trained: int = 0
     """Number of steps that changed the weights, and so were not skipped."""
     recent_skips: list[int] = field(default_factory=list)
@@ -86,9 +84,8 @@ class Position:
             "tokens": self.tokens,
             "ledger": self.ledger.hex(),
             "previous_ledger": self.previous_ledger.hex(),
-            "evaluated": self.evaluated,
             "eval_loss": self.eval_loss,
-            "tasks_evaluated": self.tasks_evaluated,
+            **{field: self.done.get(name) for name, field in ACTIONS.items()},
             "trained": self.trained,
             "skipped": self.recent_skips,
             "avoided": {str(step): asdict(bad) for step, bad in self.steps_to_skip.items()},
@@ -97,14 +94,19 @@ class Position:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Position:
         """Return the position in the JSON object of a checkpoint."""
+        step, evaluated = record["step"], record["evaluated"]
+        # A sample follows each evaluation. Older checkpoints record only the evaluation.
+        recorded = {"sampled": evaluated, **record}
+        done = {name: recorded.get(field) for name, field in ACTIONS.items()}
+        # The checkpoint itself is saved, and what was logged before it as well.
+        done |= {"log": step, "save": step}
         return cls(
-            step=record["step"],
+            step=step,
+            done={name: at for name, at in done.items() if at is not None},
             samples=record["samples"],
             tokens=record["tokens"],
             ledger=bytes.fromhex(record["ledger"]),
             previous_ledger=bytes.fromhex(record["previous_ledger"]),
-            evaluated=record["evaluated"],
-            tasks_evaluated=record.get("tasks_evaluated"),
             eval_loss=record["eval_loss"],
             trained=record.get("trained", record["step"]),  # absent from older checkpoints
             recent_skips=record.get("skipped", []),
@@ -283,43 +285,3 @@ def restore_rng(
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the random number generators, used for dropout only, differently on every rank."""
     torch.manual_seed((seed * 1_000_003 + rank) % 2**63)  # torch takes no larger seed
-
-
-def evaluation_due(train: TrainConfig, steps: int, position: Position) -> bool:
-    """Return True if a run of `steps` steps should be evaluated at this position and was not."""
-    wanted = every(train.eval_every, position.step) or position.step in (0, steps)
-    return wanted and position.evaluated != position.step
-
-
-def tasks_due(cfg: RunConfig, steps: int, position: Position) -> bool:
-    """Return True if the benchmark tasks should be evaluated at this position and were not.
-
-    A run with a time limit also evaluates them once at its start, to measure how long it takes.
-    """
-    timed = cfg.train.timed and position.tasks_evaluated is None
-    wanted = every(cfg.eval.every, position.step) or position.step == steps or timed
-    return wanted and position.tasks_evaluated != position.step
-
-
-def sampling_due(train: TrainConfig, steps: int, position: Position) -> bool:
-    """Return True if a run of `steps` steps samples at this position, after its evaluation."""
-    return every(train.sample_every, position.step) or position.step in (0, steps)
-
-
-def kinds_due(
-    cfg: RunConfig, steps: int, position: Position, *, validates: bool, has_tasks: bool
-) -> set[str]:
-    """Return the kinds of records that a run computes when it resumes at this position."""
-    found = set()
-    if validates and evaluation_due(cfg.train, steps, position):
-        found.add("eval")
-    if has_tasks and tasks_due(cfg, steps, position):
-        found.add("task")
-    if found and cfg.train.sample_tokens and sampling_due(cfg.train, steps, position):
-        found.add("sample")
-    return found
-
-
-def every(interval: int, step: int) -> bool:
-    """Return True if an event with a period of `interval` steps (0: never) is due after `step`."""
-    return interval > 0 and step % interval == 0

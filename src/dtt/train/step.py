@@ -1,113 +1,121 @@
 """One training step: the passes over micro-batches, and the update of the weights.
 
-Everything that trains a model calls these functions: a run, the short trainings of muP, the
-measurement of `dtt plan`, and benchmarks. Nothing here synchronises host and device.
+Everything that trains a model uses it: a run, the short trainings of muP, the measurement of `dtt
+plan`, and benchmarks. Nothing here synchronises host and device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtt.base.targets import IGNORE_INDEX
 from dtt.data.samples.loader import MicroBatch
+from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, gradient_sync
 
-LOSS = "loss"
-"""Name of the main loss among the losses that an objective returns."""
 
-Objective = Callable[[nn.Module, MicroBatch], Mapping[str, Tensor]]
-"""Function of a module and a micro-batch that returns the losses to minimise, by name: `LOSS`, and
-any auxiliary losses. Values that do not require gradients are metrics, which are only reported.
-Each is [], a sum over the terms of the micro-batch: its targets or preference pairs."""
+@dataclass(frozen=True)
+class Objective:
+    """The function that training minimises.
+
+    It never calls the module: where a pipeline divides a model into stages, no rank has all of it.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the forward pass that choose its loss: `reduction`, `z_loss`."""
+    losses: Callable[[Output, MicroBatch], Output] = lambda output, _micro_batch: output
+    """Function of the output of the forward pass and its micro-batch that returns the losses."""
+
+
+TOKEN_LOSSES = Objective({"reduction": "none"})
+"""The cross-entropy of each target, for evaluation: `Output.loss` is [B, T]."""
+
+
+def next_token(
+    z_loss: float = 0.0, token_bytes: Tensor | None = None, *, contexts: int = 1
+) -> Objective:
+    """Return the objective of language modelling: the cross-entropy of the next token, in nats.
+
+    `z_loss` is the coefficient that the model's `forward` takes. With `token_bytes` [V], the bytes
+    of text of each token id, `TEXT_BYTES` is a metric.
+    `contexts` ranks share each sequence (context parallelism), and each reports its share.
+    """
+
+    def losses(output: Output, micro_batch: MicroBatch) -> Output:
+        if token_bytes is None:
+            return output
+        targets = micro_batch.targets
+        # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
+        text = token_bytes[targets.clamp(min=0)] * (targets != IGNORE_INDEX)
+        return output._replace(metrics=output.metrics | {TEXT_BYTES: text.sum() / contexts})
+
+    return Objective({"z_loss": z_loss}, losses)
 
 
 @dataclass(frozen=True)
-class StepLosses:
-    """The losses of one step on this rank; the tensors are detached and on the device."""
+class Step:
+    """Forward and backward passes of a module; a pipeline replaces this class."""
 
-    losses: Mapping[str, Tensor]
-    """Losses by name, []: sums over the micro-batches, divided by the normaliser.
+    module: nn.Module
+    """The model, or the model wrapped (DDP, context parallelism). It returns an `Output`."""
+    precision: str
+    replicas: int = 1
+    """Number of ranks over which gradients are averaged."""
+    reduce_each: bool = False
+    """If True, sharded gradients are reduced after each micro-batch, not only after the last."""
 
-    Each micro-batch is divided before it is added, because gradients are those of the divided
-    losses. The mean over the replicas is the loss per term of the global batch.
-    """
-    metrics: Mapping[str, Tensor]
-    """The metrics of the objective by name, divided as the losses are."""
-    terms: int
-    """Number of terms in the global batch: its targets or preference pairs."""
+    def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
+        """Add the gradients of this rank's micro-batches to the parameters; return the losses.
 
-    @property
-    def loss(self) -> Tensor:
-        """The main loss, []."""
-        return self.losses[LOSS]
+        `terms` is the number of terms of the loss in the global batch (targets, or preference
+        pairs). The gradients, averaged over the replicas, are those of the mean loss per term.
 
-
-def next_token(z_loss: float = 0.0) -> Objective:
-    """Return the objective of language modelling: the cross-entropy of the next token, in nats.
-
-    `z_loss` is the coefficient that the model's `forward` takes.
-    """
-
-    def objective(module: nn.Module, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        loss = module(
-            micro_batch.tokens,
-            micro_batch.targets,
-            doc_ids_BT=micro_batch.doc_ids,
-            z_loss=z_loss,
-        )
-        return {LOSS: loss}
-
-    return objective
-
-
-def forward_backward(
-    module: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    objective: Objective,
-    *,
-    terms: int,
-    precision: str,
-    replicas: int = 1,
-    reduce_each: bool = False,
-) -> StepLosses:
-    """Add the gradients of this rank's micro-batches to the parameters; return the losses.
-
-    `terms` is the number of terms of the loss in the global batch (targets, or preference pairs),
-    and `replicas` the number of ranks over which gradients are averaged. The normaliser of the
-    losses is `terms / replicas`, so that the averaged gradients are those of the mean loss per term
-    of the global batch. With `reduce_each`, sharded gradients are reduced after each micro-batch,
-    not only after the last.
-    """
-    # A packed sequence may hold a single token, and so no target.
-    # Each rank sums over its own terms. FSDP2 and DDP divide by the number of replicas, which this
-    # factor undoes.
-    scale = replicas / max(1, terms)
-    losses: dict[str, Tensor] = {}
-    metrics: dict[str, Tensor] = {}
-    for i, micro_batch in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
-        with gradient_sync(module, last, each=reduce_each):
-            with autocast(micro_batch.tokens.device, precision):
-                # Autocast covers the forward pass only: the backward pass repeats the dtypes of its
-                # operators.
-                values = objective(module, micro_batch)
+        The returned values are detached and on the device: sums over the micro-batches, divided by
+        `terms / replicas`. So their means over the replicas are values per term.
+        """
+        # A packed sequence may hold a single token, and so no target.
+        # Each rank sums over its own terms. FSDP2 and DDP divide by the number of replicas, which
+        # this factor undoes.
+        scale = self.replicas / max(1, terms)
+        outputs = []
+        for i, micro_batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with gradient_sync(self.module, last, each=self.reduce_each):
                 # Scaled before the backward pass, so that gradients of all micro-batches add up to
                 # those of the mean. Scaling them afterwards would take one more pass over all
                 # gradients.
-                scaled = {name: scale * value for name, value in values.items()}
-            # The gradients of the sum of all losses, without a kernel that computes the sum.
-            torch.autograd.backward([value for value in scaled.values() if value.requires_grad])
-        for name, value in scaled.items():
-            sums = losses if value.requires_grad else metrics
+                output = self._forward(micro_batch, objective).apply(lambda value: scale * value)
+                # The gradients of the sum of all losses, without a kernel that computes the sum.
+                torch.autograd.backward([output.loss, *output.aux.values()])
             # Detached, so that the graph of a micro-batch is freed before the next one.
-            sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-    return StepLosses(losses, metrics, terms)
+            outputs.append(output.apply(Tensor.detach))
+        return reduce(Output.plus, outputs)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batch: MicroBatch, objective: Objective) -> Output:
+        """Return the losses of a micro-batch of this rank, not divided by its number of terms."""
+        return self._forward(micro_batch, objective)
+
+    def _forward(self, micro_batch: MicroBatch, objective: Objective) -> Output:
+        # Autocast covers the forward pass only: the backward pass repeats the dtypes of its
+        # operators.
+        with autocast(micro_batch.tokens.device, self.precision):
+            output = self.module(
+                micro_batch.tokens,
+                micro_batch.targets,
+                doc_ids_BT=micro_batch.doc_ids,
+                **objective.options,
+            )
+            return objective.losses(output, micro_batch)
 
 
 def update(

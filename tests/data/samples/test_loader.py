@@ -220,17 +220,17 @@ def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
     (part,) = batch.micro_batches
     assert part.tokens.shape == (8, 8)
     with torch.no_grad():
-        loss = model(part.tokens, part.targets, doc_ids_BT=part.doc_ids)
+        loss = model(part.tokens, part.targets, doc_ids_BT=part.doc_ids).loss
         alone = [
             model(
                 part.tokens[i : i + 1],
                 part.targets[i : i + 1],
                 doc_ids_BT=None if part.doc_ids is None else part.doc_ids[i : i + 1],
-            )
+            ).loss
             for i in range(8)
         ]
         (whole,) = BatchReader(0, 1, 2, CPU).read(growing, batch.samples)
-        longest = model(whole.tokens, whole.targets, doc_ids_BT=whole.doc_ids)
+        longest = model(whole.tokens, whole.targets, doc_ids_BT=whole.doc_ids).loss
     torch.testing.assert_close(loss, torch.stack(alone).sum())
     assert abs(loss - longest) > 1e-3  # there the rows see each other
 

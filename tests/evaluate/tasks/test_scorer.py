@@ -220,7 +220,7 @@ def test_scoring_changes_no_bit_of_the_training_that_follows() -> None:
             score(model, world, questions())
             assert model.training
         tokens = torch.arange(64).view(2, 32)
-        loss = model(tokens, tokens)
+        loss = model(tokens, tokens).loss
         loss.backward()
         losses.append([loss, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))

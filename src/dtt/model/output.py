@@ -1,0 +1,50 @@
+"""The result of a forward pass with targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+TEXT_BYTES = "text_bytes"
+"""Name of the metric that holds the number of bytes of the targets' text."""
+
+
+class Output(NamedTuple):
+    """Losses to minimise, and values to report.
+
+    A tuple, because FSDP2 and DDP look for the tensors whose gradients start a backward pass in
+    tuples, lists and dicts. Inside a dataclass they would not find any.
+    """
+
+    loss: Tensor
+    """Main loss in nats: the sum over the terms of the batch (its targets or preference pairs), [].
+
+    A forward pass with `reduction="none"` returns the loss of each target, [B, T].
+    """
+    aux: dict[str, Tensor]
+    """Auxiliary losses by name, [] each: sums over the batch that are minimised with the main loss.
+    """
+    metrics: dict[str, Tensor]
+    """Values by name that are only reported, [] each: sums over the terms of the batch."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all values by name; that of the main loss is `loss`."""
+        return {"loss": self.loss, **self.aux, **self.metrics}
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Output:
+        """Return the result of `function` for each value."""
+        return Output(
+            function(self.loss),
+            {name: function(value) for name, value in self.aux.items()},
+            {name: function(value) for name, value in self.metrics.items()},
+        )
+
+    def plus(self, other: Output) -> Output:
+        """Return the sums of the values of two micro-batches, which have the same names."""
+        return Output(
+            self.loss + other.loss,
+            {name: value + other.aux[name] for name, value in self.aux.items()},
+            {name: value + other.metrics[name] for name, value in self.metrics.items()},
+        )
