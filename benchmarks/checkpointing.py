@@ -42,9 +42,10 @@ from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
 from dtt.mesh.dist import World
+from dtt.mesh.sharding import Placed, on_every_rank
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.train.state import optimizer_tensors, rng_tensors
@@ -138,7 +139,7 @@ class Dtt:
         optimizer = {name: t for name, t in state.items() if "." in name}
         rank_state = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
         shared_state = {store.MODEL: model, store.STATE: optimizer}
-        saver.begin(step, shared_state, rank_state, {"step": step})
+        saver.begin(step, _whole(shared_state, size), rank_state, {"step": step})
         saver.wait()
 
     def load(self, folder: Path) -> State:
@@ -224,6 +225,13 @@ PEER_BACKENDS: tuple[Backend, ...] = (
 )
 
 
+def _whole(
+    state: dict[str, dict[str, torch.Tensor]], size: int = 1
+) -> dict[str, dict[str, Placed]]:
+    """Return the tensors of every rank with their layout, by kind and name."""
+    return {kind: on_every_rank(named, size) for kind, named in state.items()}
+
+
 # ---- their cost to training ----------------------------------------------------------------------
 
 
@@ -238,9 +246,7 @@ class Run:
         )
         self.model = Decoder(arch)
         initialize(self.model, 0)
-        self.optimizers = groups.build(
-            cfg.optim, dict(self.model.named_parameters()), roles(self.model), torch.bfloat16
-        )
+        self.optimizers = groups.build(cfg.optim, params_of(self.model), torch.bfloat16)
 
     def step(self) -> float:
         """Take one optimizer step and return its seconds."""
@@ -276,7 +282,7 @@ def save_methods(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
         saver = Saver(job, 1, world, config, FACTS)
 
         def begin(n: int) -> Wait:
-            saver.begin(n, run.state(), rng_tensors(0, CPU), {"step": n})
+            saver.begin(n, _whole(run.state()), rng_tensors(0, CPU), {"step": n})
             return saver.wait
 
         return begin

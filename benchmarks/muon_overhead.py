@@ -38,7 +38,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dist import World, native_bf16, start, stop
 from dtt.mesh.mesh import make_layout
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.muon.optimizer import Muon
@@ -83,9 +83,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
         "adamw": AdamWConfig(lr=1e-4),
         "muon": MuonConfig(lr=1e-4),
     }
-    optimizers = {
-        name: groups.build(kind, parameters, roles(model), dtype) for name, kind in kinds.items()
-    }
+    optimizers = {name: groups.build(kind, params_of(model), dtype) for name, kind in kinds.items()}
     muon = optimizers["muon"]["muon"]
     assert isinstance(muon, Muon)
     torch.manual_seed(layout.data_rank)

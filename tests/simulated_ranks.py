@@ -43,7 +43,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_layout
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions, roles
+from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
@@ -190,9 +190,9 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())
-        optimizers = groups.build(
-            case.cfg.optim, parameters, roles(model), case.precision.compute_dtype
-        ).values()
+        with _disable_current_modes():  # the table reads the ranks of the mesh
+            params = params_of(model, layout)
+        optimizers = groups.build(case.cfg.optim, params, case.precision.compute_dtype).values()
         shape = (case.micro_batch, train.seq_len)
         with trace, patch.object(optimizer, "plan", _plan_with_real_tensors):
             for parameter in parameters.values():

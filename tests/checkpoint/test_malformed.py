@@ -334,11 +334,11 @@ class Run:
         self.plan: RunPlan = make_plan(self.cfg, self.dataset, self.world)
         self.made = assemble(self.cfg, self.plan, self.world)
         self.optimizers = make_optimizers(self.cfg, self.plan, self.made, None)
-        self.ema = Ema(self.made.parameters, 0.9)
+        self.ema = Ema(self.made.params, 0.9)
         self.guard = Guard(self.cfg.guard, self.world, job)
 
     def restore(self, found: Checkpoint) -> None:
-        load_parameters(self.made.parameters, found.stored(store.MODEL))
+        load_parameters(self.made.params, found.stored(store.MODEL))
         state = found.stored(store.STATE)
         load_optimizers(self.optimizers, state)
         self.ema.restore(state)

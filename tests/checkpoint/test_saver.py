@@ -21,6 +21,7 @@ from dtt.checkpoint import store, tensors
 from dtt.checkpoint.saver import Saver
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
+from dtt.mesh.sharding import Placed, on_every_rank
 
 FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 
@@ -31,11 +32,10 @@ def make(folder: Path, world: World, **config: Any) -> Saver:
     return Saver(job, 1, world, CheckpointConfig(**config), FACTS)
 
 
-def state(value: float) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        store.MODEL: {"w": torch.full((1000, 8), value), "b": torch.full((3,), value)},
-        store.STATE: {"muon/w/momentum": torch.full((1000, 8), -value)},
-    }
+def state(value: float) -> dict[str, dict[str, Placed]]:
+    weights = {"w": torch.full((1000, 8), value), "b": torch.full((3,), value)}
+    momentum = {"muon/w/momentum": torch.full((1000, 8), -value)}
+    return {store.MODEL: on_every_rank(weights), store.STATE: on_every_rank(momentum)}
 
 
 def own(rank: int) -> dict[str, torch.Tensor]:
@@ -48,8 +48,8 @@ def save_twice(world: World, folder: Path, asynchronous: bool) -> list[dict[str,
         values = state(float(step))
         saver.begin(step, values, own(world.rank), {"step": step})
         for named in values.values():
-            for tensor in named.values():
-                tensor.fill_(99.0)  # training goes on
+            for held in named.values():
+                held.tensor.fill_(99.0)  # training goes on
     saver.wait()
     return [save.record() for save in saver.finished()]
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_the_state_at_the_start_of_the_save(
         for kind in (store.MODEL, store.STATE):
             held = found.tensors(kind)
             for name, value in expected[kind].items():
-                assert torch.equal(held[name], value), name
+                assert torch.equal(held[name], value.tensor), name
         for rank in range(size):
             assert torch.equal(held[f"rng/{rank:05d}/cpu"], own(rank)[f"rng/{rank:05d}/cpu"])
 
@@ -269,9 +269,9 @@ def test_on_a_gpu_the_copy_is_made_before_training_continues(tmp_path: Path) -> 
     world = start(Ranks(), "cuda")
     saver = make(tmp_path, world, keep_last=3)
     for step in (1, 2, 3):
-        values = {store.MODEL: {"w": torch.full((4096, 4096), float(step), device="cuda")}}
-        saver.begin(step, values, {}, {})
-        values[store.MODEL]["w"].fill_(99.0)
+        weight = torch.full((4096, 4096), float(step), device="cuda")
+        saver.begin(step, {store.MODEL: on_every_rank({"w": weight})}, {}, {})
+        weight.fill_(99.0)
     saver.wait()
     for step in (1, 2, 3):
         held = store.at_step(tmp_path / "checkpoints", step).tensors(store.MODEL)

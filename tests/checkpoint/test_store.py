@@ -30,6 +30,7 @@ from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
+from dtt.mesh.sharding import on_every_rank
 
 fork = multiprocessing.get_context("fork")
 
@@ -53,7 +54,7 @@ def save(folder: Path, step: int, numbers: int = 100) -> Checkpoint:
     written = [tensors.write_bytes(staging / store.POSITION, [json.dumps({"step": step}).encode()])]
     for name in FILES[:-2]:
         values = {"w": torch.randn(numbers, generator=generator)}
-        written.append(tensors.write(staging / name, tensors.cut(values, 0, 1)))
+        written.append(tensors.write(staging / name, tensors.cut(on_every_rank(values, 1), 0)))
     return store.commit(staging, written, step=step, **FACTS)
 
 

@@ -32,6 +32,7 @@ from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.process import in_words
+from dtt.mesh.sharding import LaidOut
 
 T = TypeVar("T")
 
@@ -100,16 +101,15 @@ class Saver:
     def begin(
         self,
         step: int,
-        shared: Mapping[str, Mapping[str, Tensor]],
+        shared: Mapping[str, Mapping[str, LaidOut]],
         own: Mapping[str, Tensor],
         position: Mapping[str, Any],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy the tensors and start to write them; on return the tensors may change.
 
-        `shared` tensors, by kind and name, are on the ranks that `layout_of` reports: plain tensors
-        are identical on every rank. `own` tensors belong to this rank, have names that no other
-        rank uses, and are saved with the kind STATE.
+        `shared` are the tensors that this rank holds, by kind and name. `own` tensors belong to
+        this rank, have names that no other rank uses, and are saved with the kind STATE.
         Rank 0 calls `flush`, from the writing thread. Waits for the previous save first, and raises
         its error if it failed.
         """
@@ -117,14 +117,14 @@ class Saver:
         # At most one save in flight: the host copies below are reused, and two saves would need
         # twice the memory.
         self.wait()
-        ranks = self._world
         # Each rank writes only its shards; for replicated tensors `cut` divides the work, so that
         # no byte is written twice.
-        shards = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
+        shards = {k: tensors.cut(named, self._world.rank) for k, named in shared.items()}
         full = [TensorShard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
         shards.setdefault(store.STATE, []).extend(full)
         # Of all ranks: rank 0 checks the free space for the whole checkpoint.
-        size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
+        held = [held.tensor for named in shared.values() for held in named.values()]
+        size = sum(tensor.numel() * tensor.itemsize for tensor in held)
         save = Save(step, self._copied(shards), position, size, flush)
         if self._config.asynchronous:
             # A daemon, because a process that must end does not wait for a slow disk; an unfinished

@@ -32,6 +32,11 @@ class Layout:
     parallelism."""
 
     @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    @property
     def sharded(self) -> bool:
         """True if parameters are DTensors, of which each rank holds a shard."""
         return self.mesh is not None
@@ -66,10 +71,9 @@ class Layout:
         """
         # Every rank of a tensor group has the same loss, and each of a context group a part of it
         # scaled to a mean. So one average over all ranks is the mean for every layout.
-        ranks = prod(self.sizes)
-        if ranks > 1:
+        if self.size > 1:
             dist.all_reduce(values)
-        return values / ranks
+        return values / self.size
 
     def part(self, *names: str) -> DeviceMesh:
         """Return the sub-mesh of these dimensions."""

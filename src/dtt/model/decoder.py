@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.config.train import AttentionKernel
-from dtt.mesh.sharding import local
+from dtt.mesh.mesh import Layout
+from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import AttentionFn, make_attention_fns
 from dtt.model.kv_cache import KVCache
@@ -25,6 +26,7 @@ from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotations
 from dtt.model.target_scores import target_scores
+from dtt.params.table import Param, Params
 
 Role = Literal["matrix", "embed", "head", "vector"]
 
@@ -191,14 +193,19 @@ def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
     return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
-def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of each parameter of a Decoder by name.
+def params_of(model: nn.Module, mesh: Layout | None = None) -> Params:
+    """Return the table of a Decoder's parameters; `mesh` is that of its parallelisation, if any.
 
-    Optimizers, initialisation and scaling rules depend on it. A tied head appears once, as `embed`.
+    A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh.
     """
-    return {
-        name: parameter_role(name, parameter.ndim) for name, parameter in model.named_parameters()
-    }
+    mesh = mesh or Layout()
+    return Params(
+        (
+            Param(name, tensor, parameter_role(name, tensor.ndim), layout_of(tensor, mesh.size))
+            for name, tensor in model.named_parameters()
+        ),
+        mesh,
+    )
 
 
 def parameter_role(name: str, ndim: int) -> Role:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtt.base.errors import DamagedError
 from dtt.base.log import log
 from dtt.mesh.sharding import FullTensor, fill, local
+from dtt.params.table import Params
 
 T = TypeVar("T")
 
@@ -32,19 +33,19 @@ class Ema:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        params: Params,
         decay: float,
         start: int = 0,
         blend: float = 1.0,
     ) -> None:
-        """Initialise the averages as fp32 copies of the parameters that require gradients.
+        """Initialise the averages as fp32 copies of the parameters that are not frozen.
 
         The average starts from the weights after `start` steps. `swapped` shows the share `blend`
         of it, and of the weights the rest.
         """
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        trained = params.trainable()
         self._names = list(trained)
-        self._parameters: list[Tensor] = list(trained.values())
+        self._parameters: list[Tensor] = [param.tensor for param in trained.values()]
         # fp32 also for bf16 weights: with a decay of 0.999 an update moves the average by a
         # thousandth of the difference, which bf16 would round away.
         self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters]

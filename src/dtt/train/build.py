@@ -133,12 +133,12 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         check_norms(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
-        carry_optimizers(optimizers, assembled.parameters, start)
+        carry_optimizers(optimizers, assembled.params, start)
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
         module=assembled.module,
-        parameters=assembled.parameters,
+        params=assembled.params,
         optimizers=optimizers,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
@@ -159,7 +159,7 @@ def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
     average = parse_averaging(cfg.train.ema_decay)
     tokens_before = inputs.dataset.step_sizes.tokens_before
     start = first_steps(average.start, plan.steps, tokens_before)
-    return Ema(assembled.parameters, average.decay, start, average.blend)
+    return Ema(assembled.params, average.decay, start, average.blend)
 
 
 def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -> Checkpoint | None:
@@ -202,8 +202,8 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     optimizers = list(state.optimizers.values())
     meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
     if world.size > 1 and not state.layout.sharded:
-        # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
-        meter.watch_gradients(state.parameters["embed.weight"])
+        # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
+        meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
     evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
     tasks = make_tasks(inputs, state)
     step: int | None = None

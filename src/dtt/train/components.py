@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dtt.checkpoint import store
@@ -19,10 +19,11 @@ from dtt.evaluate.validation import Evaluator, Sampler
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
 from dtt.mesh.mesh import Layout
-from dtt.mesh.sharding import FullTensor
+from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
+from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.profiler import Profiler
@@ -42,8 +43,8 @@ class TrainState:
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     module: nn.Module
     """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
-    parameters: Mapping[str, nn.Parameter]
-    """Parameters by their unwrapped names; DTensors where they are sharded."""
+    params: Params
+    """Parameters by their unwrapped names."""
     optimizers: Mapping[str, Optimizer]
     guard: Guard
     rounding: StochasticRounding | None
@@ -55,15 +56,15 @@ class TrainState:
         """The module to evaluate: FSDP2 must gather the weights, but DDP has nothing to reduce."""
         return self.module if self.layout.sharded else self.model
 
-    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+    def tensors(self) -> dict[str, Mapping[str, LaidOut]]:
         """Return the tensors for a checkpoint, by kind and name."""
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
         averages = {} if self.ema is None else self.ema.tensors()
-        return {store.MODEL: self.parameters, store.STATE: state | averages}
+        return {store.MODEL: self.params, store.STATE: self.params.laid_out(state | averages)}
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
-        load_parameters(self.parameters, weights)
+        load_parameters(self.params, weights)
         load_optimizers(self.optimizers, state)
         if self.ema is not None:
             self.ema.restore(state)

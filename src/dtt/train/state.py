@@ -17,9 +17,10 @@ from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
-from dtt.mesh.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
+from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
 from dtt.optim import ema
 from dtt.optim.schedule import DECAY
+from dtt.params.table import Params
 
 RNG, GUARD = "rng", "guard"
 """First components of the paths of state that belongs to no optimizer."""
@@ -146,30 +147,37 @@ def is_hex(text: str) -> bool:
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
-    # Step counts are plain tensors. On a mesh they count as replicated, so that one rank saves
-    # them.
     return {
-        f"{optimizer_name}/{name}/{key}": replicated_with(parameter, value)
+        f"{optimizer_name}/{name}/{key}": value
         for optimizer_name, optimizer in optimizers.items()
         for name, parameter in _named(optimizer)
         for key, value in optimizer.state[parameter].items()
     }
 
 
-def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTensor]) -> None:
+def load_parameters(params: Params, saved: Mapping[str, FullTensor]) -> None:
     """Load each rank's part of the weights; raise ConfigError if the model differs."""
     # All names are compared before anything is loaded: a refusal leaves the model untouched.
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if why := difference(params, saved):
+        raise ConfigError(
+            "the model of this run does not match that of the checkpoint",
+            why=why,
+            next="keep model unchanged, or start a new job with these weights: init.from=JOB",
+        )
+    for name, param in params.items():
+        fill(param.tensor, saved[name])
+
+
+def difference(params: Params, saved: Mapping[str, FullTensor]) -> str:
+    """Return the first difference in name or shape; an empty string if there is none."""
+    ours = {name: param.layout.shape for name, param in params.items()}
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
-    for name in sorted(shapes.keys() | theirs.keys()):
-        if shapes.get(name) != theirs.get(name):
-            raise ConfigError(
-                "the model of this run does not match that of the checkpoint",
-                why=f"{name} is {shapes.get(name)} here, {theirs.get(name)} there",
-                next="keep model unchanged, or start a new job with these weights: init.from=JOB",
-            )
-    for name, parameter in parameters.items():
-        fill(parameter, saved[name])
+    others = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    return (
+        f"{others[0]} is {ours.get(others[0])} here, {theirs.get(others[0])} there"
+        if others
+        else ""
+    )
 
 
 def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, FullTensor]) -> None:
