@@ -42,7 +42,7 @@ from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
 from dtt.mesh.dist import World
-from dtt.mesh.sharding import Placed, on_every_rank
+from dtt.mesh.sharding import on_every_rank, on_this_rank
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
 from dtt.model.decoder import Decoder, params_of
@@ -138,8 +138,8 @@ class Dtt:
         model = {name: t for name, t in state.items() if "." not in name and name != "step"}
         optimizer = {name: t for name, t in state.items() if "." in name}
         rank_state = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
-        shared_state = {store.MODEL: model, store.STATE: optimizer}
-        saver.begin(step, _whole(shared_state, size), rank_state, {"step": step})
+        both = on_every_rank(optimizer, size) | on_this_rank(rank_state)
+        saver.begin(step, on_every_rank(model, size), both, {"step": step})
         saver.wait()
 
     def load(self, folder: Path) -> State:
@@ -225,13 +225,6 @@ PEER_BACKENDS: tuple[Backend, ...] = (
 )
 
 
-def _whole(
-    state: dict[str, dict[str, torch.Tensor]], size: int = 1
-) -> dict[str, dict[str, Placed]]:
-    """Return the tensors of every rank with their layout, by kind and name."""
-    return {kind: on_every_rank(named, size) for kind, named in state.items()}
-
-
 # ---- their cost to training ----------------------------------------------------------------------
 
 
@@ -282,7 +275,8 @@ def save_methods(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
         saver = Saver(job, 1, world, config, FACTS)
 
         def begin(n: int) -> Wait:
-            saver.begin(n, _whole(run.state()), rng_tensors(0, CPU), {"step": n})
+            weights, state = (on_every_rank(named) for named in run.state().values())
+            saver.begin(n, weights, state | on_this_rank(rng_tensors(0, CPU)), {"step": n})
             return saver.wait
 
         return begin

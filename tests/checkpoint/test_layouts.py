@@ -27,7 +27,7 @@ from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import Layout, make_layout
-from dtt.mesh.sharding import LaidOut
+from dtt.mesh.sharding import LaidOut, on_this_rank
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import RESIDUAL_WRITERS, initialize
@@ -73,10 +73,9 @@ class State:
         )
         self.ema = Ema(self.params, decay=0.9)
 
-    def tensors(self) -> dict[str, Mapping[str, LaidOut]]:
-        """By kind and name, as the trainer has them."""
-        state = optimizer_tensors(self.optimizers) | self.ema.tensors()
-        return {store.MODEL: self.params, store.STATE: self.params.laid_out(state)}
+    def tensors(self) -> dict[str, LaidOut]:
+        """All but the parameters, as the trainer has them."""
+        return self.params.laid_out(optimizer_tensors(self.optimizers) | self.ema.tensors())
 
     def train(self) -> None:
         """Give everything values."""
@@ -97,7 +96,8 @@ class State:
             job.checkpoints.mkdir(parents=True)
         self.world.barrier()
         saver = Saver(job, 1, self.world, CheckpointConfig(), FACTS)
-        saver.begin(1, self.tensors(), rng_tensors(self.world.rank, self.world.device), {"step": 1})
+        own = on_this_rank(rng_tensors(self.world.rank, self.world.device))
+        saver.begin(1, self.params, self.tensors() | own, {"step": 1})
         saver.wait()
         return saver.finished()[0].bytes
 

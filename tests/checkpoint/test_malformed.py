@@ -18,8 +18,8 @@ import pytest
 import torch
 from running import Dtt, in_this_process
 
-from dtt.artifacts.manifest import FileRecord, fingerprint
-from dtt.artifacts.manifests import CheckpointManifest
+from dtt.artifacts.manifest import FileRecord
+from dtt.artifacts.manifests import CheckpointManifest, sealed
 from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.base.files import sha256_file
 from dtt.base.ranks import Ranks
@@ -81,8 +81,7 @@ def seal(folder: Path, **changes: Any) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n")
+    (folder / MANIFEST).write_text(sealed(content))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -412,8 +411,7 @@ def write_manifest_as_is(folder: Path, content: dict[str, Any]) -> None:
     """Seal what cannot be text, too: a file with half a surrogate pair in it."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     try:
-        text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
-        (folder / MANIFEST).write_text(text + "\n")
+        (folder / MANIFEST).write_text(sealed(content))
     except UnicodeEncodeError:
         (folder / MANIFEST).write_text(text + "\n")
 

@@ -31,7 +31,7 @@ from dtt.mesh.sharding import Box, from_local, layout_of, local, local_shard, wo
 from dtt.optim import groups
 from dtt.optim.ema import Ema
 from dtt.params.table import Param, Params
-from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
+from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
 
 RANKS, STEPS, LIMIT = 4, 2, 0.5
 SHAPES = {
@@ -129,8 +129,7 @@ def train_and_save(world: World, folder: Path) -> tuple[Any, ...]:
         job.checkpoints.mkdir(parents=True)
     world.barrier()
     saver = Saver(job, 1, world, CheckpointConfig(), FACTS)
-    shared = {store.MODEL: params, store.STATE: params.laid_out(training.state())}
-    saver.begin(1, shared, rng_tensors(world.rank, world.device), {"step": 1})
+    saver.begin(1, params, params.laid_out(training.state()), {"step": 1})
     saver.wait()
     parts = {}
     for name, param in params.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Layout:
     context_group: ProcessGroup | None = None
     """Process group of the ranks that share this rank's sequences; None without context
     parallelism."""
+
+    world: World | None = None
+    """Communication with the other ranks; None with a single one."""
 
     @property
     def size(self) -> int:
@@ -64,6 +70,10 @@ class Layout:
         """
         return self.sizes.tensor if self.sizes.context == 1 else 1
 
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value` in rank order, on every rank; a host-side collective."""
+        return [value] if self.world is None else self.world.gather(value)
+
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of `values` over the ranks that compute a loss, on every rank.
 
@@ -84,7 +94,7 @@ class Layout:
 def make_layout(sizes: Sizes, world: World) -> Layout:
     """Create the mesh and its process groups; all ranks call this together."""
     if not sizes.sharded:
-        return Layout(sizes, world.rank)
+        return Layout(sizes, world.rank, world=world)
     # Context ranks have different tokens and the same weights, as data ranks do. So they join the
     # sharding: with context parallelism FSDP2 spreads weights over more ranks.
     spread = sizes.shard * sizes.context
@@ -101,4 +111,4 @@ def make_layout(sizes: Sizes, world: World) -> Layout:
         # group of context ranks alone is needed for keys and values.
         contexts = init_device_mesh(kind, inner, mesh_dim_names=("data", "context", "tensor"))
         group = contexts.get_group("context")
-    return Layout(sizes, world.rank, mesh, group)
+    return Layout(sizes, world.rank, mesh, group, world)

@@ -162,6 +162,12 @@ def on_every_rank(tensors: Mapping[str, Tensor], size: int | None = None) -> dic
     return {name: Placed(tensor, layout_of(tensor, ranks)) for name, tensor in tensors.items()}
 
 
+def on_this_rank(tensors: Mapping[str, Tensor]) -> dict[str, Placed]:
+    """Return tensors that only this rank holds, under names that no other rank uses."""
+    alone = (1,), (this_rank(),), (Replicate(),)
+    return {name: Placed(t, TensorLayout(tuple(t.shape), *alone)) for name, t in tensors.items()}
+
+
 def world_size() -> int:
     """Return the number of ranks of the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -44,7 +44,7 @@ class Ema:
         of it, and of the weights the rest.
         """
         trained = params.trainable()
-        self._names = list(trained)
+        self._names, self._gather = list(trained), params.mesh.gather
         self._parameters: list[Tensor] = [param.tensor for param in trained.values()]
         # fp32 also for bf16 weights: with a decay of 0.999 an update moves the average by a
         # thousandth of the difference, which bf16 would round away.
@@ -125,11 +125,13 @@ class Ema:
             _copy(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
-        if found.keys() != set(self._names) or UPDATES not in state:
-            odd = sorted((found.keys() ^ set(self._names)) | ({UPDATES} - state.keys()))[0]
+        # Averages that this rank lacks may be of parameters that other ranks hold.
+        lacking = self._gather((set(self._names) - found.keys(), found.keys() - self._names))
+        unknown = set.intersection(*(extra for _, extra in lacking))
+        if odd := sorted(unknown.union({UPDATES} - state.keys(), *(some for some, _ in lacking))):
             raise DamagedError(
                 "the checkpoint's average of the weights does not match this run",
-                why=f"{odd} is present on one side only",
+                why=f"{odd[0]} is present on one side only",
             )
         for name, average in zip(self._names, self._averages, strict=True):
             fill(average, found[name])

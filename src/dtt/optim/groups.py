@@ -66,19 +66,25 @@ def build(
     `config.groups` does not fit the parameters it matches, and ValueError for a horizon without
     `steps`.
     """
-    members: dict[Settings, list[str]] = defaultdict(list)
+    members: dict[tuple[Settings, Any], list[Param]] = defaultdict(list)
     for name, own in settings(config, params, steps).items():
         factor = (multipliers or {}).get(own.optimizer, {}).get(name, 1.0)
         # AdamW and Muon decay by lr * weight_decay. Under muP only the rate changes; the product
         # stays.
         lr, weight_decay = factor * own.lr, own.weight_decay / factor
-        members[own._replace(lr=lr, weight_decay=weight_decay)].append(name)
+        # torch's fused AdamW does not take plain tensors and DTensors, or those of two meshes, in
+        # one group.
+        mesh = getattr(params[name].tensor, "device_mesh", None)
+        members[own._replace(lr=lr, weight_decay=weight_decay), mesh].append(params[name])
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
-    for of_group, names in members.items():
+    for (of_group, _), of_params in members.items():
         # None means that the optimizer has no such option. A key with None would fail in torch.
         options = {key: value for key, value in of_group._asdict().items() if value is not None}
-        tensors = [params[name].tensor for name in names]
-        group = {"params": tensors, "names": names, "peak_lr": of_group.lr}
+        group = {
+            "params": [param.tensor for param in of_params],
+            "names": [param.name for param in of_params],
+            "peak_lr": of_group.lr,
+        }
         groups[options.pop("optimizer")].append(options | group)
     optimizers: dict[str, Optimizer] = {}
     if groups["muon"]:

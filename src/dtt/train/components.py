@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import Batches
@@ -56,16 +55,16 @@ class TrainState:
         """The module to evaluate: FSDP2 must gather the weights, but DDP has nothing to reduce."""
         return self.module if self.layout.sharded else self.model
 
-    def tensors(self) -> dict[str, Mapping[str, LaidOut]]:
-        """Return the tensors for a checkpoint, by kind and name."""
+    def tensors(self) -> dict[str, LaidOut]:
+        """Return all tensors for a checkpoint but the parameters, by path."""
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
         averages = {} if self.ema is None else self.ema.tensors()
-        return {store.MODEL: self.params, store.STATE: self.params.laid_out(state | averages)}
+        return self.params.laid_out(state | averages)
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
         load_parameters(self.params, weights)
-        load_optimizers(self.optimizers, state)
+        load_optimizers(self.optimizers, state, self.layout.gather)
         if self.ema is not None:
             self.ema.restore(state)
         self.guard.load(state)

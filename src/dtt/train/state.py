@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ OPTIONAL: dict[str, Kind] = {
 """Fields that position.json may have, and their types."""
 ANOMALOUS_STEP = {"step": int, "why": str, "what": str, "ledger": str}
 """Fields of an `AnomalousStep`, and their types."""
+
+
+Owners = set[tuple[str, str]]
+"""Pairs of an optimizer and a parameter that it updates."""
 
 
 @dataclass(frozen=True)
@@ -155,37 +159,62 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     }
 
 
-def load_parameters(params: Params, saved: Mapping[str, FullTensor]) -> None:
-    """Load each rank's part of the weights; raise ConfigError if the model differs."""
+def load_parameters(
+    params: Params,
+    saved: Mapping[str, FullTensor],
+    missing: Literal["error", "initialise", "base"] = "error",
+    base: Mapping[str, FullTensor] | None = None,
+) -> None:
+    """Load each rank's part of the weights; raise ConfigError if the model differs.
+
+    Parameters that `saved` lacks are errors, keep their initial values, or are loaded from `base`.
+    All ranks call it together.
+    """
+    if missing == "base":
+        saved = {**(base or {}), **saved}
     # All names are compared before anything is loaded: a refusal leaves the model untouched.
-    if why := difference(params, saved):
+    if why := difference(params, saved, may_lack=missing == "initialise"):
         raise ConfigError(
             "the model of this run does not match that of the checkpoint",
             why=why,
             next="keep model unchanged, or start a new job with these weights: init.from=JOB",
         )
-    for name, param in params.items():
-        fill(param.tensor, saved[name])
+    for name in params.keys() & saved.keys():
+        fill(params[name].tensor, saved[name])
 
 
-def difference(params: Params, saved: Mapping[str, FullTensor]) -> str:
-    """Return the first difference in name or shape; an empty string if there is none."""
-    ours = {name: param.layout.shape for name, param in params.items()}
+def difference(
+    params: Params, saved: Mapping[str, FullTensor], *, may_lack: bool = False
+) -> str | None:
+    """Return the first difference in name or shape, or None; all ranks call it together.
+
+    With `may_lack`, `saved` may lack parameters.
+    """
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
-    others = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-    return (
-        f"{others[0]} is {ours.get(others[0])} here, {theirs.get(others[0])} there"
-        if others
-        else ""
-    )
+    wrong = {
+        name: f"{name} is {param.layout.shape} here, {theirs.get(name)} there"
+        for name, param in params.items()
+        if theirs.get(name) != param.layout.shape and not (may_lack and name not in theirs)
+    }
+    # What this rank lacks another one may hold. Only these names are sent: usually there are none.
+    of_ranks = params.mesh.gather((wrong, theirs.keys() - params.keys()))
+    wrong = {name: line for some, _ in of_ranks for name, line in some.items()}
+    for name in set.intersection(*(lacking for _, lacking in of_ranks)):
+        wrong[name] = f"{name} is None here, {theirs[name]} there"
+    return wrong[min(wrong)] if wrong else None
 
 
-def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, FullTensor]) -> None:
+def load_optimizers(
+    optimizers: Mapping[str, Optimizer],
+    saved: Mapping[str, FullTensor],
+    gather: Callable[[Owners], list[Owners]] = lambda owners: [owners],
+) -> None:
     """Load the optimizer state; raise ConfigError if optimizers or parameters differ.
 
     Each rank loads its part: state is sharded as its parameter is. Parameters without state in the
     checkpoint have none here: an optimizer makes it at the first gradient, and some parameters may
-    not have had one. `load_parameters` has compared the names of all parameters before.
+    not have had one. `load_parameters` has compared the names of all parameters before. `gather`
+    collects the values of all ranks, as some may not hold all parameters.
 
     Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise
     DamagedError for any other tensor that an optimizer cannot have written.
@@ -202,8 +231,8 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Ful
         for optimizer in optimizers.values():
             optimizer.state.clear()
         return
-    expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
-    if unknown := sorted(by_parameter.keys() - expected):
+    owners = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
+    if unknown := sorted(set.intersection(*gather(by_parameter.keys() - owners))):
         owner, name = unknown[0]
         raise ConfigError(
             "the optimizers of this run do not match those of the checkpoint",

@@ -19,6 +19,7 @@ from dtt.evaluate.answers import AnswerEvaluator, Together
 from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
+from dtt.mesh.sharding import on_this_rank
 from dtt.optim.groups import set_learning_rate
 from dtt.track.base import Record
 from dtt.train import garbage
@@ -379,8 +380,9 @@ class Trainer:
             position = self.position.to_json() | {"run_id": self.run_id, "sources": sources}
             self.control.saver.begin(
                 step,
-                self.state.tensors(),
-                rng_tensors(self.world.rank, self.world.device),
+                self.state.params,
+                self.state.tensors()
+                | on_this_rank(rng_tensors(self.world.rank, self.world.device)),
                 position | self.schedule.state(),
                 # Trackers are flushed before a checkpoint is complete: a run that resumes from it
                 # finds all records up to it.
