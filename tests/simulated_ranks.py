@@ -40,7 +40,7 @@ from dtt.estimate.communication import collective_costs
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import moments
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
@@ -170,7 +170,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     ranks = case.devices
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
-    layout = make_layout(case.sizes, world)
+    layout = make_mesh(case.sizes, world)
     train, trace = case.cfg.train, Trace()
     with torch.device("meta"):
         model = Decoder(case.arch)

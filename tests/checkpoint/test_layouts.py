@@ -26,7 +26,7 @@ from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import Layout, make_layout
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import LaidOut, on_this_rank
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
@@ -61,7 +61,7 @@ class State:
         self.world, self.vocabulary = world, vocabulary
         model = ModelConfig.model_validate(config)
         arch = families.get(model.family).architecture(model, vocabulary, 16)
-        layout = make_layout(sizes, world)
+        layout = make_mesh(sizes, world)
         with torch.device("meta" if layout.sharded else "cpu"):
             self.model = Decoder(arch)
         lay_out(self.model, layout)
@@ -118,7 +118,7 @@ class State:
         ]
 
 
-def lay_out(model: Decoder, layout: Layout) -> None:
+def lay_out(model: Decoder, layout: Mesh) -> None:
     """Cut the parameters as tensor parallelism and FSDP2 do."""
     if not layout.sharded:
         return

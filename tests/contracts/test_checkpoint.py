@@ -24,7 +24,7 @@ from dtt.config.optim import AdamWConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import layout_of, local_shard, on_every_rank
 from dtt.optim import groups
 from dtt.optim.ema import Ema
@@ -117,7 +117,7 @@ class Model:
             layout = layout_of(tensor, half if name == "adapter.half" else world.size)
             if world.rank in layout.ranks:
                 found.append(Param(name, tensor, name.split(".")[0], layout))
-        layout = Layout(Sizes(shard=world.size), world.rank, mesh, world=world)
+        layout = Mesh(Sizes(shard=world.size), world.rank, mesh, world=world)
         self.world, self.params = world, Params(found, layout)
         self.optimizers = groups.build(AdamWConfig(), self.params, torch.float32)
         self.ema = Ema(self.params, 0.9)

@@ -26,7 +26,7 @@ from dtt.config.optim import AdamWSettings, MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import Box, from_local, layout_of, local, local_shard, world_size
 from dtt.optim import groups
 from dtt.optim.ema import Ema
@@ -68,7 +68,7 @@ def make_params(rank: int, everyone: DeviceMesh) -> Params:
         tensor = nn.Parameter(full, requires_grad=name != "frozen")
         layout = layout_of(tensor, RANKS if ranks == EVERYONE else meshes[ranks])
         found.append(Param(name, tensor, ROLES[name], layout, len(ranks)))
-    return Params(sorted(found, key=lambda p: p.name), Layout(Sizes(shard=RANKS), rank, everyone))
+    return Params(sorted(found, key=lambda p: p.name), Mesh(Sizes(shard=RANKS), rank, everyone))
 
 
 class Training:

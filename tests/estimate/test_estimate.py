@@ -31,7 +31,7 @@ from dtt.estimate.memory import (
     optimizer_state,
 )
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.model import count
 from dtt.model.decoder import Decoder, params_of
 from dtt.optim import groups
@@ -256,7 +256,7 @@ def of_four(mesh: str) -> Case:
 def muon_step(world: World, mesh: str) -> tuple[int, int]:
     """Bytes that one step of Muon really sends other ranks, and receives of them."""
     one, sent, received = of_four(mesh), 0, 0
-    layout = make_layout(one.sizes, world)
+    layout = make_mesh(one.sizes, world)
     model = Decoder(one.arch)
     apply(model, world, layout, compile_blocks=False)
     parameters = dict(model.named_parameters())

@@ -14,7 +14,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
@@ -31,7 +31,7 @@ def make_model() -> Decoder:
 
 
 def applied(model: Decoder, world: World) -> nn.Module:
-    layout = Layout(Sizes(replicate=world.size), world.rank)
+    layout = Mesh(Sizes(replicate=world.size), world.rank)
     return apply(model, world, layout, compile_blocks=False)
 
 
@@ -138,7 +138,7 @@ def graphs_under_ddp(world: World) -> int:
     config = ModelConfig(dim=512, n_layers=1, n_heads=4)
     model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
     initialize(model, seed=0)
-    layout = Layout(Sizes(replicate=world.size), world.rank)
+    layout = Mesh(Sizes(replicate=world.size), world.rank)
     module = apply(model, world, layout, compile_blocks=True)
     ids = batch()[:1]
     module(ids[:, :-1], ids[:, 1:]).backward()

@@ -10,7 +10,7 @@ from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
@@ -24,7 +24,7 @@ from dtt.train.state import optimizer_tensors
 def unchanged(world: World) -> list[bool]:
     """Of three steps, whether each left weights, optimizers and averages as they were."""
     torch.set_num_threads(1)
-    layout = make_layout(Sizes(tensor=2), world)
+    layout = make_mesh(Sizes(tensor=2), world)
     cfg = ModelConfig(family="qwen3", dim=32, n_layers=1, n_heads=4, n_kv_heads=2)
     with torch.device("meta"):
         model = Decoder(families.get(cfg.family).architecture(cfg, 96, 16))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.evaluate.validation import HeldOut, Means, chunks, eval_record, evaluating
 from dtt.mesh.dist import World
+from dtt.mesh.mesh import LOSS, Mesh
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import autocast
 from dtt.track.base import Record
@@ -27,8 +28,7 @@ class PreferenceEvaluator:
     world: World
     objective: Callable[[nn.Module, MicroBatch], Mapping[str, Tensor]]
     """Function that returns the loss and the metrics by name, as sums over pairs."""
-    same_values: int = 1
-    """Number of ranks that compute the values of the same pairs (tensor parallelism)."""
+    mesh: Mesh
 
     def record(
         self, model: nn.Module, step: int, stop: Callable[[], bool], ema: Ema | None = None
@@ -51,11 +51,9 @@ class PreferenceEvaluator:
                             values = self.objective(model, micro_batch)
                         for name, value in values.items():
                             totals[name] = totals.get(name, 0.0) + value.double()
-                sums = self.world.sum_(torch.stack([*totals.values()])).tolist()
+                sums = self.mesh.sum(torch.stack([*totals.values()]), LOSS).tolist()
                 pairs = part.source.pairs(np.arange(part.count, dtype=np.uint64))
-                found.append(
-                    {n: s / self.same_values / pairs for n, s in zip(totals, sums, strict=True)}
-                )
+                found.append({n: s / pairs for n, s in zip(totals, sums, strict=True)})
         shares = [part.share for part in self.parts]
         overall = {
             name: sum(share * one[name] for share, one in zip(shares, found, strict=True))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
 from dtt.evaluate.answers import Together
 from dtt.mesh.dist import World
+from dtt.mesh.mesh import DATA, LOSS, Mesh
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
 from dtt.optim.ema import Ema
@@ -109,8 +110,7 @@ class Evaluator:
     reader: BatchReader
     precision: str
     world: World
-    contexts: int = 1
-    """Number of ranks that share a sequence (context parallelism)."""
+    mesh: Mesh = field(default_factory=Mesh)
     token_bytes: npt.NDArray[np.int64] | None = None
     """[vocab_size]: bytes of text of each token id; None if unknown."""
 
@@ -143,9 +143,11 @@ class Evaluator:
                     for micro_batch in self.reader.read_on_all(part.source, samples):
                         total += self._loss(model, micro_batch)
         losses, bytes_per_token = [], []
-        # One all-reduce for all sources, at the end.
-        for part, (loss, tokens, text_bytes) in zip(
-            self.parts, self.world.sum_(totals).tolist(), strict=True
+        # For all sources together, at the end. Ranks that share a sequence have parts of its loss,
+        # but all of its targets.
+        sums = self.mesh.sum(totals[:, 0].clone(), LOSS), self.mesh.sum(totals[:, 1:].clone(), DATA)
+        for part, loss, (tokens, text_bytes) in zip(
+            self.parts, *(found.tolist() for found in sums), strict=True
         ):
             # A mean over tokens, not of batch means: batches have different numbers of targets.
             losses.append(loss / tokens)
@@ -155,10 +157,7 @@ class Evaluator:
         return Means(self._overall(losses, bytes_per_token), losses)
 
     def _loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Return [3]: the summed loss, the number of targets, and the bytes of their text.
-
-        Ranks that share a sequence each return their fraction of the two counts.
-        """
+        """Return [3]: the summed loss, the number of targets, and the bytes of their text."""
         targets = micro_batch.targets
         with autocast(self.world.device, self.precision):
             loss = model(micro_batch.tokens, targets, doc_ids_BT=micro_batch.doc_ids)
@@ -167,7 +166,7 @@ class Evaluator:
         if self._token_bytes is not None:
             # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
             text_bytes = (self._token_bytes[targets.clamp(min=0)] * counted).sum()
-        counts = torch.stack([counted.sum(), text_bytes]) / self.contexts
+        counts = torch.stack([counted.sum(), text_bytes])
         return torch.cat([loss.double()[None], counts.double()])
 
     def _overall(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.config.train import AttentionKernel
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import ALL, Mesh
 from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import AttentionFn, make_attention_fns
@@ -193,15 +193,17 @@ def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
     return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
-def params_of(model: nn.Module, mesh: Layout | None = None) -> Params:
+def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:
     """Return the table of a Decoder's parameters; `mesh` is that of its parallelisation, if any.
 
     A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh.
     """
-    mesh = mesh or Layout()
+    mesh = mesh or Mesh()
     return Params(
         (
-            Param(name, tensor, parameter_role(name, tensor.ndim), layout_of(tensor, mesh.size))
+            Param(
+                name, tensor, parameter_role(name, tensor.ndim), layout_of(tensor, mesh.size(*ALL))
+            )
             for name, tensor in model.named_parameters()
         ),
         mesh,

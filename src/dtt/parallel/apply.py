@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtt.base.log import log
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.parallel.compile import compile_each_block
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
@@ -25,7 +25,7 @@ from dtt.parallel.tensor import apply_tensor, overlap
 def apply(
     model: nn.Module,
     world: World,
-    layout: Layout,
+    layout: Mesh,
     *,
     compile_blocks: bool,
     remat: Literal["none", "full", "selective"] = "none",
@@ -77,7 +77,7 @@ def apply(
 
 
 def _shard(
-    model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, precision: str, reshard: bool
+    model: nn.Module, blocks: Sequence[nn.Module], layout: Mesh, precision: str, reshard: bool
 ) -> None:
     """Apply FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when needed.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import LaidOut, Placed, TensorLayout, layout_of, local, world_size
 
 
@@ -39,12 +39,12 @@ class Param:
 class Params(Mapping[str, Param]):
     """The parameters that this rank holds, by name, in the order of the model."""
 
-    def __init__(self, params: Iterable[Param], mesh: Layout | None = None) -> None:
+    def __init__(self, params: Iterable[Param], mesh: Mesh | None = None) -> None:
         """Collect the parameters of a model that is parallelised over `mesh`; None: over no mesh.
 
         Some ranks may lack parameters that others hold; each rank lists its own.
         """
-        self.mesh = mesh or Layout()
+        self.mesh = mesh or Mesh()
         self._by_name = {param.name: param for param in params}
 
     def __getitem__(self, name: str) -> Param:

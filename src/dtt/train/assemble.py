@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dtt.base.log import log
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout, make_layout
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.model.init import initialize
@@ -30,7 +30,7 @@ from dtt.train.run_plan import RunPlan
 class Assembled:
     """A model on its devices."""
 
-    layout: Layout
+    layout: Mesh
     model: Decoder
     module: nn.Module
     """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
@@ -58,7 +58,7 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
 
     A sharded model is created on the meta device, so that no rank ever holds all of it.
     """
-    layout = make_layout(plan.sizes, world)
+    layout = make_mesh(plan.sizes, world)
     # DDP holds all of it in any case, so it is created on its device at once.
     with torch.device("meta") if layout.sharded else world.device:
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
     from dtt.evaluate.validation import Evaluator, Sampler
     from dtt.mesh.dist import World
+    from dtt.mesh.mesh import Mesh
     from dtt.optim.ema import Ema
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
@@ -110,6 +111,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     Also return the reader of this rank's samples.
     """
     from dtt.data.samples.loader import BatchReader
+    from dtt.mesh.mesh import DATA
     from dtt.optim.groups import check_norms
     from dtt.optim.rounding import StochasticRounding
     from dtt.train.anomaly_guard import Guard
@@ -122,7 +124,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep()
     assembled = assemble(cfg, plan, world)
-    reader = BatchReader.of(cfg, assembled.layout.data_rank, plan.sizes.data, world.device)
+    reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
     # After parallelisation, so that each rank fills its shards only.
     start = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")
@@ -204,7 +206,7 @@ def make_observers(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ob
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
-    evaluator = make_evaluator(cfg, plan, world, inputs.dataset, reader)
+    evaluator = make_evaluator(inputs, state.layout, reader)
     tasks = make_tasks(inputs, state)
     step: int | None = None
     again: set[str] = set()
@@ -243,24 +245,21 @@ def make_saver(inputs: Inputs) -> Saver:
 
 
 def make_evaluator(
-    cfg: RunConfig, plan: RunPlan, world: World, dataset: Dataset, reader: BatchReader
+    inputs: Inputs, mesh: Mesh, reader: BatchReader
 ) -> Evaluator | PreferenceEvaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
     from dtt.evaluate.preference import PreferenceEvaluator
     from dtt.evaluate.validation import Evaluator, held_out
 
+    cfg, plan, world, dataset = inputs.cfg, inputs.plan, inputs.world, inputs.dataset
     parts = held_out(dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
     if cfg.objective.type == "dpo":
         objective = make_objective(cfg, plan)
-        return PreferenceEvaluator(
-            parts, reader, plan.precision, world, objective, plan.sizes.tensor
-        )
-    return Evaluator(
-        parts, reader, plan.precision, world, plan.sizes.context, dataset.token_bytes()
-    )
+        return PreferenceEvaluator(parts, reader, plan.precision, world, objective, mesh)
+    return Evaluator(parts, reader, plan.precision, world, mesh, dataset.token_bytes())
 
 
 def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:

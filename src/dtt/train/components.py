@@ -17,7 +17,7 @@ from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.evaluate.validation import Evaluator, Sampler
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
@@ -37,7 +37,7 @@ from dtt.train.throughput import ThroughputMeter
 class TrainState:
     """The model, and everything else whose tensors a step changes."""
 
-    layout: Layout
+    layout: Mesh
     model: Decoder
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     module: nn.Module
