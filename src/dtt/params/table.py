@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtt.mesh.mesh import Mesh
@@ -102,10 +101,7 @@ class Params(Mapping[str, Param]):
             norm: Tensor = torch.linalg.vector_norm(stacked)
             return norm
         # Also on a rank without gradients: the others would wait for it.
-        square = stacked.square().sum()
-        if dist.is_initialized():
-            dist.all_reduce(square)
-        return square.sqrt()
+        return self.mesh.sum(stacked.square().sum()).sqrt()
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:

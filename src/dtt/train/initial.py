@@ -130,7 +130,7 @@ def carry_optimizers(
             why=why,
             next="init.optimizer=fresh",
         )
-    load_optimizers(optimizers, checkpoint.stored(store.STATE))
+    load_optimizers(optimizers, checkpoint.stored(store.STATE), params.mesh.gather)
     log.info("optimizer state from %s", checkpoint.path)
 
 
