@@ -42,9 +42,10 @@ from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
 from dtt.mesh.dist import World
+from dtt.mesh.sharding import on_every_rank, on_this_rank
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.train.state import optimizer_tensors, rng_tensors
@@ -137,8 +138,8 @@ class Dtt:
         model = {name: t for name, t in state.items() if "." not in name and name != "step"}
         optimizer = {name: t for name, t in state.items() if "." in name}
         rank_state = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
-        shared_state = {store.MODEL: model, store.STATE: optimizer}
-        saver.begin(step, shared_state, rank_state, {"step": step})
+        both = on_every_rank(optimizer, size) | on_this_rank(rank_state)
+        saver.begin(step, on_every_rank(model, size), both, {"step": step})
         saver.wait()
 
     def load(self, folder: Path) -> State:
@@ -238,9 +239,7 @@ class Run:
         )
         self.model = Decoder(arch)
         initialize(self.model, 0)
-        self.optimizers = groups.build(
-            cfg.optim, dict(self.model.named_parameters()), roles(self.model), torch.bfloat16
-        )
+        self.optimizers = groups.build(cfg.optim, params_of(self.model), torch.bfloat16)
 
     def step(self) -> float:
         """Take one optimizer step and return its seconds."""
@@ -276,7 +275,8 @@ def save_methods(run: Run, folder: Path) -> dict[str, Callable[[int], Wait]]:
         saver = Saver(job, 1, world, config, FACTS)
 
         def begin(n: int) -> Wait:
-            saver.begin(n, run.state(), rng_tensors(0, CPU), {"step": n})
+            weights, state = (on_every_rank(named) for named in run.state().values())
+            saver.begin(n, weights, state | on_this_rank(rng_tensors(0, CPU)), {"step": n})
             return saver.wait
 
         return begin

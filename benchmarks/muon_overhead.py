@@ -36,9 +36,9 @@ from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.parallel import Sizes
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dist import World, native_bf16, start, stop
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import DATA, make_mesh
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.muon.optimizer import Muon
@@ -70,7 +70,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
     config = SIZES[size].config.model
     vocabulary = config.vocab_size or 50304
     arch = families.get(config.family).architecture(config, vocabulary, SEQ_LEN)
-    layout = make_layout(sizes, world)
+    layout = make_mesh(sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(arch)
     module = apply(model, world, layout, compile_blocks=False, precision="bf16")
@@ -83,12 +83,10 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
         "adamw": AdamWConfig(lr=1e-4),
         "muon": MuonConfig(lr=1e-4),
     }
-    optimizers = {
-        name: groups.build(kind, parameters, roles(model), dtype) for name, kind in kinds.items()
-    }
+    optimizers = {name: groups.build(kind, params_of(model), dtype) for name, kind in kinds.items()}
     muon = optimizers["muon"]["muon"]
     assert isinstance(muon, Muon)
-    torch.manual_seed(layout.data_rank)
+    torch.manual_seed(layout.index(*DATA))
     ids = torch.randint(vocabulary, (MICRO_BATCH, SEQ_LEN + 1), device=world.device)
     micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:].contiguous(), None)
 

@@ -30,6 +30,7 @@ from dtt.config.load import resolve
 from dtt.config.resolved import Resolved
 from dtt.config.source import Leaf
 from dtt.jobs import sweep_trials as trials
+from dtt.mesh.sharding import on_every_rank
 from dtt.track.base import Record
 from dtt.track.jsonl import JsonlTracker
 
@@ -312,7 +313,7 @@ def write_checkpoint(
     }  # fmt: skip
     state = {"norm.weight": torch.ones(32)}
     files = [
-        tensors.write(staging / store.rank_file(kind, 0), tensors.cut(state, 0, 1))
+        tensors.write(staging / store.rank_file(kind, 0), tensors.cut(on_every_rank(state, 1), 0))
         for kind in (store.MODEL, store.STATE)
     ]
     store.commit(

@@ -40,10 +40,10 @@ from dtt.estimate.communication import collective_costs
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import moments
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions, roles
+from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
@@ -170,7 +170,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     ranks = case.devices
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
-    layout = make_layout(case.sizes, world)
+    layout = make_mesh(case.sizes, world)
     train, trace = case.cfg.train, Trace()
     with torch.device("meta"):
         model = Decoder(case.arch)
@@ -190,9 +190,9 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())
-        optimizers = groups.build(
-            case.cfg.optim, parameters, roles(model), case.precision.compute_dtype
-        ).values()
+        with _disable_current_modes():  # the table reads the ranks of the mesh
+            params = params_of(model, layout)
+        optimizers = groups.build(case.cfg.optim, params, case.precision.compute_dtype).values()
         shape = (case.micro_batch, train.seq_len)
         with trace, patch.object(optimizer, "plan", _plan_with_real_tensors):
             for parameter in parameters.values():

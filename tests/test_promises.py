@@ -18,7 +18,7 @@ PROMISES = {
         "any_number_of_ranks_writes_the_same_bytes "
         "a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes",
     "A checkpoint is complete or absent.":
-        "after_a_kill_at_any_moment_committed_checkpoints_are_complete any_flipped_bit_is_found "
+        "after_a_kill_at_any_moment_committed_checkpoints_are_complete every_flipped_byte_is_found "
         "a_damaged_checkpoint_is_skipped_by_name "
         "a_planted_pickle_is_refused_and_never_executed",
     "A job records how it ended":

@@ -19,8 +19,9 @@ from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.load import load_job
 from dtt.data.conversations.template import CHATML
+from dtt.mesh.sharding import on_every_rank
 from dtt.model import families
-from dtt.model.decoder import Decoder
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim.ema import Ema
 
@@ -68,7 +69,7 @@ def write_checkpoint(
     does the average of its weights."""
     kinds = {store.MODEL: dict(make_model(job, step, says).state_dict())}
     if average_says is not None:
-        average = Ema(dict(make_model(job, step, average_says).named_parameters()), decay=0.9)
+        average = Ema(params_of(make_model(job, step, average_says)), decay=0.9)
         kinds[store.STATE] = average.tensors()
     staging = job / "checkpoints" / store.staging_name(step, 1)
     staging.mkdir(parents=True)
@@ -77,7 +78,9 @@ def write_checkpoint(
         staging,
         [
             *(
-                tensors.write(staging / store.rank_file(kind, 0), tensors.cut(state, 0, 1))
+                tensors.write(
+                    staging / store.rank_file(kind, 0), tensors.cut(on_every_rank(state, 1), 0)
+                )
                 for kind, state in kinds.items()
             ),
             tensors.write_bytes(staging / store.POSITION, [position]),

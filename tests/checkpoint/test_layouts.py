@@ -26,9 +26,10 @@ from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import Layout, make_layout
+from dtt.mesh.mesh import Mesh, make_mesh
+from dtt.mesh.sharding import LaidOut, on_this_rank
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import RESIDUAL_WRITERS, initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
@@ -60,28 +61,26 @@ class State:
         self.world, self.vocabulary = world, vocabulary
         model = ModelConfig.model_validate(config)
         arch = families.get(model.family).architecture(model, vocabulary, 16)
-        layout = make_layout(sizes, world)
+        layout = make_mesh(sizes, world)
         with torch.device("meta" if layout.sharded else "cpu"):
             self.model = Decoder(arch)
         lay_out(self.model, layout)
-        self.parameters = dict(self.model.named_parameters())
+        self.params = params_of(self.model, layout)
         self.optimizers = groups.build(
             MuonConfig(momentum_warmup=4, normuon_beta2=0.9),  # all the state there is
-            self.parameters,
-            roles(self.model),
+            self.params,
             torch.float32,
         )
-        self.ema = Ema(self.parameters, decay=0.9)
+        self.ema = Ema(self.params, decay=0.9)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """By kind and name, as the trainer has them."""
-        state = optimizer_tensors(self.optimizers) | self.ema.tensors()
-        return {store.MODEL: dict(self.parameters), store.STATE: state}
+    def tensors(self) -> dict[str, LaidOut]:
+        """All but the parameters, as the trainer has them."""
+        return self.params.laid_out(optimizer_tensors(self.optimizers) | self.ema.tensors())
 
     def train(self) -> None:
         """Give everything values."""
         initialize(self.model, seed=0)
-        self.ema = Ema(self.parameters, decay=0.9)
+        self.ema = Ema(self.params, decay=0.9)
         for step in range(2):
             ids = torch.arange(4 * 17).view(4, 17) * (step + 3) % self.vocabulary
             (self.model(ids[:, :-1], ids[:, 1:]) / 64).backward()
@@ -97,13 +96,14 @@ class State:
             job.checkpoints.mkdir(parents=True)
         self.world.barrier()
         saver = Saver(job, 1, self.world, CheckpointConfig(), FACTS)
-        saver.begin(1, self.tensors(), rng_tensors(self.world.rank, self.world.device), {"step": 1})
+        own = on_this_rank(rng_tensors(self.world.rank, self.world.device))
+        saver.begin(1, self.params, self.tensors() | own, {"step": 1})
         saver.wait()
         return saver.finished()[0].bytes
 
     def restore(self, found: store.Checkpoint) -> None:
         """From `save`."""
-        load_parameters(self.parameters, found.stored(store.MODEL))
+        load_parameters(self.params, found.stored(store.MODEL))
         state = found.stored(store.STATE)
         load_optimizers(self.optimizers, state)
         self.ema.restore(state)
@@ -118,7 +118,7 @@ class State:
         ]
 
 
-def lay_out(model: Decoder, layout: Layout) -> None:
+def lay_out(model: Decoder, layout: Mesh) -> None:
     """Cut the parameters as tensor parallelism and FSDP2 do."""
     if not layout.sharded:
         return
@@ -190,7 +190,7 @@ def wrong_after_beginning(world: World, folder: Path) -> dict[str, list[str]]:
         state = State(world, sizes, vocabulary=131)
         initialize(state.model, seed=5)
         assert take_weights(state.model, theirs, "there") == report
-        pairs = zip(state.parameters.items(), alone.parameters.values(), strict=True)
+        pairs = zip(state.model.named_parameters(), alone.model.parameters(), strict=True)
         found[name] = [parameter for (parameter, p), right in pairs if not same(p, right)]
     return found
 
@@ -203,7 +203,7 @@ def wrong_after_swapping(world: World, folder: Path) -> dict[str, list[str]]:
     for name, sizes in of_size(world):
         state = State(world, sizes)
         state.restore(saved)
-        named = state.parameters.items()
+        named = state.model.named_parameters()
         with state.ema.swapped():
             found[name] = [n for n, p in named if not same(p, rest[f"ema/{n}/value"])]
         found[name] += [n for n, p in named if not same(p, weights[n])]

@@ -18,8 +18,8 @@ import pytest
 import torch
 from running import Dtt, in_this_process
 
-from dtt.artifacts.manifest import FileRecord, fingerprint
-from dtt.artifacts.manifests import CheckpointManifest
+from dtt.artifacts.manifest import FileRecord
+from dtt.artifacts.manifests import CheckpointManifest, sealed
 from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.base.files import sha256_file
 from dtt.base.ranks import Ranks
@@ -81,8 +81,7 @@ def seal(folder: Path, **changes: Any) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n")
+    (folder / MANIFEST).write_text(sealed(content))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -334,11 +333,11 @@ class Run:
         self.plan: RunPlan = make_plan(self.cfg, self.dataset, self.world)
         self.made = assemble(self.cfg, self.plan, self.world)
         self.optimizers = make_optimizers(self.cfg, self.plan, self.made, None)
-        self.ema = Ema(self.made.parameters, 0.9)
+        self.ema = Ema(self.made.params, 0.9)
         self.guard = Guard(self.cfg.guard, self.world, job)
 
     def restore(self, found: Checkpoint) -> None:
-        load_parameters(self.made.parameters, found.stored(store.MODEL))
+        load_parameters(self.made.params, found.stored(store.MODEL))
         state = found.stored(store.STATE)
         load_optimizers(self.optimizers, state)
         self.ema.restore(state)
@@ -412,8 +411,7 @@ def write_manifest_as_is(folder: Path, content: dict[str, Any]) -> None:
     """Seal what cannot be text, too: a file with half a surrogate pair in it."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     try:
-        text = json.dumps(content | {"seal": fingerprint(content)}, indent=1, ensure_ascii=False)
-        (folder / MANIFEST).write_text(text + "\n")
+        (folder / MANIFEST).write_text(sealed(content))
     except UnicodeEncodeError:
         (folder / MANIFEST).write_text(text + "\n")
 

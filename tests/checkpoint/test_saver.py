@@ -21,6 +21,7 @@ from dtt.checkpoint import store, tensors
 from dtt.checkpoint.saver import Saver
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
+from dtt.mesh.sharding import Placed, on_every_rank, on_this_rank
 
 FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 
@@ -31,25 +32,25 @@ def make(folder: Path, world: World, **config: Any) -> Saver:
     return Saver(job, 1, world, CheckpointConfig(**config), FACTS)
 
 
-def state(value: float) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        store.MODEL: {"w": torch.full((1000, 8), value), "b": torch.full((3,), value)},
-        store.STATE: {"muon/w/momentum": torch.full((1000, 8), -value)},
-    }
+def weights(value: float) -> dict[str, Placed]:
+    return on_every_rank({"w": torch.full((1000, 8), value), "b": torch.full((3,), value)})
 
 
-def own(rank: int) -> dict[str, torch.Tensor]:
-    return {f"rng/{rank:05d}/cpu": torch.full((5,), rank, dtype=torch.uint8)}
+def state(value: float) -> dict[str, Placed]:
+    return on_every_rank({"muon/w/momentum": torch.full((1000, 8), -value)})
+
+
+def own(rank: int) -> dict[str, Placed]:
+    return on_this_rank({f"rng/{rank:05d}/cpu": torch.full((5,), rank, dtype=torch.uint8)})
 
 
 def save_twice(world: World, folder: Path, asynchronous: bool) -> list[dict[str, Any]]:
     saver = make(folder, world, asynchronous=asynchronous)
     for step in (1, 2):
-        values = state(float(step))
-        saver.begin(step, values, own(world.rank), {"step": step})
-        for named in values.values():
-            for tensor in named.values():
-                tensor.fill_(99.0)  # training goes on
+        params, moments = weights(float(step)), state(float(step))
+        saver.begin(step, params, moments | own(world.rank), {"step": step})
+        for held in (params | moments).values():
+            held.tensor.fill_(99.0)  # training goes on
     saver.wait()
     return [save.record() for save in saver.finished()]
 
@@ -61,27 +62,27 @@ def test_a_checkpoint_holds_the_state_at_the_start_of_the_save(
 ) -> None:
     for records in on_ranks(size, save_twice, tmp_path, asynchronous):
         assert [r["step"] for r in records] == [1, 2]
-        assert all(r["bytes"] == 64012 for r in records)
+        assert all(r["bytes"] == 64017 for r in records)
     for step in (1, 2):
         found = store.at_step(tmp_path / "checkpoints", step)
         assert found.manifest.world_size == size
         assert found.position() == {"step": step}
-        expected = state(float(step))
-        for kind in (store.MODEL, store.STATE):
+        expected = {store.MODEL: weights(float(step)), store.STATE: state(float(step))}
+        for kind, placed in expected.items():
             held = found.tensors(kind)
-            for name, value in expected[kind].items():
-                assert torch.equal(held[name], value), name
+            for name, value in placed.items():
+                assert torch.equal(held[name], value.tensor), name
         for rank in range(size):
-            assert torch.equal(held[f"rng/{rank:05d}/cpu"], own(rank)[f"rng/{rank:05d}/cpu"])
+            assert torch.equal(held[f"rng/{rank:05d}/cpu"], own(rank)[f"rng/{rank:05d}/cpu"].tensor)
 
 
 def fail_on_the_last_rank(world: World, folder: Path) -> tuple[str, str, list[int]]:
     saver = make(folder, world)
-    saver.begin(1, state(1.0), own(world.rank), {})
+    saver.begin(1, weights(1.0), state(1.0) | own(world.rank), {})
     saver.wait()
     if world.rank == world.size - 1:
         tensors.write = full  # type: ignore[assignment]
-    saver.begin(2, state(2.0), own(world.rank), {})
+    saver.begin(2, weights(2.0), state(2.0) | own(world.rank), {})
     try:
         saver.wait()
     except DttError as error:
@@ -117,7 +118,7 @@ def fail_with_a_bug(world: World, folder: Path, asynchronous: bool) -> str:
     if world.first:
         position["unexpected"] = object()  # json.dumps raises TypeError
     try:
-        saver.begin(1, state(1.0), own(world.rank), position)
+        saver.begin(1, weights(1.0), state(1.0) | own(world.rank), position)
         saver.wait()
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
@@ -139,7 +140,7 @@ def test_insufficient_disk_space_is_detected_before_anything_is_written(
     saver = make(tmp_path, alone)
     usage = files.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
-    saver.begin(1, state(1.0), {}, {})
+    saver.begin(1, weights(1.0), state(1.0), {})
     with pytest.raises(DiskFull, match="not enough disk space for the checkpoint of step 1"):
         saver.wait()
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_waits_for_space_is_written_once_there_is_some(
 
     monkeypatch.setattr(tensors, "write", full_at_first)
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS_FOR_SPACE", 0.01)
-    saver.begin(1, state(1.0), {}, {})
+    saver.begin(1, weights(1.0), state(1.0), {})
     saver.wait()
     assert looked.is_set()
     assert "waits for space" in caplog.text
@@ -175,7 +176,7 @@ def wait_for_space_until_stopped(world: World, folder: Path) -> str:
     config = CheckpointConfig(on_full="wait")
     saver = Saver(job, 1, world, config, FACTS, wanted.is_set)
     tensors.write = full  # type: ignore[assignment]
-    saver.begin(1, state(1.0), own(world.rank), {})
+    saver.begin(1, weights(1.0), state(1.0) | own(world.rank), {})
     assert not saver.failed
     if world.rank == 1:
         wanted.set()
@@ -199,7 +200,7 @@ def test_a_file_that_vanishes_is_a_storage_error(
 
     monkeypatch.setattr(tensors, "write", vanish)
     saver = make(tmp_path, alone)
-    saver.begin(1, state(1.0), {}, {})
+    saver.begin(1, weights(1.0), state(1.0), {})
     with pytest.raises(StorageError, match="model-00000"):
         saver.wait()
 
@@ -219,7 +220,7 @@ def test_a_transient_error_restarts_the_write_of_the_file(
     monkeypatch.setattr(os, "fsync", flaky)
     monkeypatch.setattr(reading, "PATIENCE", (0.0, 0.0, 0.0))
     saver = make(tmp_path, alone)
-    saver.begin(1, state(1.0), own(0), {})
+    saver.begin(1, weights(1.0), state(1.0) | own(0), {})
     saver.wait()
     assert next(failures, None) is None
     assert store.at_step(tmp_path / "checkpoints", 1).step == 1
@@ -235,7 +236,7 @@ def test_a_save_fails_if_the_read_back_verification_fails(
 
     monkeypatch.setattr(module, "forget_cached", damage)
     saver = make(tmp_path, alone)
-    saver.begin(1, state(1.0), own(0), {})
+    saver.begin(1, weights(1.0), state(1.0) | own(0), {})
     with pytest.raises(StorageError, match="read-back verification"):
         saver.wait()
 
@@ -253,11 +254,11 @@ def test_at_most_one_save_is_in_flight(
 
     monkeypatch.setattr(store, "commit", slow)
     saver = make(tmp_path, alone)
-    saver.begin(1, state(1.0), {}, {})
+    saver.begin(1, weights(1.0), state(1.0), {})
     assert going.wait(10)  # `begin` has returned, the commit has not
     assert saver.finished() == []
     threading.Timer(0.05, release.set).start()
-    saver.begin(2, state(2.0), {}, {})
+    saver.begin(2, weights(2.0), state(2.0), {})
     assert [save.step for save in saver.finished()] == [1]
     saver.wait()
     assert store.steps(tmp_path / "checkpoints") == [1, 2]
@@ -269,9 +270,9 @@ def test_on_a_gpu_the_copy_is_made_before_training_continues(tmp_path: Path) -> 
     world = start(Ranks(), "cuda")
     saver = make(tmp_path, world, keep_last=3)
     for step in (1, 2, 3):
-        values = {store.MODEL: {"w": torch.full((4096, 4096), float(step), device="cuda")}}
-        saver.begin(step, values, {}, {})
-        values[store.MODEL]["w"].fill_(99.0)
+        weight = torch.full((4096, 4096), float(step), device="cuda")
+        saver.begin(step, on_every_rank({"w": weight}), {}, {})
+        weight.fill_(99.0)
     saver.wait()
     for step in (1, 2, 3):
         held = store.at_step(tmp_path / "checkpoints", step).tensors(store.MODEL)

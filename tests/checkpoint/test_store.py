@@ -23,13 +23,13 @@ import torch
 
 import dtt
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifest import fingerprint, manifest_text
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base import reading
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.train import CheckpointConfig
+from dtt.mesh.sharding import on_every_rank
 
 fork = multiprocessing.get_context("fork")
 
@@ -53,7 +53,7 @@ def save(folder: Path, step: int, numbers: int = 100) -> Checkpoint:
     written = [tensors.write_bytes(staging / store.POSITION, [json.dumps({"step": step}).encode()])]
     for name in FILES[:-2]:
         values = {"w": torch.randn(numbers, generator=generator)}
-        written.append(tensors.write(staging / name, tensors.cut(values, 0, 1)))
+        written.append(tensors.write(staging / name, tensors.cut(on_every_rank(values, 1), 0)))
     return store.commit(staging, written, step=step, **FACTS)
 
 
@@ -162,28 +162,6 @@ def test_a_missing_file_is_found(folder: Path, name: str, caplog: pytest.LogCapt
     assert falls_back(folder, name, caplog)
 
 
-def test_any_flipped_bit_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """100 anywhere in the folder, and one of every fifth byte of the manifest."""
-    files = sorted((folder / "step-000010").iterdir())
-    ends = [sum(f.stat().st_size for f in files[: i + 1]) for i in range(len(files))]
-    rng = random.Random(0)
-    flips = []
-    for _ in range(100):
-        position = rng.randrange(ends[-1])
-        index = next(i for i, end in enumerate(ends) if position < end)
-        flips.append((files[index], position - ends[index], 1 << rng.randrange(8)))
-    manifest = folder / "step-000010" / CheckpointManifest.filename
-    flips += [(manifest, i, 1 << rng.randrange(8)) for i in range(0, manifest.stat().st_size, 5)]
-    for path, offset, bit in flips:
-        original = path.read_bytes()
-        damaged = bytearray(original)
-        damaged[offset] ^= bit
-        path.write_bytes(damaged)
-        assert falls_back(folder, path.name, caplog), f"{path.name}: bit {bit} of byte {offset}"
-        path.write_bytes(original)
-    assert store.verify(folder / "step-000010").step == 10
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_another_checkpoint_are_found(
     folder: Path, name: str, caplog: pytest.LogCaptureFixture
@@ -232,33 +210,6 @@ def test_a_manifest_that_is_not_as_written_is_found(
 ) -> None:
     damage(folder / "step-000010" / "MANIFEST.json")
     assert falls_back(folder, "MANIFEST.json", caplog)
-
-
-def test_manifests_with_other_optional_fields_are_not_damaged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an older dtt, which lacks a field of today, and of a newer one, which has one more."""
-    path = folder / "step-000010" / "MANIFEST.json"
-    content = json.loads(path.read_text())
-    del content["seal"]
-    content["base"] = {"manifest_sha256": "a" * 64}
-    path.write_text(manifest_text(content | {"seal": fingerprint(content)}))
-    assert store.verify(path.parent).step == 10
-
-    class Later(CheckpointManifest):
-        base: str | None = None
-
-    monkeypatch.setattr(store, "CheckpointManifest", Later)
-    assert store.verify(folder / "step-000005").step == 5
-
-
-def test_any_changed_byte_of_a_manifest_is_found(folder: Path) -> None:
-    path = folder / "step-000010" / "MANIFEST.json"
-    whole = path.read_bytes()
-    for i in range(len(whole)):
-        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
-        with pytest.raises((DamagedError, InputError)):
-            store.verify(path.parent)
 
 
 def test_training_does_not_restart_by_itself_if_all_checkpoints_are_damaged(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtt.base.errors import DamagedError
 from dtt.checkpoint import tensors
+from dtt.mesh.sharding import on_every_rank
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
@@ -42,7 +43,7 @@ def test_checkpoints_of_any_number_of_ranks_are_read_back_completely(
     named = {name: random(*kind) for name, kind in shapes.items()}
     shuffled = dict(reversed(named.items()))  # another rank may have filled its dict otherwise
     for rank in range(size):
-        pieces = tensors.cut(named if rank % 2 else shuffled, rank, size)
+        pieces = tensors.cut(on_every_rank(named if rank % 2 else shuffled, size), rank)
         tensors.write(folder / f"x-{rank}.safetensors", pieces)
     found = tensors.read(sorted(folder.iterdir()))
     assert found.keys() == named.keys()
@@ -57,14 +58,17 @@ def test_checkpoints_of_any_number_of_ranks_are_read_back_completely(
 def test_all_ranks_write_the_same_number_of_bytes_to_within_a_row() -> None:
     named = {"embed": torch.zeros(5000, 64), "norm": torch.zeros(64), "mlp": torch.zeros(256, 64)}
     for size in (2, 3, 8):
-        shares = [sum(p.tensor.nbytes for p in tensors.cut(named, r, size)) for r in range(size)]
+        shares = [
+            sum(p.tensor.nbytes for p in tensors.cut(on_every_rank(named, size), r))
+            for r in range(size)
+        ]
         assert max(shares) - min(shares) <= 2 * 64 * 4
 
 
 def test_the_files_are_safetensors_with_their_hash(tmp_path: Path) -> None:
     named = {"w": torch.randn(3, 4), "step": torch.tensor(7.0), "rng": torch.arange(9).byte()}
     path = tmp_path / "x.safetensors"
-    record = tensors.write(path, tensors.cut(named, 0, 1))
+    record = tensors.write(path, tensors.cut(on_every_rank(named, 1), 0))
     theirs = load_file(path)
     assert theirs.keys() == named.keys()
     assert all(torch.equal(theirs[name], value) for name, value in named.items())
@@ -75,7 +79,9 @@ def test_the_files_are_safetensors_with_their_hash(tmp_path: Path) -> None:
 def test_a_missing_piece_is_reported(tmp_path: Path) -> None:
     named = {"embed": torch.randn(100, 4)}
     for rank in range(3):
-        tensors.write(tmp_path / f"x-{rank}.safetensors", tensors.cut(named, rank, 3))
+        tensors.write(
+            tmp_path / f"x-{rank}.safetensors", tensors.cut(on_every_rank(named, 3), rank)
+        )
     (tmp_path / "x-1.safetensors").unlink()
     found = tensors.read(sorted(tmp_path.iterdir()))["embed"]
     with pytest.raises(DamagedError, match=r"not complete[\s\S]*1[0-9]{2} of 400 elements"):

@@ -265,10 +265,10 @@ def test_validation_measures_the_targets_and_leaves_out_sources_without_any(
     dataset = replace(mixed, validation=(Nothing(), toy))
     parts = held_out(dataset, 2 * len(toy))
     assert [part.source for part in parts] == [toy]
-    decoder, world = model(), dist.start(Ranks(), "cpu")
+    decoder = model()
     measure = partial(Step(decoder, "fp32").evaluate, objective=next_token())
     reader = BatchReader(0, 1, 4, CPU)
-    record = Evaluator(parts, reader, decoder, measure, world).record(1, lambda: False)
+    record = Evaluator(parts, reader, decoder, measure).record(1, lambda: False)
     assert record is not None
     rows = toy.read(np.arange(len(toy), dtype=np.uint64))
     kept = torch.from_numpy(rows.targets != IGNORE_INDEX)

@@ -31,9 +31,9 @@ from dtt.estimate.memory import (
     optimizer_state,
 )
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.model import count
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.optim import groups
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import apply, autocast
@@ -68,7 +68,7 @@ def test_parameters_and_states_are_those_of_real_optimizers(family: str, optim: 
     one = case(*SMALL, f"model.family={family}", f"optim.type={optim}")
     model = Decoder(one.arch)
     parameters = dict(model.named_parameters())
-    optimizers = groups.build(one.cfg.optim, parameters, roles(model), torch.float32)
+    optimizers = groups.build(one.cfg.optim, params_of(model), torch.float32)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter.data.zero_())
     for optimizer in optimizers.values():
@@ -256,7 +256,7 @@ def of_four(mesh: str) -> Case:
 def muon_step(world: World, mesh: str) -> tuple[int, int]:
     """Bytes that one step of Muon really sends other ranks, and receives of them."""
     one, sent, received = of_four(mesh), 0, 0
-    layout = make_layout(one.sizes, world)
+    layout = make_mesh(one.sizes, world)
     model = Decoder(one.arch)
     apply(model, world, layout, compile_blocks=False)
     parameters = dict(model.named_parameters())
@@ -272,9 +272,7 @@ def muon_step(world: World, mesh: str) -> tuple[int, int]:
         received += new.nbytes - new.itemsize * expected[world.rank]
         return exchange(new, old, expected, counts, **how)
 
-    muon = groups.build(one.cfg.optim, parameters, roles(model), one.precision.compute_dtype)[
-        "muon"
-    ]
+    muon = groups.build(one.cfg.optim, params_of(model), one.precision.compute_dtype)["muon"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_to_all_single", counted)
         muon.step()
@@ -305,11 +303,11 @@ def _step_peaks(pipe: object) -> None:
         model = Decoder(one.arch).to(one.precision.weights)
         parameters = dict(model.named_parameters())
         dtype = one.precision.compute_dtype
-        optimizers = groups.build(one.cfg.optim, parameters, roles(model), dtype).values()
+        optimizers = groups.build(one.cfg.optim, params_of(model), dtype).values()
         with Trace() as trace:
             for parameter in parameters.values():
                 trace.see(parameter.data.zero_())
-            ema = Ema(parameters, 0.9)  # made of what is seen
+            ema = Ema(params_of(model), 0.9)  # made of what is seen
             for _ in range(2):  # the first one makes the state
                 for parameter in parameters.values():
                     parameter.grad = torch.zeros_like(parameter)

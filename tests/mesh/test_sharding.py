@@ -9,7 +9,7 @@ from dtt.mesh.sharding import Box, TensorLayout, layout_of
 
 
 def test_all_ranks_hold_all_of_a_plain_tensor() -> None:
-    layout = layout_of(torch.zeros(3, 2), world_size=4)
+    layout = layout_of(torch.zeros(3, 2), 4)
     assert layout.ranks == layout.replica_ranks(2) == (0, 1, 2, 3)
     assert set(layout.boxes.values()) == {Box((0, 0), (3, 2))}
     assert layout.replica_count == 4

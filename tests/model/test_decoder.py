@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder, parameter_role, roles
+from dtt.model.decoder import Decoder, parameter_role, params_of
 from dtt.model.init import initialize
 
 
@@ -63,7 +63,7 @@ def test_parameter_names_are_the_contract(arch: Architecture) -> None:
 
 def test_every_parameter_has_one_role(arch: Architecture) -> None:
     model, _ = make(arch)
-    found = roles(model)
+    found = {name: param.role for name, param in params_of(model).items()}
     assert list(found) == [name for name, _ in model.named_parameters()]
     assert ("head" in found.values()) == (not arch.tie_embeddings)
     assert {n for n, r in found.items() if r == "matrix"} == {

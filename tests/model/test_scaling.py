@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from torch import nn
 
 from dtt.base.errors import ConfigError
@@ -16,7 +17,7 @@ from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.model import families
-from dtt.model.decoder import Decoder, parameter_role, roles
+from dtt.model.decoder import Decoder, parameter_role, params_of
 from dtt.model.init import fill_normal, init_std, initialize
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import groups
@@ -44,9 +45,9 @@ def made(scaling: Scaling) -> Decoder:
 
 def optimizers(cfg: RunConfig, model: Decoder, scaling: Scaling) -> dict[str, Any]:
     """Of each parameter, what the optimizer groups say."""
-    named = dict(model.named_parameters())
-    rates = scaling.learning_rates(cfg.optim, roles(model))
-    built = groups.build(cfg.optim, named, roles(model), torch.float32, rates)
+    params = params_of(model)
+    rates = scaling.learning_rates(cfg.optim, params)
+    built = groups.build(cfg.optim, params, torch.float32, rates)
     said = {}
     for optimizer in built.values():
         for group in optimizer.param_groups:
@@ -105,8 +106,10 @@ def test_rates_follow_width_and_depth_and_decay_per_step_does_not(
         optimizers(cfg, made(one), one) for cfg, one in ((base, small), (wide, scaling))
     )
     assert before.keys() < after.keys()
-    for name, role in roles(made(small)).items():
-        factor = (matrix if role == "matrix" else 1) * (block if name.startswith("layers") else 1)
+    for name, param in params_of(made(small)).items():
+        factor = (matrix if param.role == "matrix" else 1) * (
+            block if name.startswith("layers") else 1
+        )
         one, other = before[name], after[name]
         assert other["peak_lr"] == pytest.approx(factor * one["peak_lr"]), name
         decay = one["peak_lr"] * one["weight_decay"]
@@ -125,12 +128,11 @@ def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
     for dim in (32, 64, 128):
         cfg = run("llama", dim, base_head_dim=16)
         optim = MuonConfig(scale=scale, ns_coefficients="polar-express", weight_decay=0.0)  # type: ignore[arg-type]
-        factors = scaled(cfg, 100).learning_rates(optim, {"layers.0.w": "matrix"})
         weight = nn.Parameter(torch.zeros(*experts, rows * dim, columns * dim))
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
-        built = groups.build(
-            optim, {"layers.0.w": weight}, {"layers.0.w": "matrix"}, torch.float32, factors
-        )
+        params = table({"layers.0.w": weight})
+        factors = scaled(cfg, 100).learning_rates(optim, params)
+        built = groups.build(optim, params, torch.float32, factors)
         built["muon"].step()
         norm = torch.linalg.matrix_norm(weight.detach(), 2).mean().item()
         norms.append(norm / math.sqrt(rows / columns))
@@ -143,15 +145,14 @@ def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
         cfg = run("llama", dim, base_head_dim=16)
         optim = MuonConfig(scale="hyperball", ns_coefficients="polar-express", weight_decay=0.0)
         scaling = scaled(cfg, 100)
-        factors = scaling.learning_rates(optim, {"layers.0.w": "matrix"})
         weight = nn.Parameter(torch.empty(dim, 2 * dim))
         with torch.no_grad():
             fill_normal(weight, init_std("layers.0.w", scaling.arch, scaling.base), 0, "layers.0.w")
         before = weight.detach().clone()
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
-        built = groups.build(
-            optim, {"layers.0.w": weight}, {"layers.0.w": "matrix"}, torch.float32, factors
-        )
+        params = table({"layers.0.w": weight})
+        factors = scaling.learning_rates(optim, params)
+        built = groups.build(optim, params, torch.float32, factors)
         built["muon"].step()
         norms.append(torch.linalg.matrix_norm(weight.detach() - before, 2).item())
     assert max(norms) / min(norms) < 1.1
@@ -160,9 +161,9 @@ def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
 def test_a_stack_is_scaled_as_its_matrices() -> None:
     scaling = scaled(run("llama", 128, base_head_dim=16, depth="sqrt", base_layers=1), 100)
     names = ("layers.0.mlp.up.weight", "layers.0.mlp.experts.up")
-    rates = scaling.learning_rates(
-        MuonConfig(), {n: parameter_role(n, i + 2) for i, n in enumerate(names)}
-    )
+    weights = {n: nn.Parameter(torch.zeros((4,) * (i + 2))) for i, n in enumerate(names)}
+    roles = {n: parameter_role(n, p.ndim) for n, p in weights.items()}
+    rates = scaling.learning_rates(MuonConfig(), table(weights, roles))
     for optimizer in ("adamw", "muon"):
         matrix, stack = (rates[optimizer][name] for name in names)
         assert matrix == stack != 1.0
@@ -176,14 +177,13 @@ def test_adamws_update_moves_the_outputs_of_a_matrix_alike_at_all_widths() -> No
         cfg = run("llama", dim, base_head_dim=16).model_copy(
             update={"optim": AdamWConfig(weight_decay=0.0)}
         )
-        factors = scaled(cfg, 100).learning_rates(cfg.optim, {"layers.0.w": "matrix"})
         generator = torch.Generator().manual_seed(dim)
         inputs, wanted = torch.randn(2, dim, generator=generator)
         weight = nn.Parameter(torch.zeros(dim, dim))
         weight.grad = torch.outer(wanted, inputs)
-        built = groups.build(
-            cfg.optim, {"layers.0.w": weight}, {"layers.0.w": "matrix"}, torch.float32, factors
-        )
+        params = table({"layers.0.w": weight})
+        factors = scaled(cfg, 100).learning_rates(cfg.optim, params)
+        built = groups.build(cfg.optim, params, torch.float32, factors)
         built["adamw"].step()
         moved.append((weight @ inputs).abs().mean().item())
     assert max(moved) / min(moved) < 1.3

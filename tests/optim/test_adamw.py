@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from tables import table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +37,7 @@ def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def make(params: Sequence[Tensor], config: AdamWConfig = CONFIG, **how: Any) -> torch.optim.AdamW:
     named: Any = {f"layers.0.p{i}.weight": p for i, p in enumerate(params)}
-    built = groups.build(config, named, dict.fromkeys(named, "matrix"), torch.float32, **how)
+    built = groups.build(config, table(named), torch.float32, **how)
     adamw = built["adamw"]
     assert isinstance(adamw, torch.optim.AdamW)
     return adamw

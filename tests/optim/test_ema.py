@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tables import table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_it_is_the_average_of_the_definition() -> None:
     params = parameters()
-    ema = Ema(params, decay=0.9)
+    ema = Ema(table(params), decay=0.9)
     expected = {name: p.detach().double() for name, p in params.items()}
     for t in range(200):
         move(params, t)
@@ -52,10 +53,10 @@ def test_it_is_the_average_of_the_definition() -> None:
 def test_one_that_starts_late_is_that_of_the_last_steps_alone(start: int) -> None:
     """The reference is an average that is created from the weights at its start."""
     params = parameters()
-    late = Ema(params, decay=0.9, start=start)
+    late = Ema(table(params), decay=0.9, start=start)
     for t in range(20):
         if t == start:
-            reference = Ema(params, decay=0.9)
+            reference = Ema(table(params), decay=0.9)
         move(params, t)
         late.update(SKIPPED if t == 12 else USED, t)
         if t >= start:
@@ -68,15 +69,15 @@ def test_one_that_starts_late_is_that_of_the_last_steps_alone(start: int) -> Non
 def test_a_late_average_restored_before_or_after_its_start_goes_on_bit_for_bit() -> None:
     for stop in (3, 7, 9):
         params = parameters()
-        ema = Ema(params, decay=0.9, start=7)
+        ema = Ema(table(params), decay=0.9, start=7)
         for t in range(12):
             if t == stop:
-                ema, saved = Ema(params, decay=0.9, start=7), ema.tensors()
+                ema, saved = Ema(table(params), decay=0.9, start=7), ema.tensors()
                 ema.restore({name: tensor.clone() for name, tensor in saved.items()})
             move(params, t)
             ema.update(USED, t)
         whole = parameters()
-        other = Ema(whole, decay=0.9, start=7)
+        other = Ema(table(whole), decay=0.9, start=7)
         for t in range(12):
             move(whole, t)
             other.update(USED, t)
@@ -85,7 +86,7 @@ def test_a_late_average_restored_before_or_after_its_start_goes_on_bit_for_bit()
 
 def test_the_blend_is_shown_and_exported_and_the_average_goes_on_without_it() -> None:
     params = parameters()
-    plain, ema = Ema(params, decay=0.9), Ema(params, decay=0.9, blend=0.6)
+    plain, ema = Ema(table(params), decay=0.9), Ema(table(params), decay=0.9, blend=0.6)
     for t in range(5):
         move(params, t)
         plain.update(USED)
@@ -105,7 +106,7 @@ def test_the_blend_is_shown_and_exported_and_the_average_goes_on_without_it() ->
 
 def test_half_of_it_comes_from_the_last_half_life() -> None:
     params = {"a": nn.Parameter(torch.zeros(1))}
-    ema = Ema(params, decay=0.99)
+    ema = Ema(table(params), decay=0.99)
     for _ in range(2000):  # beyond the warm-up, which ends where (1 + t) / (10 + t) = 0.99
         ema.update(USED)
     with torch.no_grad():
@@ -119,7 +120,7 @@ def test_a_skipped_step_changes_no_bit_of_it() -> None:
     runs = []
     for skips in (False, True):
         params = parameters()
-        ema = Ema(params, decay=0.999)
+        ema = Ema(table(params), decay=0.999)
         for step in range(6):
             move(params, step)
             ema.update(USED)
@@ -131,13 +132,13 @@ def test_a_skipped_step_changes_no_bit_of_it() -> None:
 
 def test_it_continues_bit_for_bit_from_its_tensors() -> None:
     params = parameters()
-    ema = Ema(params, decay=0.99)
+    ema = Ema(table(params), decay=0.99)
     for step in range(5):
         move(params, step)
         ema.update(USED)
     kept = {name: t.clone() for name, t in ema.tensors().items()}
     resumed = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
-    restored = Ema(resumed, decay=0.99)
+    restored = Ema(table(resumed), decay=0.99)
     restored.restore(kept)
     for step in range(5, 9):
         for p, e in ((params, ema), (resumed, restored)):
@@ -150,7 +151,7 @@ def test_without_an_average_in_the_checkpoint_it_starts_from_the_weights_with_a_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     params = parameters()
-    ema = Ema(params, decay=0.99)
+    ema = Ema(table(params), decay=0.99)
     move(params, 0)  # the weights of the checkpoint
     with caplog.at_level(logging.INFO, logger="dtt"):
         ema.restore({"adamw/a/exp_avg": torch.zeros(3, 4)})
@@ -159,15 +160,15 @@ def test_without_an_average_in_the_checkpoint_it_starts_from_the_weights_with_a_
 
 
 def test_the_average_of_another_model_is_refused() -> None:
-    other = Ema({"a": nn.Parameter(torch.zeros(3, 4))}, decay=0.99)
+    other = Ema(table({"a": nn.Parameter(torch.zeros(3, 4))}), decay=0.99)
     with pytest.raises(DamagedError, match="b is present on one side only"):
-        Ema(parameters(), decay=0.99).restore(other.tensors())
+        Ema(table(parameters()), decay=0.99).restore(other.tensors())
 
 
 def test_the_parameters_hold_the_average_inside_the_context_and_are_restored() -> None:
     params = parameters()
     before = {name: p.detach().clone() for name, p in params.items()}
-    ema = Ema(params, decay=0.5)
+    ema = Ema(table(params), decay=0.5)
     move(params, 0)
     moved = {name: p.detach().clone() for name, p in params.items()}
     with ema.swapped():
@@ -182,7 +183,7 @@ def test_the_parameters_hold_the_average_inside_the_context_and_are_restored() -
 def test_frozen_parameters_are_not_averaged() -> None:
     params = parameters()
     params["b"].requires_grad_(False)
-    assert averages(Ema(params, decay=0.9).tensors()).keys() == {"a"}
+    assert averages(Ema(table(params), decay=0.9).tensors()).keys() == {"a"}
 
 
 class Reads(TorchDispatchMode):
@@ -196,7 +197,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_an_update_never_waits_for_the_device() -> None:
-    ema = Ema(parameters(), decay=0.9)
+    ema = Ema(table(parameters()), decay=0.9)
     with Reads() as reads:
         ema.update(USED)
         ema.update(SKIPPED)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -54,7 +55,7 @@ def parameters() -> dict[str, nn.Parameter]:
 def made(
     config: OptimConfig, multipliers: Mapping[str, Mapping[str, float]] | None = None
 ) -> dict[str, Optimizer]:
-    return build(config, parameters(), ROLES, torch.float32, multipliers)
+    return build(config, table(parameters(), ROLES), torch.float32, multipliers)
 
 
 def group_of(optimizers: dict[str, Optimizer], name: str) -> tuple[str, dict[str, Any]]:
@@ -89,7 +90,7 @@ def test_a_stack_of_matrices_decays_and_a_stack_of_biases_does_not(
     shapes = {"layers.0.mlp.experts.up": (3, 8, 4), "layers.0.mlp.experts.up_bias": (3, 8)}
     stacks = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     roles = {name: parameter_role(name, len(shape)) for name, shape in shapes.items()}
-    optimizers = build(config, stacks, roles, torch.float32)
+    optimizers = build(config, table(stacks, roles), torch.float32)
     found, group = group_of(optimizers, "layers.0.mlp.experts.up")
     assert (found, group["weight_decay"]) == (owner, 0.1)
     found, group = group_of(optimizers, "layers.0.mlp.experts.up_bias")
@@ -99,14 +100,8 @@ def test_a_stack_of_matrices_decays_and_a_stack_of_biases_does_not(
 def test_split_cuts_the_rows_of_each_expert() -> None:
     stack = {"layers.0.mlp.experts.gate_up": nn.Parameter(torch.ones(3, 8, 4))}
     config = MuonConfig(groups=(MuonGroup(match="*", split=2),))
-    muon = build(config, stack, dict.fromkeys(stack, "matrix"), torch.float32)["muon"]
+    muon = build(config, table(stack), torch.float32)["muon"]
     assert muon.param_groups[0]["split"] == (4, 4)
-
-
-def test_a_parameter_without_a_role_is_an_error() -> None:
-    roles = {name: role for name, role in ROLES.items() if name != "norm.weight"}
-    with pytest.raises(ValueError, match="norm"):
-        build(AdamWConfig(), parameters(), roles, torch.float32)
 
 
 def test_groups_give_each_role_its_own_rate_decay_and_betas() -> None:
@@ -161,7 +156,7 @@ def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
 def test_a_role_without_parameters_is_an_error() -> None:
     tied = {name: p for name, p in parameters().items() if name != "head.weight"}
     with pytest.raises(ConfigError, match=r"no parameter has the role head(.|\n)*tied"):
-        build(AdamWConfig(groups=(AdamWGroup(match="head"),)), tied, ROLES, torch.float32)
+        build(AdamWConfig(groups=(AdamWGroup(match="head"),)), table(tied, ROLES), torch.float32)
 
 
 def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from tables import table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -70,7 +71,7 @@ def train(kind: str, weight: Tensor, rounding: StochasticRounding | None, steps:
     """`weight` after steps with gradients that are always the same, each at a rate of 1e-5."""
     parameter = nn.Parameter(weight)
     optimizer = groups.build(
-        CONFIGS[kind], {"w": parameter}, {"w": "matrix"}, torch.float32, rounding=rounding
+        CONFIGS[kind], table({"w": parameter}), torch.float32, rounding=rounding
     )[kind]
     groups.set_learning_rate({kind: optimizer}, 1e-5 / optimizer.param_groups[0]["peak_lr"])
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
@@ -103,8 +104,7 @@ def test_a_skipped_step_changes_nothing(kind: str) -> None:
     before = parameter.detach().clone()
     optimizer = groups.build(
         CONFIGS[kind],
-        {"w": parameter},
-        {"w": "matrix"},
+        table({"w": parameter}),
         torch.float32,
         rounding=StochasticRounding(0),
     )[kind]
@@ -125,7 +125,7 @@ def on_a_mesh(world: World) -> dict[str, list[list[float]]]:
         cut = distribute_tensor(torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)])
         parameter = nn.Parameter(cut)
         (optimizer,) = groups.build(
-            config, {"w": parameter}, {"w": "matrix"}, torch.float32, rounding=rounding
+            config, table({"w": parameter}), torch.float32, rounding=rounding
         ).values()
         parameter.grad = distribute_tensor(
             torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)]

@@ -14,11 +14,11 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.parallel.apply import apply, autocast, clip_gradients, gradient_sync
+from dtt.parallel.apply import apply, autocast, gradient_sync
 
 ROWS, SEQ_LEN = 8, 16
 
@@ -31,7 +31,7 @@ def make_model() -> Decoder:
 
 
 def applied(model: Decoder, world: World) -> nn.Module:
-    layout = Layout(Sizes(replicate=world.size), world.rank)
+    layout = Mesh(Sizes(replicate=world.size), world.rank)
     return apply(model, world, layout, compile_blocks=False)
 
 
@@ -138,7 +138,7 @@ def graphs_under_ddp(world: World) -> int:
     config = ModelConfig(dim=512, n_layers=1, n_heads=4)
     model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
     initialize(model, seed=0)
-    layout = Layout(Sizes(replicate=world.size), world.rank)
+    layout = Mesh(Sizes(replicate=world.size), world.rank)
     module = apply(model, world, layout, compile_blocks=True)
     ids = batch()[:1]
     module(ids[:, :-1], ids[:, 1:]).loss.backward()
@@ -148,27 +148,3 @@ def graphs_under_ddp(world: World) -> int:
 @pytest.mark.slow
 def test_under_ddp_a_block_is_compiled_into_one_graph() -> None:
     assert on_ranks(2, graphs_under_ddp) == [1, 1]
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,)])
-def test_gradients_of_mixed_dtypes_are_clipped_by_their_norm_in_fp32(
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """The order of the parameters does not matter."""
-    layout = Layout(Sizes(), 0)
-    generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.zeros(1000, dtype=dtype)) for dtype in dtypes]
-    for p in parameters:
-        p.grad = torch.randn(1000, generator=generator).to(p.dtype)
-    squares = [float(p.grad.double().square().sum()) for p in parameters if p.grad is not None]
-    norm = clip_gradients(layout, parameters, 1.0)
-    assert norm.dtype == torch.float32
-    assert float(norm) == pytest.approx(sum(squares) ** 0.5, rel=1e-6)
-    clipped = [float(p.grad.double().square().sum()) for p in parameters if p.grad is not None]
-    assert sum(clipped) ** 0.5 == pytest.approx(1.0, rel=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_any_gradient_the_norm_is_zero(dtype: torch.dtype) -> None:
-    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype))]
-    assert float(clip_gradients(Layout(Sizes(), 0), parameters, 1.0)) == 0.0

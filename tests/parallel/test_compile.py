@@ -17,7 +17,7 @@ from dtt.config.optim import AdamWConfig
 from dtt.config.train import TrainConfig
 from dtt.evaluate.validation import Sampler
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.parallel.compile import compile_each_block
@@ -82,9 +82,7 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
 def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> None:
     model = make_model()
     compile_each_block(model)
-    optimizers = groups.build(
-        AdamWConfig(), dict(model.named_parameters()), roles(model), torch.float32
-    )
+    optimizers = groups.build(AdamWConfig(), params_of(model), torch.float32)
     ids = torch.randint(0, model.arch.vocab_size, (4, 9))
     counters.clear()
     for multiplier in (0.1, 0.5, 1.0, 0.9):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout, make_layout
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
@@ -49,7 +49,7 @@ def make(family: str, length: int = LENGTH) -> Decoder:
     return model
 
 
-def shared(model: Decoder, layout: Layout) -> ContextParallel:
+def shared(model: Decoder, layout: Mesh) -> ContextParallel:
     """As a run wires it."""
     attends = partial(make_context_attention_fns, model.arch)
     return ContextParallel(model, layout, document_positions, attends)
@@ -75,7 +75,7 @@ def apart(got: Tensor, expected: Tensor) -> float:
 def differences(world: World, sizes: Sizes, names: list[str]) -> dict[str, float]:
     """By family, documents and what was computed."""
     torch.set_num_threads(1)
-    layout = make_layout(sizes, world)
+    layout = make_mesh(sizes, world)
     tokens, targets, numbers = batch()
     found = {}
     for family in names:
@@ -120,7 +120,7 @@ def test_four_that_share_a_sequence_compute_what_one_alone_does() -> None:
 def generated(world: World, length: int) -> tuple[list[int], list[int]]:
     """Until the context is full: by all ranks together, and by one alone."""
     torch.set_num_threads(1)
-    layout = make_layout(Sizes(context=world.size), world)
+    layout = make_mesh(Sizes(context=world.size), world)
     model = make("gpt2", length)
     how: dict[str, Any] = {
         "max_new_tokens": length,
@@ -148,7 +148,7 @@ def test_text_fills_a_context_that_is_not_divisible() -> None:
 def compiled(world: World) -> float:
     """How far the loss of compiled blocks is from that of others, in a second batch."""
     torch.set_num_threads(1)
-    layout = make_layout(Sizes(context=2), world)
+    layout = make_mesh(Sizes(context=2), world)
     plain, model = make("gemma3"), make("gemma3")
     module = shared(model, layout)
     for layer in model.layers:

@@ -17,7 +17,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -157,7 +157,7 @@ def test_compiled_blocks_recompute_too_and_share_one_compilation(
     model, world = make_model(), start(Ranks(), "cpu")
     torch.compiler.reset()
     counters.clear()
-    layout = make_layout(Sizes(), world)
+    layout = make_mesh(Sizes(), world)
     module = apply(model, world, layout, compile_blocks=True, remat=kind)
     backward(module)
     assert counters["stats"]["unique_graphs"] == 1
@@ -170,7 +170,7 @@ def differing(world: World) -> list[tuple[str, str, str]]:
     """Parameters whose part on this rank gets another gradient than without, by layout and kind."""
     torch.set_num_threads(1)
     different = []
-    for layout in (make_layout(Sizes(shard=2), world), make_layout(Sizes(tensor=2), world)):
+    for layout in (make_mesh(Sizes(shard=2), world), make_mesh(Sizes(tensor=2), world)):
         found: dict[str, dict[str, Tensor]] = {}
         for kind in ("none", *KINDS):
             model = make_model(dropout=0.1)

@@ -14,7 +14,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
@@ -38,7 +38,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
     which all ranks see."""
     torch.set_num_threads(1)
     cfg = ModelConfig(family=family, dim=32, n_layers=2, n_heads=4)  # type: ignore[arg-type]
-    layout = make_layout(sizes, world)
+    layout = make_mesh(sizes, world)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(families.get(cfg.family).architecture(cfg, 128, LENGTH))
         model = model.to(Precision(precision).weights)

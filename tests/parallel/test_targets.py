@@ -17,7 +17,7 @@ from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import DATA, make_mesh
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions
@@ -54,7 +54,7 @@ def batch() -> MicroBatch:
 def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
     """Return the loss and the gradients of one step, as lists, and the targets of this rank."""
     torch.set_num_threads(1)
-    layout = make_layout(Sizes(**sizes), world)
+    layout = make_mesh(Sizes(**sizes), world)
     config = ModelConfig(dim=32, n_layers=2, n_heads=4)
     with torch.device("meta") if layout.sharded else world.device:
         model = Decoder(families.get("llama").architecture(config, 128, SEQ_LEN))
@@ -66,7 +66,7 @@ def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, 
         model.to_empty(device="cpu")
     initialize(model, seed=0)
     whole = batch()
-    rows = slice(layout.data_rank, None, layout.sizes.data)
+    rows = slice(layout.index(*DATA), None, layout.size(*DATA))
     tokens, targets, documents = whole.tokens[rows], whole.targets[rows], whole.doc_ids[rows]
     parts = zip(*(x.split(micro_batch) for x in (tokens, targets, documents)), strict=True)
     losses = Step(module, "fp32", layout.gradient_replicas).run(

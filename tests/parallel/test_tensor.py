@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local_shard
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -62,7 +62,7 @@ def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = Fal
     whole = make_model(variant)
     with torch.device("meta"):
         model = Decoder(whole.arch)
-    module = apply(model, world, make_layout(sizes, world), compile_blocks=compile_blocks)
+    module = apply(model, world, make_mesh(sizes, world), compile_blocks=compile_blocks)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
@@ -179,7 +179,7 @@ def test_in_bf16_two_ranks_are_as_close_to_fp32_as_one_is() -> None:
 def initialised(world: World) -> bool:
     with torch.device("meta"):
         model = Decoder(make_model("gpt2").arch)
-    apply(model, world, make_layout(Sizes(shard=2, tensor=2), world), compile_blocks=False)
+    apply(model, world, make_mesh(Sizes(shard=2, tensor=2), world), compile_blocks=False)
     model.to_empty(device="cpu")
     initialize(model, seed=7)
     whole = Decoder(model.arch)
@@ -211,7 +211,7 @@ def test_compiled_blocks_have_the_same_gradients() -> None:
 
 
 def overlapped(world: World) -> tuple[str, bool]:
-    line = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
+    line = overlap(make_mesh(Sizes(tensor=2), world).part("tensor"), world)
     return line, torch._inductor.config._micro_pipeline_tp
 
 
@@ -238,7 +238,7 @@ def overlapped_but_on_one(world: World, failing: str) -> tuple[str, bool]:
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # type: ignore[assignment]
     symmetric.enable_symm_mem_for_group = lambda _name: None
-    line = overlap(make_layout(Sizes(tensor=2), world).part("tensor"), world)
+    line = overlap(make_mesh(Sizes(tensor=2), world).part("tensor"), world)
     return line, torch._inductor.config._micro_pipeline_tp
 
 

@@ -24,7 +24,7 @@ from dtt.data.samples.reference import with_reference
 from dtt.data.token_file import TokenFile
 from dtt.hf.read import read_hf_folder
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import Decoder
 from dtt.train.dpo import dpo
 from dtt.train.reference_model import ReferencePass
@@ -131,7 +131,7 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     reader = BatchReader(0, 1, 2, cpu)
     dataset, folder = open_dataset(cfg), dtt.folder / "reference"
     step = Step(open_model(dtt.folder / "model-1"), "fp32")
-    reference = ReferencePass(step, reader, Layout(), world)
+    reference = ReferencePass(step, reader, Mesh(), world)
     reference.write(dataset, folder, "key", SEQ_LEN)
     source = with_reference(dataset, folder).sources[0]
     samples = np.arange(len(source), dtype=np.uint64)

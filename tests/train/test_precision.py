@@ -22,7 +22,7 @@ from dtt.generate import run as generate
 from dtt.hf import export
 from dtt.mesh.dist import start
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
@@ -98,9 +98,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> Decoder:
 def trained(dtype: torch.dtype) -> tuple[Decoder, Any]:
     """A model after one step."""
     model = make_model(dtype)
-    optimizers = groups.build(
-        MuonConfig(), dict(model.named_parameters()), roles(model), torch.bfloat16
-    )
+    optimizers = groups.build(MuonConfig(), params_of(model), torch.bfloat16)
     step(model, optimizers)
     return model, optimizers
 
@@ -129,7 +127,7 @@ def test_a_run_may_resume_in_another_precision(before: torch.dtype, after: torch
 
 def test_averages_stay_fp32_beside_weights_in_bf16() -> None:
     model, optimizers = trained(torch.bfloat16)
-    ema = Ema(dict(model.named_parameters()), decay=0.9)
+    ema = Ema(params_of(model), decay=0.9)
     step(model, optimizers)
     ema.update(torch.zeros(()))
     before = {key: tensor.clone() for key, tensor in ema.tensors().items()}

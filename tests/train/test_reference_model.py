@@ -21,7 +21,7 @@ from dtt.data.samples.loader import BatchReader
 from dtt.data.samples.reference import ReferenceManifest, files_of, with_reference
 from dtt.data.samples.token_source import TokenSource
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
@@ -63,7 +63,7 @@ def reference() -> Decoder:
 def the_pass(micro_batch: int = 2) -> ReferencePass:
     reader = BatchReader(0, 1, micro_batch, CPU)
     world = World(Ranks(0, 1, 0, 1, "none"), CPU, None)
-    return ReferencePass(Step(reference(), "fp32"), reader, Layout(), world)
+    return ReferencePass(Step(reference(), "fp32"), reader, Mesh(), world)
 
 
 def test_every_target_has_the_log_probability_that_it_has_in_its_conversation_alone(

@@ -10,34 +10,34 @@ from dtt.config.model import ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.ema import Ema
-from dtt.parallel.apply import apply, clip_gradients
+from dtt.parallel.apply import apply
 from dtt.train.state import optimizer_tensors
 
 
 def unchanged(world: World) -> list[bool]:
     """Of three steps, whether each left weights, optimizers and averages as they were."""
     torch.set_num_threads(1)
-    layout = make_layout(Sizes(tensor=2), world)
+    layout = make_mesh(Sizes(tensor=2), world)
     cfg = ModelConfig(family="qwen3", dim=32, n_layers=1, n_heads=4, n_kv_heads=2)
     with torch.device("meta"):
         model = Decoder(families.get(cfg.family).architecture(cfg, 96, 16))
     apply(model, world, layout, compile_blocks=False)
     model.to_empty(device=world.device)
     initialize(model, seed=0)
-    parameters = dict(model.named_parameters())
+    params = params_of(model, layout)
     config = MuonConfig(normuon_beta2=0.9, momentum_warmup=3)
-    optimizers = groups.build(config, parameters, roles(model), torch.float32)
-    ema = Ema(parameters, 0.9)
+    optimizers = groups.build(config, params, torch.float32)
+    ema = Ema(params, 0.9)
 
     def state() -> dict[str, Tensor]:
-        tensors = parameters | optimizer_tensors(optimizers) | ema.tensors()
+        tensors = dict(model.named_parameters()) | optimizer_tensors(optimizers) | ema.tensors()
         return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
 
     same = []
@@ -45,7 +45,7 @@ def unchanged(world: World) -> list[bool]:
         model(torch.arange(32).view(2, 16), torch.arange(32).view(2, 16)).loss.backward()
         if bad and world.first:  # one part of one gradient is enough
             local(model.embed.weight.grad).fill_(torch.nan)  # type: ignore[arg-type]
-        norm = clip_gradients(layout, list(parameters.values()), 1.0)
+        norm = params.clip(1.0)
         assert norm.isfinite() == (not bad)
         before = state()
         for optimizer in optimizers.values():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import table
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,8 +16,9 @@ from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
 from dtt.config.optim import AdamWConfig, MuonConfig, MuonGroup, OptimConfig
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
+from dtt.mesh.sharding import on_every_rank
 from dtt.model import families
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.train.state import (
@@ -41,8 +43,7 @@ def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Opt
     sizes = ModelConfig(dim=16, n_layers=n_layers, n_heads=2)
     model = Decoder(families.get(sizes.family).architecture(sizes, 64, 16))
     initialize(model, seed=0)
-    parameters = dict(model.named_parameters())
-    return model, groups.build(config, parameters, roles(model), torch.float32)
+    return model, groups.build(config, params_of(model), torch.float32)
 
 
 def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> None:
@@ -56,7 +57,7 @@ def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> 
 
 def through_a_file(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     folder.mkdir(exist_ok=True)
-    files.write(folder / "x.safetensors", files.cut(tensors, 0, 1))
+    files.write(folder / "x.safetensors", files.cut(on_every_rank(tensors, 1), 0))
     found = files.read([folder / "x.safetensors"])
     return {name: stored[()] for name, stored in found.items()}
 
@@ -109,8 +110,7 @@ def test_state_takes_the_precision_that_its_parameter_has_now(config: OptimConfi
     saved = optimizer_tensors(optimizers)
     pure, _ = make(config)
     pure.to(torch.bfloat16)
-    parameters = dict(pure.named_parameters())
-    restored = groups.build(config, parameters, roles(pure), torch.float32)
+    restored = groups.build(config, params_of(pure), torch.float32)
     load_optimizers(restored, saved)
     for path, value in optimizer_tensors(restored).items():
         assert value.dtype == (torch.bfloat16 if value.ndim else torch.float32), path
@@ -187,7 +187,7 @@ def test_the_weights_of_another_model_are_refused() -> None:
     wider = parameters | {"norm.weight": torch.ones(17)}
     for other, what in ((deeper, "layers.2.attn.k.weight"), (wider, "norm.weight")):
         with pytest.raises(ConfigError, match=f"{what} is"):
-            load_parameters(parameters, other)
+            load_parameters(table(parameters), other)
 
 
 def test_the_position_survives_json() -> None:

@@ -72,7 +72,9 @@ class Manifest(Record):
         """
         path = folder / cls.filename
         try:
-            manifest = cls.model_validate_json(read_small(path, LARGEST))
+            content = read_small(path, LARGEST)
+            cls.check(content)
+            manifest = cls.model_validate_json(content)
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
                 f"no {cls.holds} in {folder}",
@@ -98,6 +100,10 @@ class Manifest(Record):
         for name in manifest.names():
             checked_name(name, path)
         return manifest
+
+    @classmethod
+    def check(cls, content: bytes) -> None:
+        """Raise ValueError unless the bytes of the file are known to be as they were written."""
 
     def names(self) -> Iterable[str]:
         """Return the names of the files and folders that must lie in the manifest's folder."""

@@ -7,20 +7,20 @@ folder unless they are absolute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     model_serializer,
-    model_validator,
 )
 
 from dtt.artifacts.corpus import CorpusDescription, CorpusSource
 from dtt.artifacts.manifest import FileRecord, Manifest, Record, fingerprint, manifest_text
+from dtt.base.reading import parse
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """Name of the file with the chat template, next to tokenizer.json."""
@@ -195,6 +195,15 @@ class DataManifest(Manifest):
         return (self.end_of_document, *(() if self.chat is None else self.chat.stop_tokens))
 
 
+class Reference(Record):
+    """A checkpoint on which another one builds, which lacks parameters that this one has."""
+
+    folder: str
+    """Absolute path."""
+    manifest_sha256: str
+    """Hash of its MANIFEST.json, and so of all its content."""
+
+
 class CheckpointManifest(Manifest):
     """The manifest of a checkpoint. `dtt train` writes it last, when all files are complete.
 
@@ -208,13 +217,15 @@ class CheckpointManifest(Manifest):
     holds: ClassVar[str] = "checkpoint"
     made_by: ClassVar[str] = "dtt train"
 
-    format: Literal["dtt-checkpoint-3"] = "dtt-checkpoint-3"
+    format: Literal["dtt-checkpoint-3", "dtt-checkpoint-4"] = "dtt-checkpoint-4"
     step: int
     attempt: int
     world_size: int
     config_sha256: str
     data_key: str
     versions: dict[str, str]
+    base: Reference | None = None
+    """Checkpoint with the parameters that this one lacks; None: it lacks none."""
     files: tuple[FileRecord, ...]
     """All files of the checkpoint. A file that is not listed here is never read."""
 
@@ -223,18 +234,37 @@ class CheckpointManifest(Manifest):
         return (file.path for file in self.files)
 
     def dump(self) -> str:
-        """Return the text of the manifest file, with a hash that detects damage to the manifest."""
-        content = self.model_dump(mode="json")
-        return manifest_text(content | {"seal": fingerprint(content)})
+        """Return the text of the manifest file, which ends with its own hash."""
+        return sealed(self.model_dump(mode="json"))
 
-    @model_validator(mode="before")
     @classmethod
-    def _break_seal(cls, content: Any, info: ValidationInfo) -> Any:
-        if info.mode == "json" and isinstance(content, dict):
-            seal = content.pop("seal", None)
-            if seal != fingerprint(content):
-                raise ValueError("its content has changed: its checksum differs")
-        return content
+    def check(cls, content: bytes) -> None:
+        """Raise ValueError unless the seal is that of the bytes before it."""
+        # The bytes, not the values: the same values can be written in several ways.
+        head, mark, _ = content.rpartition(SEAL)
+        if content == head + mark + _end_of_seal(head):
+            return
+        # The seal of the older format is a hash of the values, so that the rest is compared.
+        values = parse(content)
+        if isinstance(values, dict) and values.get("format") == "dtt-checkpoint-3":
+            seal = values.pop("seal", None)
+            text = manifest_text(values | {"seal": seal}).encode()
+            if seal == fingerprint(values) and content == text:
+                return
+        raise ValueError("its content has changed: its checksum differs")
+
+
+SEAL = b',\n "seal": "'
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """Return the text of a manifest that ends with the SHA-256 of everything before it."""
+    head = manifest_text(content).encode().removesuffix(b"\n}\n")
+    return (head + SEAL + _end_of_seal(head)).decode()
+
+
+def _end_of_seal(head: bytes) -> bytes:
+    return f'{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
 
 
 class ExportManifest(Manifest):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import FileRecord
+from dtt.artifacts.manifests import Reference
 from dtt.base.errors import DiskFull, DttError, PeerLost, StorageError
 from dtt.base.files import check_space, forget_cached
 from dtt.base.log import log
@@ -32,6 +34,7 @@ from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.process import in_words
+from dtt.mesh.sharding import LaidOut
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class Save:
     """Bytes of the tensors that all ranks save together."""
     flush: Callable[[], None]
     """Function that flushes to disk everything else that a resume from this checkpoint needs."""
+    base: Reference | None = None
     began: float = field(default_factory=time.perf_counter)
     """`time.perf_counter` when the copy to host memory was complete."""
     ended: float = 0.0
@@ -100,32 +104,30 @@ class Saver:
     def begin(
         self,
         step: int,
-        shared: Mapping[str, Mapping[str, Tensor]],
-        own: Mapping[str, Tensor],
+        params: Mapping[str, LaidOut],
+        state: Mapping[str, LaidOut],
         position: Mapping[str, Any],
         flush: Callable[[], None] = lambda: None,
+        base: Reference | None = None,
     ) -> None:
         """Copy the tensors and start to write them; on return the tensors may change.
 
-        `shared` tensors, by kind and name, are on the ranks that `layout_of` reports: plain tensors
-        are identical on every rank. `own` tensors belong to this rank, have names that no other
-        rank uses, and are saved with the kind STATE.
-        Rank 0 calls `flush`, from the writing thread. Waits for the previous save first, and raises
-        its error if it failed.
+        `params` and `state` are what this rank holds, by name. `base` is the checkpoint with the
+        parameters that no rank saves here. Rank 0 calls `flush`, from the writing thread. Waits for
+        the previous save first, and raises its error if it failed.
         """
         started = time.perf_counter()
         # At most one save in flight: the host copies below are reused, and two saves would need
         # twice the memory.
         self.wait()
-        ranks = self._world
         # Each rank writes only its shards; for replicated tensors `cut` divides the work, so that
         # no byte is written twice.
-        shards = {k: tensors.cut(named, ranks.rank, ranks.size) for k, named in shared.items()}
-        full = [TensorShard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in own.items()]
-        shards.setdefault(store.STATE, []).extend(full)
+        named = {store.MODEL: params, store.STATE: state}
+        shards = {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
         # Of all ranks: rank 0 checks the free space for the whole checkpoint.
-        size = sum(t.numel() * t.itemsize for named in shared.values() for t in named.values())
-        save = Save(step, self._copied(shards), position, size, flush)
+        held = [held.tensor for held in chain(params.values(), state.values())]
+        size = sum(tensor.numel() * tensor.itemsize for tensor in held)
+        save = Save(step, self._copied(shards), position, size, flush, base)
         if self._config.asynchronous:
             # A daemon, because a process that must end does not wait for a slow disk; an unfinished
             # folder is no checkpoint.
@@ -227,7 +229,7 @@ class Saver:
             self._together(lambda: retrying(partial(self._prepare, save)) if first else None)
             written = self._together(lambda: self._write_files(save))
             files = [file for some in written for file in some]
-            facts = {"step": save.step, **self._facts}
+            facts = {"step": save.step, "base": save.base, **self._facts}
             # After all ranks have flushed their files: the manifest is what makes the folder a
             # checkpoint.
             self._together(lambda: store.commit(staging, files, **facts) if first else None)

@@ -26,7 +26,7 @@ from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DamagedError
 from dtt.base.files import named
 from dtt.checkpoint import header
-from dtt.mesh.sharding import Box, layout_of, local
+from dtt.mesh.sharding import Box, LaidOut, local
 
 CHUNK = 2**24
 """Bytes hashed and written at a time; small enough to stay in the CPU cache in between."""
@@ -61,10 +61,10 @@ class TensorShard:
         return tuple(self.tensor.shape) == self.shape
 
 
-def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorShard]:
-    """Return the shards that `rank` of `size` writes of tensors that all ranks save together.
+def cut(tensors: Mapping[str, LaidOut], rank: int) -> list[TensorShard]:
+    """Return the shards that `rank` writes of the tensors that it holds.
 
-    Ranks that hold the same part of a tensor (`layout_of`) divide it among them. Parts held by the
+    Ranks that hold the same part of a tensor divide it among them. Parts held by the
     same ranks are concatenated, and their bytes are divided evenly; a row belongs to the rank in
     whose range it starts. Tensors are ordered by name, so that the order of insertion, which may
     differ between ranks, does not matter. Those with larger elements come first, so that all data
@@ -75,10 +75,9 @@ def cut(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorShard
     by_ranks: dict[tuple[int, ...], list[tuple[str, Tensor, Box]]] = defaultdict(list)
     # Names break ties, so that all ranks divide the same list: each derives its part without a
     # message.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        layout = layout_of(tensor, size)
-        part = name, tensor.detach(), layout.box(rank)
-        by_ranks[layout.replica_ranks(rank)].append(part)
+    for name, held in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
+        part = name, held.tensor.detach(), held.layout.box(rank)
+        by_ranks[held.layout.replica_ranks(rank)].append(part)
     shards = [
         shard
         for ranks, parts in by_ranks.items()

@@ -17,7 +17,7 @@ from dtt.data.samples.schedules import StepSizes
 from dtt.data.samples.schedules import resolve as resolve_step_sizes
 from dtt.estimate.gpus import Gpu
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.mesh_divisibility import check_mesh
 from dtt.model.scaling import scaled
 from dtt.optim import groups
@@ -137,18 +137,18 @@ class Case:
         """All parameters of the model."""
         with torch.device("meta"):
             model = Decoder(self.arch)
-        parameters = dict(model.named_parameters())
-        treated = groups.settings(self.cfg.optim, parameters, roles(model), self.steps)
+        params = params_of(model)
+        treated = groups.settings(self.cfg.optim, params, self.steps)
         return tuple(
             Weight(
                 name,
-                tuple(p.shape),
+                param.layout.shape,
                 treated[name].optimizer,
                 treated[name].split,
-                _part(name, p.shape, self.sizes.tensor, self.arch),
+                _part(name, param.layout.shape, self.sizes.tensor, self.arch),
                 bool(treated[name].cautious),
             )
-            for name, p in parameters.items()
+            for name, param in params.items()
         )
 
     def held(self, weights: Iterable[Weight]) -> int:

@@ -17,11 +17,9 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
-from dtt.model.decoder import roles
 from dtt.model.scaling import scaled
 from dtt.optim import groups, schedule
 from dtt.optim.ema import Ema
-from dtt.parallel.apply import clip_gradients
 from dtt.train.assemble import Assembled, assemble
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
@@ -70,13 +68,11 @@ class RandomTraining:
     def __init__(self, case: Case, assembled: Assembled, world: World) -> None:
         """Create the optimizers of a model."""
         self._case, self._assembled, self._device = case, assembled, world.device
-        by_role, dtype = roles(assembled.model), case.precision.compute_dtype
-        self._optimizers = groups.build(
-            case.cfg.optim, assembled.parameters, by_role, dtype, steps=case.steps
-        )
+        dtype = case.precision.compute_dtype
+        self._optimizers = groups.build(case.cfg.optim, assembled.params, dtype, steps=case.steps)
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
-        self._ema = None if average is None else Ema(assembled.parameters, average.decay)
+        self._ema = None if average is None else Ema(assembled.params, average.decay)
         self._passes = Step(
             assembled.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
         )
@@ -90,7 +86,7 @@ class RandomTraining:
         tokens = torch.randint(case.arch.vocab_size, shape, device=self._device)
         micro_batches = [MicroBatch(part, part, None) for part in tokens]
         self._passes.run(micro_batches, next_token(case.cfg.train.z_loss), tokens.numel())
-        clip_gradients(assembled.layout, list(assembled.parameters.values()), 1.0)
+        assembled.params.clip(1.0)
         update(self._optimizers, self._no_skip, step=self._steps, ema=self._ema)
         self._steps += 1
 

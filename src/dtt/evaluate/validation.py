@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
 from dtt.evaluate.answers import Together
 from dtt.mesh.dist import World
+from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.output import TEXT_BYTES, Output
@@ -76,9 +77,7 @@ class Evaluator:
     """The module that `measure` evaluates."""
     measure: Callable[[MicroBatch], Output]
     """Function that returns the losses and metrics of a micro-batch, as sums over its terms."""
-    world: World
-    copies: int = 1
-    """Number of ranks that compute the values of the same samples (tensor parallelism)."""
+    mesh: Mesh = field(default_factory=Mesh)
     in_pairs: bool = False
     """True if the loss is a mean over preference pairs, which has no bits per byte."""
 
@@ -121,15 +120,16 @@ class Evaluator:
                         for name, value in self.measure(micro_batch).named().items():
                             total[name] = total.get(name, 0.0) + value.double()
         names = list(sums[0])
-        # One all-reduce for all sources, at the end.
+        # One all-reduce for all sources, at the end. Ranks that share a sequence have parts of its
+        # values.
         stacked = torch.stack([torch.stack([total[name] for name in names]) for total in sums])
         return [
             # A mean over terms, not of batch means: batches have different numbers of them.
             {
-                name: value / (self.copies * part.terms)
+                name: value / part.terms
                 for name, value in zip(names, row, strict=True)
             }
-            for part, row in zip(self.parts, self.world.sum_(stacked).tolist(), strict=True)
+            for part, row in zip(self.parts, self.mesh.sum(stacked, LOSS).tolist(), strict=True)
         ]
 
     def _overall(self, means: Sequence[Mapping[str, float]]) -> dict[str, float | None]:

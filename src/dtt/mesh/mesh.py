@@ -1,10 +1,13 @@
-"""The device mesh, and this rank's place in it."""
+"""The device mesh: named dimensions of ranks, their groups, and what is summed over them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,43 +16,43 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
 
+T = TypeVar("T")
+Dim = Literal["replicate", "shard", "context", "tensor"]
+"""Dimension of the mesh. A pipeline would be another one; expert parallelism another view of the
+same ranks."""
+ALL: tuple[Dim, ...] = "replicate", "shard", "context", "tensor"
+"""Dimensions from the outermost to the innermost. `tensor` varies fastest from rank to rank, so
+that ranks that communicate most are close to each other."""
+DATA: tuple[Dim, ...] = "replicate", "shard"
+"""Dimensions whose ranks have different samples. The other ranks share them."""
+LOSS: tuple[Dim, ...] = *DATA, "context"
+"""Dimensions whose ranks have different parts of the loss. Over `tensor` it is the same."""
+
 
 @dataclass(frozen=True)
-class Layout:
-    """The parallel layout of a run.
-
-    Ranks are ordered with `tensor` as the fastest-varying dimension, then `context`, `shard` and
-    `replicate`, so that ranks that communicate most are close to each other.
-    """
+class Mesh:
+    """The ranks of a run, by named dimensions, and this rank's place among them."""
 
     sizes: Sizes = field(default_factory=Sizes)
     rank: int = 0
-    mesh: DeviceMesh | None = None
-    """Mesh of `replicate` (unless 1), `shard` (times context) and `tensor` (unless 1); None unless
-    parameters are sharded."""
-    context_group: ProcessGroup | None = None
-    """Process group of the ranks that share this rank's sequences; None without context
-    parallelism."""
+    model: DeviceMesh | None = None
+    """Mesh of the DTensors: `replicate` (unless 1), `shard` (times context) and `tensor` (unless
+    1); None unless parameters are sharded."""
+    world: World | None = None
+    """Communication with the other ranks; None with a single one."""
+    _groups: dict[tuple[tuple[Dim, ...], bool], ProcessGroup] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def sharded(self) -> bool:
         """True if parameters are DTensors, of which each rank holds a shard."""
-        return self.mesh is not None
-
-    @property
-    def data_rank(self) -> int:
-        """Data-parallel rank: the index of this rank's part of each batch, below `sizes.data`."""
-        return self.rank // (self.sizes.context * self.sizes.tensor)
-
-    @property
-    def context_rank(self) -> int:
-        """Context-parallel rank: the index of this rank's part of each sequence."""
-        return self.rank // self.sizes.tensor % self.sizes.context
+        return self.model is not None
 
     @property
     def gradient_replicas(self) -> int:
         """Number of ranks over which the gradients of one weight are averaged."""
-        return self.sizes.data * self.sizes.context
+        return self.size(*LOSS)
 
     @property
     def granularity(self) -> int:
@@ -59,28 +62,77 @@ class Layout:
         """
         return self.sizes.tensor if self.sizes.context == 1 else 1
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of `values` over the ranks that compute a loss, on every rank.
+    def size(self, *dims: Dim) -> int:
+        """Return the number of ranks along `dims`."""
+        return prod(getattr(self.sizes, dim) for dim in dims)
 
-        All ranks compute one. `values` is on this rank's device; it is overwritten.
+    def index(self, *dims: Dim) -> int:
+        """Return the index of this rank along `dims`, in the order of `ALL`."""
+        index, rest, scale = 0, self.rank, 1
+        for dim in reversed(ALL):
+            rest, at = divmod(rest, self.size(dim))
+            if dim in dims:
+                index += scale * at
+                scale *= self.size(dim)
+        return index
+
+    def group(self, *dims: Dim, on_host: bool = False) -> ProcessGroup:
+        """Return the group of the ranks that differ from this one along `dims` only.
+
+        Its first use is a collective of all ranks. `on_host` is for objects instead of tensors.
         """
-        # Every rank of a tensor group has the same loss, and each of a context group a part of it
-        # scaled to a mean. So one average over all ranks is the mean for every layout.
-        ranks = prod(self.sizes)
+        key = tuple(dim for dim in ALL if dim in dims), on_host
+        if key not in self._groups:
+            # One row for each group. Every rank creates all of them, as torch requires.
+            places = [ALL.index(dim) for dim in (*(d for d in ALL if d not in dims), *key[0])]
+            ranks = torch.arange(self.size(*ALL)).view(self.sizes).permute(places)
+            groups = ranks.reshape(-1, self.size(*dims)).tolist()
+            backend = "gloo" if on_host else None
+            group, _ = dist.new_subgroups_by_enumeration(groups, backend=backend)  # type: ignore[no-untyped-call]
+            assert group is not None, "each rank is in one of the groups"
+            self._groups[key] = group
+        return self._groups[key]
+
+    def sum(self, values: Tensor, over: Sequence[Dim] = ALL) -> Tensor:
+        """Return the sum over the ranks along `over`, on every rank; `values` is overwritten.
+
+        `values` is on this rank's device. Leave out dimensions whose ranks have copies.
+        """
+        ranks = self.size(*over)
         if ranks > 1:
-            dist.all_reduce(values)
-        return values / ranks
+            everyone = ranks == self.size(*ALL)
+            dist.all_reduce(values, group=None if everyone else self.group(*over))
+        return values
+
+    def mean(self, values: Tensor, over: Sequence[Dim] = ALL) -> Tensor:
+        """Return the mean over the ranks along `over`, on every rank; `values` is overwritten.
+
+        The mean over all ranks is bitwise equal on them, and that of a loss for every layout: along
+        `tensor` ranks have the same loss, and along `context` parts of it, scaled to a mean.
+        """
+        return self.sum(values, over) / self.size(*over)
+
+    def gather(self, value: T, over: Sequence[Dim] = ALL) -> list[T]:
+        """Return the objects of the ranks along `over`, in their order; a host-side collective."""
+        ranks = self.size(*over)
+        if self.world is None or ranks == 1:
+            return [value]
+        if ranks == self.world.size:
+            return self.world.gather(value)
+        values: list[T] = [value] * ranks
+        dist.all_gather_object(values, value, group=self.group(*over, on_host=True))
+        return values
 
     def part(self, *names: str) -> DeviceMesh:
-        """Return the sub-mesh of these dimensions."""
-        assert self.mesh is not None
-        return self.mesh[names if len(names) > 1 else names[0]]
+        """Return the sub-mesh of `model` of these dimensions."""
+        assert self.model is not None
+        return self.model[names if len(names) > 1 else names[0]]
 
 
-def make_layout(sizes: Sizes, world: World) -> Layout:
-    """Create the mesh and its process groups; all ranks call this together."""
+def make_mesh(sizes: Sizes, world: World) -> Mesh:
+    """Create the mesh; all ranks call this together."""
     if not sizes.sharded:
-        return Layout(sizes, world.rank)
+        return Mesh(sizes, world.rank, world=world)
     # Context ranks have different tokens and the same weights, as data ranks do. So they join the
     # sharding: with context parallelism FSDP2 spreads weights over more ranks.
     spread = sizes.shard * sizes.context
@@ -88,13 +140,6 @@ def make_layout(sizes: Sizes, world: World) -> Layout:
     # A `replicate` dimension of size 1 would turn FSDP2 into HSDP. `shard` stays, as DTensors need
     # a mesh.
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
-    kind = world.device.type
-    mesh = init_device_mesh(kind, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    group = None
-    if sizes.context > 1:
-        inner = (sizes.data, sizes.context, sizes.tensor)
-        # A second mesh over the same ranks: the first one has merged context into `shard`, and a
-        # group of context ranks alone is needed for keys and values.
-        contexts = init_device_mesh(kind, inner, mesh_dim_names=("data", "context", "tensor"))
-        group = contexts.get_group("context")
-    return Layout(sizes, world.rank, mesh, group)
+    names = tuple(dims)
+    model = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
+    return Mesh(sizes, world.rank, model, world)

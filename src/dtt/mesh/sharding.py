@@ -1,10 +1,9 @@
 """Layout of tensors over ranks: the ranks that hold a tensor, and the part that each of them holds.
 
 torch's DTensor describes a tensor by its placements on the dimensions of a mesh: sharded (`Shard`)
-or replicated (`Replicate`). `layout_of` converts them to ranks and boxes, and is the only place
-that decides where a plain tensor is: all ranks hold all of it. A tensor that only some ranks hold
-is a DTensor on a mesh of these ranks, and the other ranks do not have it. Checkpoints, gradient
-clipping and Muon ask `layout_of`.
+or replicated (`Replicate`). `layout_of` converts them to ranks and boxes. A plain tensor does not
+say which ranks hold it, so whoever made it does. A rank that does not hold a tensor has no object
+for it.
 """
 
 from __future__ import annotations
@@ -48,6 +47,20 @@ class TensorLayout:
     """Ranks that hold the tensor or a shard of it, in the row-major order of the mesh."""
     placements: tuple[Any, ...]
     """Placement on each dimension of the mesh, as in torch's DTensor."""
+    mesh: DeviceMesh | None = None
+    """Mesh of these ranks; None: they are all ranks of the process group."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks; None means all ranks.
+
+        It cannot be created here: torch names groups by the number of groups that a rank has, which
+        may differ. So a mesh of some of the ranks must have one dimension.
+        """
+        if self.mesh is None or self.mesh.size() == world_size():
+            return None
+        group: dist.ProcessGroup = self.mesh.get_group()
+        return group
 
     def box(self, rank: int) -> Box:
         """Return the part of the tensor that `rank` holds."""
@@ -104,50 +117,65 @@ def _index(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
     return index
 
 
-def layout_of(tensor: Tensor, world_size: int | None = None) -> TensorLayout:
-    """Return the layout of a tensor; all ranks hold all of a plain tensor.
+def layout_of(tensor: Tensor, holders: DeviceMesh | int) -> TensorLayout:
+    """Return the layout of a tensor.
 
-    `world_size` is the number of ranks, that of the process group if it is not given.
+    `holders` hold all of it if it is a plain tensor: a mesh, or that many ranks, which are all that
+    there are.
     """
     if isinstance(tensor, DTensor):
-        return _sharded(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return _replicated(tensor.shape, world_size)
+        return _on_mesh(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+    if isinstance(holders, DeviceMesh):
+        return _on_mesh(tensor.shape, holders, (Replicate(),) * holders.ndim)
+    return TensorLayout(tuple(tensor.shape), (holders,), tuple(range(holders)), (Replicate(),))
 
 
-# Cached, because clipping asks for the layout of every gradient in every step. Keys are few: one
-# for each shape, mesh and placement.
+# Cached, because a model has few shapes and many tensors of each, and each layout caches its boxes.
 @cache
-def _sharded(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> TensorLayout:
-    return TensorLayout(tuple(shape), tuple(mesh.shape), _ranks(mesh), placements)
+def _on_mesh(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> TensorLayout:
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return TensorLayout(tuple(shape), tuple(mesh.shape), ranks, placements, mesh)
 
 
-@cache
-def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(mesh.mesh.flatten().tolist())
+class LaidOut(Protocol):
+    """A tensor with its layout, such as a parameter."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """A DTensor, or a plain tensor that its ranks hold completely."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The ranks that hold it."""
 
 
-@cache
-def _replicated(shape: torch.Size, world_size: int) -> TensorLayout:
-    return TensorLayout(tuple(shape), (world_size,), tuple(range(world_size)), (Replicate(),))
+class Placed(NamedTuple):
+    """A tensor with its layout that is not a parameter."""
+
+    tensor: Tensor
+    layout: TensorLayout
+
+
+def on_every_rank(tensors: Mapping[str, Tensor], size: int | None = None) -> dict[str, Placed]:
+    """Return tensors that are equal on all `size` ranks; None: all of the process group."""
+    ranks = world_size() if size is None else size
+    return {name: Placed(tensor, layout_of(tensor, ranks)) for name, tensor in tensors.items()}
+
+
+def on_this_rank(tensors: Mapping[str, Tensor]) -> dict[str, Placed]:
+    """Return tensors that only this rank holds, under names that no other rank uses."""
+    alone = (1,), (this_rank(),), (Replicate(),)
+    return {name: Placed(t, TensorLayout(tuple(t.shape), *alone)) for name, t in tensors.items()}
+
+
+def world_size() -> int:
+    """Return the number of ranks of the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def this_rank() -> int:
     """Return the rank of this process in the process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that hold `tensor`; None means all ranks.
-
-    The group is that of the mesh, which must have one dimension unless it has all ranks. It cannot
-    be created here: torch names groups by the number of groups that a rank has, which may differ.
-    """
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == dist.get_world_size():
-        return None
-    group: dist.ProcessGroup = tensor.device_mesh.get_group()
-    return group
 
 
 class LocalShard(NamedTuple):
@@ -182,8 +210,12 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_shard(tensor: Tensor) -> LocalShard:
     """Return the part of `tensor` that this rank holds."""
-    layout = layout_of(tensor)
-    return LocalShard(local(tensor), layout.box(this_rank()), layout.shape)
+    if isinstance(tensor, DTensor):
+        layout = layout_of(tensor, tensor.device_mesh)
+        return LocalShard(local(tensor), layout.box(this_rank()), layout.shape)
+    # A rank that has a plain tensor has all of it, whichever ranks do.
+    shape = tuple(tensor.shape)
+    return LocalShard(tensor, Box((0,) * len(shape), shape), shape)
 
 
 @torch.no_grad()
@@ -245,17 +277,6 @@ def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Ten
 def _shards(placement: Any, shape: Sequence[int]) -> bool:
     """Return True if `placement` shards a tensor of `shape`: a dimension of 1 is not split."""
     return not placement.is_replicate() and shape[placement.dim] > 1
-
-
-def replicated_with(parameter: Tensor, state: Tensor) -> Tensor:
-    """Return `state` as a tensor that the ranks of `parameter` hold, sharing its memory.
-
-    Optimizers keep their step counts as plain tensors, even if not all ranks hold the parameter.
-    """
-    if not isinstance(parameter, DTensor) or isinstance(state, DTensor):
-        return state
-    mesh = parameter.device_mesh
-    return from_local(state, mesh, [Replicate()] * mesh.ndim, state.shape)
 
 
 def from_local(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from dtt.base.errors import InputError
 from dtt.config.train import AttentionKernel
-from dtt.mesh.sharding import local
+from dtt.mesh.mesh import ALL, Mesh
+from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import AttentionFn, make_attention_fns
 from dtt.model.kv_cache import KVCache
@@ -27,6 +28,7 @@ from dtt.model.norm import make_norm
 from dtt.model.output import Output
 from dtt.model.rope import rotations
 from dtt.model.target_scores import target_scores
+from dtt.params.table import Param, Params
 
 Role = Literal["matrix", "embed", "head", "vector"]
 
@@ -201,14 +203,21 @@ def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
     return torch.cat(tuple(part.gather(logits)), dim=-1)
 
 
-def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of each parameter of a Decoder by name.
+def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:
+    """Return the table of a Decoder's parameters; `mesh` is that of its parallelisation, if any.
 
-    Optimizers, initialisation and scaling rules depend on it. A tied head appears once, as `embed`.
+    A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh.
     """
-    return {
-        name: parameter_role(name, parameter.ndim) for name, parameter in model.named_parameters()
-    }
+    mesh = mesh or Mesh()
+    return Params(
+        (
+            Param(
+                name, tensor, parameter_role(name, tensor.ndim), layout_of(tensor, mesh.size(*ALL))
+            )
+            for name, tensor in model.named_parameters()
+        ),
+        mesh,
+    )
 
 
 def parameter_role(name: str, ndim: int) -> Role:

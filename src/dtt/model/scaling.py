@@ -29,7 +29,6 @@ number of experts has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -38,6 +37,7 @@ from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig, StandardConfig
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.params.table import Param, Params
 
 ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -63,24 +63,19 @@ class Scaling:
         """Ratio of the model's depth to the base's."""
         return self.arch.n_layers / self.base.n_layers
 
-    def learning_rates(
-        self, optim: OptimConfig, roles: Mapping[str, str]
-    ) -> dict[str, dict[str, float]]:
-        """Return the learning-rate factor of each parameter, for each optimizer (`adamw`, `muon`).
-
-        `roles` maps parameter names to matrix | embed | head | vector.
-        """
+    def learning_rates(self, optim: OptimConfig, params: Params) -> dict[str, dict[str, float]]:
+        """Return the learning-rate factor of each parameter, by optimizer (`adamw`, `muon`)."""
         # Exponent of the width by which Muon's rate of matrices shrinks: see the table above.
         muon = 0.5 if isinstance(optim, MuonConfig) and optim.scale == "rms" else 0.0
         return {
-            "adamw": {name: self._rate(name, role, 1.0) for name, role in roles.items()},
-            "muon": {name: self._rate(name, role, muon) for name, role in roles.items()},
+            "adamw": {name: self._rate(param, 1.0) for name, param in params.items()},
+            "muon": {name: self._rate(param, muon) for name, param in params.items()},
         }
 
-    def _rate(self, name: str, role: str, power: float) -> float:
+    def _rate(self, param: Param, power: float) -> float:
         """Return the rate factor of one parameter; matrices are divided by width ** `power`."""
-        factor = self.depth ** (self.alpha - 1.0) if name.startswith("layers.") else 1.0
-        return factor * self.width**-power if role == "matrix" else factor
+        factor = self.depth ** (self.alpha - 1.0) if param.name.startswith("layers.") else 1.0
+        return factor * self.width**-power if param.role == "matrix" else factor
 
 
 def scaled(cfg: RunConfig, tokenizer_size: int) -> Scaling:

@@ -7,7 +7,7 @@ from itertools import chain
 from math import gcd
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtt.base.errors import ConfigError
 from dtt.config.base import Length
@@ -15,7 +15,7 @@ from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.mesh.dist import World
-from dtt.model.decoder import Decoder, roles
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
@@ -39,13 +39,12 @@ class ShortTraining:
             self.model = Decoder(self.plan.arch).to(self.plan.precision.weights)
         initialize(self.model, cfg.seed, self.plan.scaling.base)
         self._rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
-        parameters, by_name = dict(self.model.named_parameters()), roles(self.model)
+        self._params = params_of(self.model)
         self._optimizers = groups.build(
             cfg.optim,
-            parameters,
-            by_name,
+            self._params,
             self.plan.precision.compute_dtype,
-            self.plan.scaling.learning_rates(cfg.optim, by_name),
+            self.plan.scaling.learning_rates(cfg.optim, self._params),
             self._rounding,
             steps=self.plan.steps,
         )
@@ -83,8 +82,7 @@ class ShortTraining:
         """Do one step without an anomaly guard; return its loss []."""
         passes = Step(self.model, self.plan.precision)
         losses = passes.run(batch.micro_batches, next_token(self._train.z_loss), batch.targets)
-        limit = self._train.clip_norm or float("inf")
-        nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        self._params.clip(self._train.clip_norm or float("inf"))
         update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)
         return losses.loss
 

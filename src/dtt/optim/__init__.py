@@ -1,1 +1,1 @@
-"""Optimizers, parameter groups, schedules. Knows parameters and their roles, never the model."""
+"""Optimizers, parameter groups, schedules. Knows the table of parameters, never the model."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtt.base.errors import DamagedError
 from dtt.base.log import log
 from dtt.mesh.sharding import FullTensor, fill, local
+from dtt.params.table import Params
 
 T = TypeVar("T")
 
@@ -32,19 +33,19 @@ class Ema:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        params: Params,
         decay: float,
         start: int = 0,
         blend: float = 1.0,
     ) -> None:
-        """Initialise the averages as fp32 copies of the parameters that require gradients.
+        """Initialise the averages as fp32 copies of the parameters that are not frozen.
 
         The average starts from the weights after `start` steps. `swapped` shows the share `blend`
         of it, and of the weights the rest.
         """
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._names = list(trained)
-        self._parameters: list[Tensor] = list(trained.values())
+        trained = params.trainable()
+        self._names, self._gather = list(trained), params.mesh.gather
+        self._parameters: list[Tensor] = [param.tensor for param in trained.values()]
         # fp32 also for bf16 weights: with a decay of 0.999 an update moves the average by a
         # thousandth of the difference, which bf16 would round away.
         self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters]
@@ -124,11 +125,13 @@ class Ema:
             _copy(_locals(self._averages), _locals(self._parameters))
             self._updates.zero_()
             return
-        if found.keys() != set(self._names) or UPDATES not in state:
-            odd = sorted((found.keys() ^ set(self._names)) | ({UPDATES} - state.keys()))[0]
+        # Averages that this rank lacks may be of parameters that other ranks hold.
+        lacking = self._gather((set(self._names) - found.keys(), found.keys() - self._names))
+        unknown = set.intersection(*(extra for _, extra in lacking))
+        if odd := sorted(unknown.union({UPDATES} - state.keys(), *(some for some, _ in lacking))):
             raise DamagedError(
                 "the checkpoint's average of the weights does not match this run",
-                why=f"{odd} is present on one side only",
+                why=f"{odd[0]} is present on one side only",
             )
         for name, average in zip(self._names, self._averages, strict=True):
             fill(average, found[name])

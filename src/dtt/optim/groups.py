@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from dtt.base.errors import ConfigError
@@ -18,7 +17,9 @@ from dtt.config.optim import ROLES, AdamWGroup, MuonConfig, MuonGroup, OptimConf
 from dtt.config.weight_decay import parse_decay
 from dtt.optim.adamw import make_adamw
 from dtt.optim.muon.optimizer import Muon
+from dtt.optim.muon.redistribution import Layouts
 from dtt.optim.rounding import StochasticRounding
+from dtt.params.table import Param, Params
 
 T = TypeVar("T")
 
@@ -47,8 +48,7 @@ class Settings(NamedTuple):
 
 def build(
     config: OptimConfig,
-    parameters: Mapping[str, nn.Parameter],
-    roles: Mapping[str, str],
+    params: Params,
     ns_dtype: torch.dtype,
     multipliers: Mapping[str, Mapping[str, float]] | None = None,
     rounding: StochasticRounding | None = None,
@@ -57,73 +57,72 @@ def build(
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name (`muon`, `adamw`); together they hold each parameter once.
 
-    `roles` must give every parameter a role: matrix | embed | head | vector. With a Muon config,
-    Muon takes the matrices and AdamW the rest, unless `config.groups` assigns them by name.
+    Frozen parameters are in none. With a Muon config, Muon takes those with the role `matrix` and
+    AdamW the rest, unless `config.groups` assigns them by name.
     `multipliers` are factors of learning rates, by optimizer and name, 1 if absent; weight decay is
     divided by them, so that each step decays weights by the same amount. `rounding` is for bf16
     parameters; `steps` is the length of the run, for weight decay by horizon. Groups carry their
     parameters' `names`, their `label` and `peak_lr`. Raise ConfigError if an entry of
-    `config.groups` does not fit the parameters it matches, and ValueError if a parameter has no
-    role, or for a horizon without `steps`.
+    `config.groups` does not fit the parameters it matches, and ValueError for a horizon without
+    `steps`.
     """
-    unassigned = parameters.keys() - roles.keys()
-    if unassigned:
-        raise ValueError(f"parameters without a role: {sorted(unassigned)}")
-    members: dict[Settings, list[str]] = defaultdict(list)
-    for name, own in settings(config, parameters, roles, steps).items():
+    members: dict[tuple[Settings, Any], list[Param]] = defaultdict(list)
+    for name, own in settings(config, params, steps).items():
         factor = (multipliers or {}).get(own.optimizer, {}).get(name, 1.0)
         # AdamW and Muon decay by lr * weight_decay. Under muP only the rate changes; the product
         # stays.
         lr, weight_decay = factor * own.lr, own.weight_decay / factor
-        members[own._replace(lr=lr, weight_decay=weight_decay)].append(name)
+        # torch's fused AdamW does not take plain tensors and DTensors, or those of two meshes, in
+        # one group.
+        mesh = getattr(params[name].tensor, "device_mesh", None)
+        members[own._replace(lr=lr, weight_decay=weight_decay), mesh].append(params[name])
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
-    for of_group, names in members.items():
+    for (of_group, _), of_params in members.items():
         # None means that the optimizer has no such option. A key with None would fail in torch.
         options = {key: value for key, value in of_group._asdict().items() if value is not None}
-        group = {"params": [parameters[n] for n in names], "names": names, "peak_lr": of_group.lr}
+        group = {
+            "params": [param.tensor for param in of_params],
+            "names": [param.name for param in of_params],
+            "peak_lr": of_group.lr,
+        }
         groups[options.pop("optimizer")].append(options | group)
     optimizers: dict[str, Optimizer] = {}
     if groups["muon"]:
         assert isinstance(config, MuonConfig)
-        optimizers["muon"] = Muon(groups["muon"], config, ns_dtype, rounding=rounding)
+        layouts: Layouts = {param.tensor: param.layout for param in params.values()}
+        optimizers["muon"] = Muon(groups["muon"], config, ns_dtype, rounding, layouts)
     if groups["adamw"]:
         optimizers["adamw"] = make_adamw(groups["adamw"], rounding)
     return optimizers
 
 
-def settings(
-    config: OptimConfig,
-    parameters: Mapping[str, nn.Parameter],
-    roles: Mapping[str, str],
-    steps: int | None = None,
-) -> dict[str, Settings]:
-    """Return the settings that `build` assigns to each parameter, before any multipliers.
+def settings(config: OptimConfig, params: Params, steps: int | None = None) -> dict[str, Settings]:
+    """Return the settings that `build` gives each trainable parameter, before any multipliers.
 
     Raise the errors of `build`.
     """
-    overrides = _match_entries(config.groups, {name: roles[name] for name in parameters})
+    trained = params.trainable()
+    overrides = _match_entries(config.groups, trained)
     return {
-        name: _settings(config, name, parameter, roles[name], overrides.get(name), steps)
-        for name, parameter in parameters.items()
+        name: _settings(config, param, overrides.get(name), steps)
+        for name, param in trained.items()
     }
 
 
-def _match_entries(
-    entries: Sequence[AdamWGroup], roles: Mapping[str, str]
-) -> dict[str, AdamWGroup]:
-    """Return the first matching entry for each name of `roles` that has one.
+def _match_entries(entries: Sequence[AdamWGroup], params: Params) -> dict[str, AdamWGroup]:
+    """Return the first matching entry for each parameter that has one, by name.
 
     Raise ConfigError for an entry that matches no name, or only names of earlier entries.
     """
-    names = list(roles)
+    names = list(params)
     found: dict[str, AdamWGroup] = {}
     for entry in entries:
         # Roles come first: `head` is the head, not a parameter that happens to match a pattern.
         by_role = entry.match in ROLES  # no parameter has such a name
         matching = [
             name
-            for name, role in roles.items()
-            if (role == entry.match if by_role else fnmatchcase(name, entry.match))
+            for name, param in params.items()
+            if (param.role == entry.match if by_role else fnmatchcase(name, entry.match))
         ]
         unmatched = [name for name in matching if name not in found]
         if not matching:
@@ -152,14 +151,10 @@ def _match_entries(
 
 
 def _settings(
-    config: OptimConfig,
-    name: str,
-    parameter: nn.Parameter,
-    role: str,
-    entry: AdamWGroup | None,
-    steps: int | None,
+    config: OptimConfig, param: Param, entry: AdamWGroup | None, steps: int | None
 ) -> Settings:
     """Return the resolved settings of one parameter."""
+    name, role = param.name, param.role
     label = role if entry is None or entry.match == role else f"{role}: {entry.match}"
     # An entry that matches by name and sets nothing, so that the code below needs no case for None.
     entry = entry or AdamWGroup(match=name)
@@ -169,7 +164,7 @@ def _settings(
         given = entry if isinstance(entry, MuonGroup) else MuonGroup(match=name)
         owner = given.optimizer or ("muon" if role == "matrix" else "adamw")
         if owner == "muon":
-            return _muon(config, label, name, parameter, given, steps)
+            return _muon(config, label, param, given, steps)
         if given.split is not None:
             raise _invalid_entry(entry, f"AdamW updates {name}, but split is an option of Muon")
     else:
@@ -190,14 +185,9 @@ def _settings(
 
 
 def _muon(
-    config: MuonConfig,
-    label: str,
-    name: str,
-    parameter: nn.Parameter,
-    entry: MuonGroup,
-    steps: int | None,
+    config: MuonConfig, label: str, param: Param, entry: MuonGroup, steps: int | None
 ) -> Settings:
-    shape = list(parameter.shape)
+    name, shape = param.name, list(param.layout.shape)
     if len(shape) not in (2, 3):
         raise _invalid_entry(
             entry, f"Muon is for matrices and stacks: {name} has the shape {shape}"

@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.base.log import log
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
-from dtt.mesh.sharding import layout_of, local
+from dtt.mesh.mesh import Mesh
 from dtt.parallel.compile import compile_each_block
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
@@ -27,7 +25,7 @@ from dtt.parallel.tensor import apply_tensor, overlap
 def apply(
     model: nn.Module,
     world: World,
-    layout: Layout,
+    layout: Mesh,
     *,
     compile_blocks: bool,
     remat: Literal["none", "full", "selective"] = "none",
@@ -79,7 +77,7 @@ def apply(
 
 
 def _shard(
-    model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, precision: str, reshard: bool
+    model: nn.Module, blocks: Sequence[nn.Module], layout: Mesh, precision: str, reshard: bool
 ) -> None:
     """Apply FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when needed.
 
@@ -131,39 +129,6 @@ def release(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-@torch.no_grad()
-def clip_gradients(layout: Layout, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients to a total norm of at most `limit`; return the norm before, [].
-
-    `parameters` are those that this rank holds; the norm is over those of all ranks. Unsharded fp32
-    gradients use `nn.utils.clip_grad_norm_`. For others, each rank sums the squares of its shards
-    in fp32, divided by the number of ranks that hold the same shard, and one all-reduce adds them
-    up.
-    """
-    # One bf16 parameter among them decides: torch sums its squares in bf16, to three digits.
-    if not layout.sharded and all(p.dtype is torch.float32 for p in parameters):
-        return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
-    sharded = [p.grad for p in parameters if p.grad is not None]
-    gradients = [local(gradient) for gradient in sharded]
-    # All ranks have to enter the all-reduce below, also a rank without gradients: the others would
-    # wait.
-    square = torch.zeros((), device=parameters[0].device)
-    if gradients:  # else, this rank still takes part in the all-reduce
-        norms = torch._foreach_norm(gradients, dtype=torch.float32)  # noqa: SLF001  (as torch's own clipping)
-        # Replicas hold the same shard. Dividing squares by their number counts each element once;
-        # norms are divided by its root.
-        replicas = [layout_of(gradient).replica_count ** -0.5 for gradient in sharded]
-        torch._foreach_mul_(norms, replicas)
-        square = torch.stack(norms).square().sum()
-    if dist.is_initialized():
-        dist.all_reduce(square)
-    norm = square.sqrt()
-    if gradients:
-        # On the device: whether to clip is never known to the host. The constant is that of torch.
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.collectives import gather
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import Mesh
 
 PADDING = -1
 """Document id of padding tokens; no real document has it."""
@@ -71,19 +71,19 @@ class ContextParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        layout: Layout,
+        layout: Mesh,
         positions: Callable[[Tensor], Tensor],
         attends: Attends,
     ) -> None:
         """Wrap `model`; `positions` maps document ids [B, T] to positions within documents."""
         super().__init__()
-        assert layout.context_group is not None
         self.model = model
         self.positions = positions
         self.attends = attends
-        sizes = layout.sizes
-        self.shard = SequenceShard(layout.context_rank, sizes.context, layout.context_group)
-        self.multiple = 2 * sizes.context * sizes.tensor
+        # A group of its own, also if it has all ranks: FSDP2 gathers weights at the same time.
+        group = layout.group("context")
+        self.shard = SequenceShard(layout.index("context"), layout.size("context"), group)
+        self.multiple = 2 * layout.size("context", "tensor")
         """Sequence lengths are padded to a multiple of this, so that all ranks have the same number
         of tokens."""
 

@@ -15,6 +15,7 @@ from dtt.config.run import RunConfig
 from dtt.evaluate.answers import AnswerEvaluator, Together
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.evaluate.validation import Evaluator, Sampler
+from dtt.mesh.sharding import on_this_rank
 from dtt.track.base import Record
 from dtt.train.components import Run
 from dtt.train.data_hash import check_ranks
@@ -194,8 +195,8 @@ def save(run: Run, _stop: Stop) -> list[Record]:
     sources = dataset.state(dataset.first_sample(max(0, position.step - 1)))
     run.control.saver.begin(
         position.step,
-        run.state.tensors(),
-        rng_tensors(world.rank, world.device),
+        run.state.params,
+        run.state.tensors() | on_this_rank(rng_tensors(world.rank, world.device)),
         position.to_json() | {"run_id": run.run_id, "sources": sources} | run.schedule.state(),
         # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds all
         # records up to it.

@@ -77,7 +77,7 @@ class Guard:
     def judge(self, values: Tensor) -> Judgement:
         """Judge a step by its loss and gradient norm [2], without a host synchronisation.
 
-        They must be bitwise equal on all ranks, as `Layout.mean` makes them.
+        They must be bitwise equal on all ranks, as `Mesh.mean` makes them.
         """
         # NaN compares false with everything, so a test for large values alone would miss it.
         verdict = 1.0 - values.isfinite().all().float()

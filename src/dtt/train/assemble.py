@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 from dtt.base.log import log
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout, make_layout
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions, roles
+from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.model.init import initialize
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
+from dtt.params.table import Params
 from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
 
@@ -29,12 +30,12 @@ from dtt.train.run_plan import RunPlan
 class Assembled:
     """A model on its devices."""
 
-    layout: Layout
+    layout: Mesh
     model: Decoder
     module: nn.Module
     """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
-    parameters: dict[str, nn.Parameter]
-    """Parameters by their unwrapped names; DTensors where they are sharded."""
+    params: Params
+    """Parameters by their unwrapped names."""
 
 
 def make_optimizers(
@@ -44,13 +45,10 @@ def make_optimizers(
 
     `rounding` applies to bf16 weights.
     """
-    by_role = roles(assembled.model)
-    rates = plan.scaling.learning_rates(cfg.optim, by_role)
+    rates = plan.scaling.learning_rates(cfg.optim, assembled.params)
     # Newton-Schulz runs in this dtype. Its result is approximate in any case.
     dtype = plan.precision.compute_dtype
-    optimizers = groups.build(
-        cfg.optim, assembled.parameters, by_role, dtype, rates, rounding, steps=plan.steps
-    )
+    optimizers = groups.build(cfg.optim, assembled.params, dtype, rates, rounding, steps=plan.steps)
     log.info("parameter groups:\n%s", groups.describe(optimizers))
     return optimizers
 
@@ -60,7 +58,7 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
 
     A sharded model is created on the meta device, so that no rank ever holds all of it.
     """
-    layout = make_layout(plan.sizes, world)
+    layout = make_mesh(plan.sizes, world)
     # DDP holds all of it in any case, so it is created on its device at once.
     with torch.device("meta") if layout.sharded else world.device:
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.
@@ -92,4 +90,4 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         model.to_empty(device=world.device)
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
-    return Assembled(layout, model, module, dict(model.named_parameters()))
+    return Assembled(layout, model, module, params_of(model, layout))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
     from dtt.evaluate.validation import Evaluator, Sampler
     from dtt.mesh.dist import World
+    from dtt.mesh.mesh import Mesh
     from dtt.optim.ema import Ema
     from dtt.train.actions import Action
     from dtt.train.assemble import Assembled
@@ -123,6 +124,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     Also return the reader of this rank's samples.
     """
     from dtt.data.samples.loader import BatchReader
+    from dtt.mesh.mesh import DATA
     from dtt.optim.groups import check_norms
     from dtt.optim.rounding import StochasticRounding
     from dtt.train.anomaly_guard import Guard
@@ -136,7 +138,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep()
     assembled = assemble(cfg, plan, world)
-    reader = BatchReader.of(cfg, assembled.layout.data_rank, plan.sizes.data, world.device)
+    reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
     # After parallelisation, so that each rank fills its shards only.
     start = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")
@@ -147,7 +149,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         check_norms(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
-        carry_optimizers(optimizers, assembled.parameters, start)
+        carry_optimizers(optimizers, assembled.params, start)
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
@@ -157,7 +159,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
             assembled.layout.gradient_replicas,
             reduce_each=cfg.parallel.reduce == "each",
         ),
-        parameters=assembled.parameters,
+        params=assembled.params,
         optimizers=optimizers,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
@@ -178,7 +180,7 @@ def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
     average = parse_averaging(cfg.train.ema_decay)
     tokens_before = inputs.dataset.step_sizes.tokens_before
     start = first_steps(average.start, plan.steps, tokens_before)
-    return Ema(assembled.parameters, average.decay, start, average.blend)
+    return Ema(assembled.params, average.decay, start, average.blend)
 
 
 def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -> Checkpoint | None:
@@ -221,8 +223,8 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
     optimizers = list(state.optimizers.values())
     meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
     if world.size > 1 and not state.layout.sharded:
-        # DDP reduces the gradient of the embedding last, as it is first in the forward pass.
-        meter.watch_gradients(state.parameters["embed.weight"])
+        # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
+        meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None:
@@ -254,25 +256,22 @@ def make_saver(inputs: Inputs) -> Saver:
     return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
-def make_evaluator(inputs: Inputs, step: Step, reader: BatchReader) -> Evaluator | None:
+def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) -> Evaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
     import torch
 
     from dtt.evaluate.validation import Evaluator, held_out
 
-    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    cfg, plan = inputs.cfg, inputs.plan
     parts = held_out(inputs.dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
         log.warning("no validation: the held-out text is shorter than one sequence")
         return None
     table = inputs.dataset.token_bytes()
-    token_bytes = None if table is None else torch.from_numpy(table).to(world.device)
-    objective = make_objective(cfg, plan, token_bytes)
-    measure = partial(step.evaluate, objective=objective)
+    token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
+    measure = partial(step.evaluate, objective=make_objective(cfg, plan, token_bytes))
     in_pairs = cfg.objective.type == "dpo"
-    return Evaluator(
-        parts, reader, step.module, measure, world, copies=plan.sizes.tensor, in_pairs=in_pairs
-    )
+    return Evaluator(parts, reader, step.module, measure, mesh, in_pairs)
 
 
 def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
@@ -18,11 +17,12 @@ from dtt.data.samples.loader import Batches
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
-from dtt.mesh.sharding import FullTensor
+from dtt.mesh.mesh import Mesh
+from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
+from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.profiler import Profiler
@@ -39,29 +39,29 @@ from dtt.train.throughput import ThroughputMeter
 class TrainState:
     """The model, and everything else whose tensors a step changes."""
 
-    layout: Layout
+    layout: Mesh
     model: Decoder
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     step: Step
     """The passes of the module called in training: `model`, or `model` wrapped."""
-    parameters: Mapping[str, nn.Parameter]
-    """Parameters by their unwrapped names; DTensors where they are sharded."""
+    params: Params
+    """Parameters by their unwrapped names."""
     optimizers: Mapping[str, Optimizer]
     guard: Guard
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
     ema: Ema | None
 
-    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors for a checkpoint, by kind and name."""
+    def tensors(self) -> dict[str, LaidOut]:
+        """Return all tensors for a checkpoint but the parameters, by path."""
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
         averages = {} if self.ema is None else self.ema.tensors()
-        return {store.MODEL: self.parameters, store.STATE: state | averages}
+        return self.params.laid_out(state | averages)
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
-        load_parameters(self.parameters, weights)
-        load_optimizers(self.optimizers, state)
+        load_parameters(self.params, weights)
+        load_optimizers(self.optimizers, state, self.layout.gather)
         if self.ema is not None:
             self.ema.restore(state)
         self.guard.load(state)

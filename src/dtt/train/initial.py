@@ -21,7 +21,6 @@ from dtt.config.resolved import Resolved
 from dtt.hf.model_source import find_model
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from dtt.checkpoint.store import Checkpoint
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from dtt.mesh.sharding import FullTensor
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
+    from dtt.params.table import Params
 
 OTHER_SCALING = "the scaling multipliers differ"
 
@@ -114,27 +114,23 @@ def _averages(
 
 
 def carry_optimizers(
-    optimizers: Mapping[str, Optimizer], parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+    optimizers: Mapping[str, Optimizer], params: Params, checkpoint: Checkpoint
 ) -> None:
     """Load the state of the optimizers from the checkpoint of another job (`init.optimizer`).
 
     Raises ConfigError unless that job has the same parameters and optimizers.
     """
     from dtt.checkpoint import store
-    from dtt.train.state import load_optimizers
+    from dtt.train.state import difference, load_optimizers
 
-    theirs = {name: tuple(stored.shape) for name, stored in checkpoint.stored(store.MODEL).items()}
-    ours = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    others = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-    if others:
-        name = others[0]
+    if why := difference(params, checkpoint.stored(store.MODEL)):
         raise ConfigError(
             f"the optimizer state of {checkpoint.path} is for other parameters",
             where="init.optimizer",
-            why=f"{name} is {ours.get(name)} here, {theirs.get(name)} there",
+            why=why,
             next="init.optimizer=fresh",
         )
-    load_optimizers(optimizers, checkpoint.stored(store.STATE))
+    load_optimizers(optimizers, checkpoint.stored(store.STATE), params.mesh.gather)
     log.info("optimizer state from %s", checkpoint.path)
 
 

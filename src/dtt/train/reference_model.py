@@ -32,7 +32,7 @@ from dtt.data.samples.protocol import Samples, Source
 from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Layout
+from dtt.mesh.mesh import DATA, Mesh
 from dtt.train.step import TOKEN_LOSSES, Step
 
 SECONDS_BETWEEN_RECORDS = 30.0
@@ -72,7 +72,7 @@ class ReferencePass:
     step: Step
     """The passes of the module with the weights of the reference model."""
     reader: BatchReader
-    layout: Layout
+    layout: Mesh
     world: World
 
     def write(self, dataset: Dataset, folder: Path, key: str, seq_len: int) -> None:
@@ -106,17 +106,14 @@ class ReferencePass:
 
     def _rows(self, source: Source, first: int) -> Iterator[Float32]:
         """Yield the values of all samples from `first` on, in order, on every rank: [n, S]."""
-        reader, sizes = self.reader, self.layout.sizes
-        # Ranks that share samples have the same values: one of them contributes.
-        contributes = self.layout.rank % (sizes.context * sizes.tensor) == 0
+        reader = self.reader
         with evaluating(self.step.module):
             for start in range(first, len(source), reader.size * reader.micro_batch):
                 stop = min(start + reader.size * reader.micro_batch, len(source))
                 values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
-                gathered = self.world.gather(values if contributes else None)
-                parts = [part for part in gathered if part is not None]
                 rows = np.empty((stop - start, values.shape[1]), dtype=DTYPE)
-                for rank, part in enumerate(parts):
+                # Only from ranks with other samples: those that share samples have equal values.
+                for rank, part in enumerate(self.layout.gather(values, DATA)):
                     mine = rows[rank :: reader.size]
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows

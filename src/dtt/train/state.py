@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
-from dtt.mesh.sharding import FullTensor, fill, replicated_with, zeros_sharded_as
+from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
 from dtt.optim import ema
 from dtt.optim.schedule import DECAY
+from dtt.params.table import Params
 
 RNG, GUARD = "rng", "guard"
 """First components of the paths of state that belongs to no optimizer."""
@@ -36,6 +37,10 @@ ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampl
 """Field of position.json with the step of each action that a stop request may have postponed."""
 ANOMALOUS_STEP = {"step": int, "why": str, "what": str, "ledger": str}
 """Fields of an `AnomalousStep`, and their types."""
+
+
+Owners = set[tuple[str, str]]
+"""Pairs of an optimizer and a parameter that it updates."""
 
 
 @dataclass(frozen=True)
@@ -148,38 +153,70 @@ def is_hex(text: str) -> bool:
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
-    # Step counts are plain tensors. On a mesh they count as replicated, so that one rank saves
-    # them.
     return {
-        f"{optimizer_name}/{name}/{key}": replicated_with(parameter, value)
+        f"{optimizer_name}/{name}/{key}": value
         for optimizer_name, optimizer in optimizers.items()
         for name, parameter in _named(optimizer)
         for key, value in optimizer.state[parameter].items()
     }
 
 
-def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, FullTensor]) -> None:
-    """Load each rank's part of the weights; raise ConfigError if the model differs."""
+def load_parameters(
+    params: Params,
+    saved: Mapping[str, FullTensor],
+    missing: Literal["error", "initialise", "base"] = "error",
+    base: Mapping[str, FullTensor] | None = None,
+) -> None:
+    """Load each rank's part of the weights; raise ConfigError if the model differs.
+
+    Parameters that `saved` lacks are errors, keep their initial values, or are loaded from `base`.
+    All ranks call it together.
+    """
+    if missing == "base":
+        saved = {**(base or {}), **saved}
     # All names are compared before anything is loaded: a refusal leaves the model untouched.
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if why := difference(params, saved, may_lack=missing == "initialise"):
+        raise ConfigError(
+            "the model of this run does not match that of the checkpoint",
+            why=why,
+            next="keep model unchanged, or start a new job with these weights: init.from=JOB",
+        )
+    for name in params.keys() & saved.keys():
+        fill(params[name].tensor, saved[name])
+
+
+def difference(
+    params: Params, saved: Mapping[str, FullTensor], *, may_lack: bool = False
+) -> str | None:
+    """Return the first difference in name or shape, or None; all ranks call it together.
+
+    With `may_lack`, `saved` may lack parameters.
+    """
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
-    for name in sorted(shapes.keys() | theirs.keys()):
-        if shapes.get(name) != theirs.get(name):
-            raise ConfigError(
-                "the model of this run does not match that of the checkpoint",
-                why=f"{name} is {shapes.get(name)} here, {theirs.get(name)} there",
-                next="keep model unchanged, or start a new job with these weights: init.from=JOB",
-            )
-    for name, parameter in parameters.items():
-        fill(parameter, saved[name])
+    wrong = {
+        name: f"{name} is {param.layout.shape} here, {theirs.get(name)} there"
+        for name, param in params.items()
+        if theirs.get(name) != param.layout.shape and not (may_lack and name not in theirs)
+    }
+    # What this rank lacks another one may hold. Only these names are sent: usually there are none.
+    of_ranks = params.mesh.gather((wrong, theirs.keys() - params.keys()))
+    wrong = {name: line for some, _ in of_ranks for name, line in some.items()}
+    for name in set.intersection(*(lacking for _, lacking in of_ranks)):
+        wrong[name] = f"{name} is None here, {theirs[name]} there"
+    return wrong[min(wrong)] if wrong else None
 
 
-def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, FullTensor]) -> None:
+def load_optimizers(
+    optimizers: Mapping[str, Optimizer],
+    saved: Mapping[str, FullTensor],
+    gather: Callable[[Owners], list[Owners]] = lambda owners: [owners],
+) -> None:
     """Load the optimizer state; raise ConfigError if optimizers or parameters differ.
 
     Each rank loads its part: state is sharded as its parameter is. Parameters without state in the
     checkpoint have none here: an optimizer makes it at the first gradient, and some parameters may
-    not have had one. `load_parameters` has compared the names of all parameters before.
+    not have had one. `load_parameters` has compared the names of all parameters before. `gather`
+    collects the values of all ranks, as some may not hold all parameters.
 
     Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise
     DamagedError for any other tensor that an optimizer cannot have written.
@@ -196,8 +233,8 @@ def load_optimizers(optimizers: Mapping[str, Optimizer], saved: Mapping[str, Ful
         for optimizer in optimizers.values():
             optimizer.state.clear()
         return
-    expected = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
-    if unknown := sorted(by_parameter.keys() - expected):
+    owners = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
+    if unknown := sorted(set.intersection(*gather(by_parameter.keys() - owners))):
         owner, name = unknown[0]
         raise ConfigError(
             "the optimizers of this run do not match those of the checkpoint",

@@ -17,7 +17,6 @@ from dtt.data.samples.shuffle import extend_data_hash
 from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import set_learning_rate
-from dtt.parallel.apply import clip_gradients
 from dtt.track.base import Record
 from dtt.train import garbage
 from dtt.train.actions import Action, finished_saves
@@ -128,7 +127,7 @@ class Trainer(Run):
         meter.end_phase("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
         # Clipping also yields the norm that the guard judges, so an infinite limit stands for none.
-        norm = clip_gradients(state.layout, list(state.parameters.values()), limit)
+        norm = state.params.clip(limit)
         # One all-reduce for all numbers of the step. Its result is bitwise equal on all ranks, so
         # all guards judge alike.
         means = state.layout.mean(torch.stack([losses.loss, norm, *reported.values()]))

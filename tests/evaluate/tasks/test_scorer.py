@@ -18,7 +18,7 @@ from dtt.evaluate.tasks.option_trees import tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.scorer import Generator, Scorer
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import make_layout
+from dtt.mesh.mesh import make_mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
@@ -173,7 +173,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks_to_the_last_bit() -> None:
 def on_shards(world: World, family: str, sizes: Sizes) -> tuple[Scores | None, list[list[int]]]:
     """The layouts of a run: what all ranks return for a model whose weights are sharded."""
     torch.set_num_threads(1)
-    layout = make_layout(sizes, world)
+    layout = make_mesh(sizes, world)
     model = make(family)
     apply(model, world, layout, compile_blocks=False)
     how: Any = {"multiple": sizes.tensor, "collective": True}

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dtt.config.optim import MuonConfig
 from dtt.config.weight_decay import parse_decay
-from dtt.mesh.sharding import zeros_sharded_as
+from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
 from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
 from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
-from dtt.optim.muon.redistribution import Bucket, ShardBatch, plan
+from dtt.optim.muon.redistribution import Bucket, Layouts, ShardBatch, plan
 from dtt.optim.rounding import StochasticRounding
 
 BATCH_ELEMENTS = 2**26
@@ -67,12 +67,13 @@ class Muon(torch.optim.Optimizer):
         config: MuonConfig,
         ns_dtype: torch.dtype,
         rounding: StochasticRounding | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
         """Create the optimizer; `params` are parameters or groups.
 
         `ns_dtype` is the compute dtype of Newton-Schulz. With `rounding`, weights are bf16, and
-        groups hold the `names` of their parameters. Raise ValueError for a parameter that has
-        neither 2 nor 3 dimensions.
+        groups hold the `names` of their parameters. Plain tensors that are not in `layouts` are on
+        every rank. Raise ValueError for a parameter that has neither 2 nor 3 dimensions.
         """
         decay = parse_decay(config.weight_decay)
         defaults = {
@@ -84,6 +85,7 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._config, self._ns_dtype, self._rounding = config, ns_dtype, rounding
+        self._layouts: dict[Tensor, TensorLayout] = {}
         self._polynomials = quintics(config.ns_coefficients, STEPS)
         self.hyperball = config.scale == "hyperball"
         """True if each matrix keeps its initial norm."""
@@ -97,6 +99,8 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.ndim not in (2, 3):
                     raise ValueError(f"Muon is for matrices, got a parameter of shape {p.shape}")
+                given = (layouts or {}).get(p)
+                self._layouts[p] = layout_of(p, world_size()) if given is None else given
 
     @property
     def waited_seconds(self) -> float:
@@ -143,7 +147,7 @@ class Muon(torch.optim.Optimizer):
         """Return this rank's side of the update of the parameters in each group."""
         members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
         rows = self._config.normuon_beta2 is not None
-        return plan(members, BATCH_ELEMENTS, self._ns_dtype, rows)
+        return plan(members, self._layouts, BATCH_ELEMENTS, self._ns_dtype, rows)
 
     def _make_state(self, p: Tensor) -> None:
         """Create the state that `p` lacks, sharded as the parameter is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtt.mesh.sharding import Box, group_of, layout_of, local, this_rank
+from dtt.mesh.sharding import Box, TensorLayout, local, this_rank
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
 from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
 
@@ -82,7 +82,13 @@ Group = tuple[Sequence[Tensor], Sequence[int] | None]
 """Parameters [R, C] or [E, R, C], and the numbers of rows of the matrices in each; None: all R."""
 
 
-def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) -> list[Bucket]:
+Layouts = Mapping[Tensor, TensorLayout]
+"""Layout of each parameter."""
+
+
+def plan(
+    groups: Iterable[Group], layouts: Layouts, limit: int, dtype: torch.dtype, rows: bool
+) -> list[Bucket]:
     """Assign the matrices to ranks and return this rank's side of each bucket.
 
     The matrices of a parameter are assigned among the ranks that hold it, which compute the same
@@ -93,13 +99,13 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
     by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
     for number, (parameters, split) in enumerate(groups):
         for p in parameters:
-            layout = layout_of(p)
+            layout = layouts[p]
             found = matrices(p, number, split, layout.largest_fraction)
             # Only ranks that hold a parameter can exchange it, so matrices are planned per set of
             # ranks.
             by_ranks[tuple(sorted(layout.ranks))] += found
     return [
-        _bucket(bucket, ranks, dtype, rows)
+        _bucket(bucket, layouts, ranks, dtype, rows)
         # Sorted, so that ranks in several sets start their collectives in the same order; another
         # order would deadlock.
         for ranks, found in sorted(by_ranks.items(), key=lambda item: item[0])
@@ -108,11 +114,15 @@ def plan(groups: Iterable[Group], limit: int, dtype: torch.dtype, rows: bool) ->
 
 
 def _bucket(
-    bucket: Sequence[Matrix], ranks: tuple[int, ...], dtype: torch.dtype, rows: bool
+    bucket: Sequence[Matrix],
+    of_parameters: Layouts,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: bool,
 ) -> Bucket:
     """Return this rank's side."""
-    rank, parameter = this_rank(), bucket[0].parameter
-    layouts = [layout_of(matrix.parameter) for matrix in bucket]
+    rank = this_rank()
+    layouts = [of_parameters[matrix.parameter] for matrix in bucket]
     sharded = any(layout.replica_count < len(layout.ranks) for layout in layouts)
     held, assigned = _StackLayout(), _StackLayout()
     batches: dict[int, ShardBatch] = {}
@@ -131,17 +141,17 @@ def _bucket(
             batch.shards.append(MatrixShard(matrix.parameter, index[:-1], offset, i, counted))
         if matrix.assigned_rank == rank:
             assigned.add(i, matrix, matrix.shape)
-    group = group_of(parameter) if len(ranks) > 1 else None
+    group = layouts[0].group if len(ranks) > 1 else None
     alone = Bucket(
         list(batches.values()),
         matrices=len(bucket),
         sharded=sharded,
-        device=parameter.device,
+        device=bucket[0].parameter.device,
         group=group,
     )
     if len(ranks) == 1:
         return alone
-    sides = bucket, held, assigned, ranks
+    sides = bucket, layouts, held, assigned, ranks
     shards = _redistribution(*sides, dtype, of_rows=False)
     if not rows:
         return alone._replace(shards=shards)
@@ -190,6 +200,7 @@ class _StackLayout:
 
 def _redistribution(
     bucket: Sequence[Matrix],
+    layouts: Sequence[TensorLayout],
     held: _StackLayout,
     assigned: _StackLayout,
     ranks: tuple[int, ...],
@@ -207,8 +218,8 @@ def _redistribution(
         [list[StackSlice]() for _ in ranks] for _ in range(4)
     )
     all_local = True
-    for i, matrix in enumerate(bucket):
-        layout, assignee = layout_of(matrix.parameter), matrix.assigned_rank
+    for i, (matrix, layout) in enumerate(zip(bucket, layouts, strict=True)):
+        assignee = matrix.assigned_rank
         # False if any assignee lacks a part. Every rank computes the same value, so all or none
         # skip the collective.
         all_local &= prod(layout.boxes[assignee].shape) == matrix.parameter.numel()
@@ -233,8 +244,7 @@ def _redistribution(
                 if sends:
                     shards_to[position[assignee]].append(held.slices[i])
     gathered, scattered = (1, 2) if of_rows else (None, None)
-    parameter = bucket[0].parameter
-    how = dtype, parameter.device, group_of(parameter)
+    how = dtype, bucket[0].parameter.device, layouts[0].group
     return Redistribution(
         AllToAll(shards_to, shards_from, assigned.shapes(gathered), *how, all_local),
         # The way back is never local: the other ranks need the results.

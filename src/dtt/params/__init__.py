@@ -1,0 +1,1 @@
+"""The table of a model's parameters. Knows tensors and ranks, never the model."""
