@@ -88,14 +88,7 @@ class Decoder(nn.Module):
         `positions_BT` and `attention_fns` (one per layer) replace documents and cache
         where the tokens are only a part of their sequences, as under context parallelism.
         """
-        if cache is not None and any(
-            self.arch.becomes_long(length, tokens_BT.shape[1]) for length in cache.lengths
-        ):
-            raise InputError(
-                "a text grows beyond the context up to which its model has short rotations",
-                why="longrope rotates all tokens of a longer text differently, cached ones too",
-                next="generate fewer tokens",
-            )
+        self._check_growth(cache, tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
@@ -123,6 +116,16 @@ class Decoder(nn.Module):
         # would cost T times as much, and T * V floats of memory.
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         return self._output(_scaled(x_BTD, self.arch.logit_scale), targets_BT, z_loss, reduction)
+
+    def _check_growth(self, cache: KVCache | None, count: int) -> None:
+        """Raise InputError if `count` more tokens invalidate cached keys: see `becomes_long`."""
+        lengths = [] if cache is None else cache.lengths
+        if any(self.arch.becomes_long(length, count) for length in lengths):
+            raise InputError(
+                "a text grows beyond the context up to which its model has short rotations",
+                why="longrope rotates all tokens of a longer text differently, cached ones too",
+                next="generate fewer tokens",
+            )
 
     def _output(
         self,
