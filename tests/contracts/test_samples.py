@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from token_files import random_documents, row, write_conversations, write_folder
 from torch import Tensor
 
-from dtt.base.ranks import Ranks
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import DownloadConfig, SourceConfig, TrainedTokenizerConfig
 from dtt.config.load import resolve
@@ -34,7 +33,6 @@ from dtt.data.samples.token_source import open_tokens
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
 from dtt.evaluate.validation import Evaluator, held_out
-from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize

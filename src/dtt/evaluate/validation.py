@@ -21,7 +21,6 @@ from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
 from dtt.evaluate.answers import Together
-from dtt.mesh.dist import World
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached

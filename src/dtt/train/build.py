@@ -79,7 +79,7 @@ def build(
     actions = make_actions(
         cfg,
         lambda: schedule.steps,
-        make_evaluator(inputs, state.step, reader),
+        make_evaluator(inputs, state.step, state.layout, reader),
         make_answers(cfg, world, dataset),
         make_tasks(inputs, state),
         make_sampler(cfg, dataset),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from torch import nn
 from torch.optim import Optimizer
 
 from dtt.artifacts.jobdir import JobDir
