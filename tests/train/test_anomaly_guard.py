@@ -464,11 +464,11 @@ def test_skips_long_ago_do_not_count() -> None:
 
 def test_a_position_comes_back_from_json_and_from_an_older_checkpoint() -> None:
     bad = AnomalousStep(9, "spike", "grad_norm is 99", "ab")
-    position = Position(step=12, trained=8, recent_skips=[3, 7], steps_to_skip={8: bad, 9: bad})
+    done = {"log": 12, "save": 12}
+    position = Position(12, done=done, trained=8, recent_skips=[3, 7], steps_to_skip={8: bad})
     record = json.loads(json.dumps(position.to_json()))
     assert Position.from_json(record) == position
     del record["skipped"], record["avoided"], record["trained"]
-    done = {"log": 12, "save": 12}
     assert Position.from_json(record) == Position(step=12, trained=12, done=done)
 
 
