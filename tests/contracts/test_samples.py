@@ -26,7 +26,7 @@ from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.encoded_documents import DocumentMasks, Documents
 from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
-from dtt.data.samples.protocol import Counts, Rows, Samples, Source, Span, Streamed
+from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, Source, Streamed
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.data.samples.text_source import TextSource
 from dtt.data.samples.token_source import open_tokens
@@ -65,8 +65,8 @@ class EveryThird:
         targets = int((self.read(samples).targets != IGNORE_INDEX).sum())
         return Counts(targets, targets, len(samples) * (self._seq_len + 1))
 
-    def origin(self, sample: int) -> list[Span]:
-        return [Span(Path("numbers"), sample, 0, 0, self._seq_len + 1)]
+    def origin(self, sample: int) -> list[DocumentSpan]:
+        return [DocumentSpan(Path("numbers"), sample, 0, 0, self._seq_len + 1)]
 
 
 def of_text(folder: Path) -> tuple[Documents, dict[str, Any], Encoder]:

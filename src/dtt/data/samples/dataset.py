@@ -30,11 +30,11 @@ from dtt.data.samples.mixture import Mixture, Weights
 from dtt.data.samples.protocol import (
     SOURCE_SHIFT,
     Counts,
+    DocumentSpan,
     Opened,
     Rows,
     Samples,
     Source,
-    Span,
     Streamed,
     Vocabulary,
 )
@@ -129,7 +129,7 @@ class Dataset:
         """Return the sizes of these samples; see `Source.counts`."""
         return Counts.sum(source.counts(numbers) for source, numbers, _ in self._by_source(samples))
 
-    def origin(self, sample: int) -> tuple[Source, list[Span]]:
+    def origin(self, sample: int) -> tuple[Source, list[DocumentSpan]]:
         """Return the source of a sample and the documents in it, in order."""
         source = self.sources[sample >> SOURCE_SHIFT]
         return source, source.origin(sample & int(NUMBER_MASK))

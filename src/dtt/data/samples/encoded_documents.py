@@ -17,7 +17,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
+from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, count_targets, targets_of
 from dtt.data.samples.token_shards import Ends, spans_in
 from dtt.data.text.encoder import Encoder
 
@@ -60,7 +60,7 @@ class Documents:
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
-    def origin(self, row: EncodedDocuments, sample: int) -> list[Span]:
+    def origin(self, row: EncodedDocuments, sample: int) -> list[DocumentSpan]:
         """Return the documents in a sample of `row`.
 
         They are numbered among the readable documents of their file. If the file is divided into
@@ -117,13 +117,13 @@ class EncodedDocuments:
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
 
-    def documents(self, sample: int) -> Iterator[tuple[Span, int]]:
+    def documents(self, sample: int) -> Iterator[tuple[DocumentSpan, int]]:
         """Yield each document in a sample, numbered within its span, and the start of the span."""
         start = sample * self._seq_len
         stop = min(start + self._seq_len + 1, len(self.ids))
         for document, *place in spans_in(self._ends, start, stop, 0):
             file, span_start, number = self._origins[document]
-            yield Span(file, number, *place), span_start
+            yield DocumentSpan(file, number, *place), span_start
 
 
 class DocumentMasks(NamedTuple):
@@ -169,7 +169,7 @@ class TextSamples(ABC):
         targets = count_targets(self.read, samples) if self._masks.eod_mask_loss else followed
         return Counts(targets, targets, followed + len(samples))
 
-    def origin(self, sample: int) -> list[Span]:
+    def origin(self, sample: int) -> list[DocumentSpan]:
         """Return the documents of a sample, numbered among the readable ones of their file."""
         ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
         return self._documents.origin(row, int(numbers[0]))

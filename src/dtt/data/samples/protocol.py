@@ -54,7 +54,7 @@ class Counts(NamedTuple):
         return cls(*map(sum, zip((0, 0, 0), *parts, strict=True)))
 
 
-class Span(NamedTuple):
+class DocumentSpan(NamedTuple):
     """The part of one document that a sample contains."""
 
     file: Path
@@ -102,7 +102,7 @@ class Source(Protocol):
         a source with a loss mask keeps the number of targets of each sample in an index.
         """
 
-    def origin(self, sample: int) -> list[Span]:
+    def origin(self, sample: int) -> list[DocumentSpan]:
         """Return the documents in a sample, in order. They cover its tokens."""
 
 

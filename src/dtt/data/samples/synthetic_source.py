@@ -14,10 +14,10 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base.files import sha256_file
 from dtt.data.samples.protocol import (
     Counts,
+    DocumentSpan,
     Opened,
     Rows,
     Samples,
-    Span,
     Vocabulary,
     targets_of,
 )
@@ -62,9 +62,9 @@ class SyntheticSource:
         targets = len(samples) * (self._width - 1)
         return Counts(targets, targets, targets + len(samples))
 
-    def origin(self, sample: int) -> list[Span]:
+    def origin(self, sample: int) -> list[DocumentSpan]:
         """See Source."""
-        return [Span(Path(NAME), sample, 0, 0, self._width)]
+        return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

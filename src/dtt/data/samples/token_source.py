@@ -15,7 +15,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
-from dtt.data.samples.protocol import Counts, Rows, Samples, Span, count_targets, targets_of
+from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, count_targets, targets_of
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
 from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
@@ -195,14 +195,14 @@ class TokenSource:
                     flat[starts[1:] + (place - start)] = 1
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
-    def origin(self, sample: int) -> list[Span]:
+    def origin(self, sample: int) -> list[DocumentSpan]:
         """See Source."""
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
             opened = self.files.shards[shard]
             parts = spans_in(documents_of(opened), start, start + length, place)
-            found += [Span(opened.path, *part) for part in parts]
+            found += [DocumentSpan(opened.path, *part) for part in parts]
         return found
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
