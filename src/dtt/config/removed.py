@@ -21,8 +21,8 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
 def without_removed(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers without keys of earlier versions; ConfigError for one that is set."""
     for layer in layers:
-        for key, leaf in layer.items():
-            default, instead = REMOVED.get(key, (leaf.value, ""))
+        for key in layer.keys() & REMOVED.keys():
+            leaf, (default, instead) = layer[key], REMOVED[key]
             if leaf.value != default:
                 raise ConfigError(
                     f"{'.'.join(key)} no longer exists",
