@@ -79,7 +79,7 @@ VERDICT = Case(
     },
     instead={
         "coord-check -c": "coord-check --widths 32,64 -c",
-        "transfer": "transfer --widths 16,32 --no-compare train.steps=4",
+        "transfer": "transfer --widths 16,32 train.steps=4",
         "train.steps=200": "",
     },
 )

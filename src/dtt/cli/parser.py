@@ -23,7 +23,7 @@ RENAMED = {
     "eval": {"--batch-tokens": "eval.batch_tokens=", "--bos": "eval.bos="},
     "generate": {"--max-tokens": "--max-new-tokens"},
     "mup coord-check": DATASET | {"--steps": "train.steps="},
-    "mup transfer": DATASET | {"--steps": "train.steps=", "--seeds": "--runs"},
+    "mup transfer": DATASET | {"--steps": "train.steps="},
     "plan": {"--gpus-per-node": "launch.gpus_per_node=", "--nodes": "launch.nodes="},
     "tokenize": {"--explain": "--dry-run"},
 }

@@ -16,6 +16,7 @@ from tiny_job import write_chat_job, write_job
 from tokenizers import processors
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.ranks import Ranks
 from dtt.evaluate import harness as eval_harness
 
 FAMILIES = ("gpt2", "llama", "qwen3", "mistral", "gemma3", "phi3")
@@ -136,8 +137,7 @@ def test_tasks_that_cannot_be_loaded_are_named_before_weights_are_read(coded: Pa
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(Ranks, "detect", lambda: Ranks(0, 2))
     with pytest.raises(ConfigError, match="one process, not in 2"):
         eval_harness.run("jobs/tiny", ["choices"])
 
