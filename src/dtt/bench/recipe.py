@@ -146,7 +146,7 @@ class RecipeFile:
 
     @property
     def key(self) -> str:
-        """Hash of what is trained and how it is scored; results with another are not compared."""
+        """Hash of what is trained and how it is scored."""
         rules = {"config", "overrides", "tokens", "score"}
         return fingerprint(self.recipe.model_dump(mode="json", include=rules))
 

@@ -20,7 +20,12 @@ RENAMED = {
     "data at-step": {"--limit": "--samples"},
     "data mix": DATASET,
     "download": {"--name": "download.name="},
-    "eval": {"--batch-tokens": "eval.batch_tokens=", "--bos": "eval.bos="},
+    "eval": {
+        "--batch-tokens": "eval.batch_tokens=",
+        "--bos": "eval.bos=",
+        "--limit": "eval.limit=",
+        "--shots": "eval.shots=",
+    },
     "generate": {"--max-tokens": "--max-new-tokens"},
     "mup coord-check": DATASET | {"--steps": "train.steps="},
     "mup transfer": DATASET | {"--steps": "train.steps="},

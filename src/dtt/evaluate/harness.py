@@ -238,8 +238,8 @@ class Harness:
         return InputError(
             f"lm-eval cannot evaluate {', '.join(self.tasks)}",
             why=f"{type(error).__name__}: {error}".splitlines()[0],
-            next="if it is the network: evaluate once where there is one, with --limit 1 and the "
-            "same HF_HOME; then set HF_HUB_OFFLINE=1"
+            next="if it is the network: evaluate once where there is one, with eval.limit=1 and "
+            "the same HF_HOME; then set HF_HUB_OFFLINE=1"
             if isinstance(error, OSError)
             else "DTT_DEBUG=1 shows where",
         )

@@ -72,7 +72,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_task_of_lm_eval_is_evaluated_and_recorded_beside_the_other_results(job: Path) -> None:
-    arguments = ["eval", "jobs/tiny", "--harness", "choices.yaml", "--limit", "20"]
+    arguments = ["eval", "jobs/tiny", "--harness", "choices.yaml", "eval.limit=20"]
     code, out, err = run_dtt(arguments, job, {}, 170)
     assert code == 0, err
     assert "may run Python code" in err
