@@ -127,27 +127,6 @@ def test_a_page_shows_how_its_job_ends_and_new_samples(
         assert opened.problems == []
 
 
-def test_a_hidden_page_asks_for_nothing_and_catches_up(
-    address: str, tmp_path: Path, chromium: Browser
-) -> None:
-    set_hidden = """hidden => {
-        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
-        document.dispatchEvent(new Event("visibilitychange"));
-    }"""
-    job = start(tmp_path, SyntheticRun(), 190)
-    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
-        page = opened.page
-        page.evaluate(set_hidden, True)
-        job.train(30)
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.wait_for_timeout(6000)
-        assert asked == []
-        page.evaluate(set_hidden, False)
-        expect(page.locator(".tiles")).to_contain_text("220 of 400", timeout=LIVE_MS)
-        assert opened.problems == []
-
-
 def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
