@@ -48,6 +48,6 @@ def test_a_gpu_measures_no_more_than_its_data_sheet_says() -> None:
     device = torch.device("cuda")
     before = torch.cuda.memory_reserved()
     measured = measured_flops(device, torch.bfloat16)
-    assert torch.cuda.memory_reserved() == before
+    assert torch.cuda.memory_reserved() <= before  # it may return what others left cached
     peak = peak_flops(device)
     assert peak is None or 0.3 * peak < measured < peak
