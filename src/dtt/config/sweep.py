@@ -228,7 +228,6 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{rows * len(seeds):,} combinations are too many",
             why=", ".join(f"{n} values of {key}" for key, n in lengths.items()),
-            next="mode: random draws some of them",
         )
     combine = zip if together else product
     return [

@@ -132,7 +132,6 @@ def _comparable(
         f"the two models were asked different questions of {a.header['task']}",
         where=f"{a.path}, {b.path}",
         why=f"{name} differs: {a.header.get(name)}, {b.header.get(name)}",
-        next="evaluate both again, with the same data and options",
     )
 
 
@@ -175,7 +174,6 @@ def _compared(first: SealedResult, second: SealedResult) -> Mapping[str, PairedD
         raise InputError(
             f"no question of {header['task']} was asked to both models",
             where=f"{first.path}, {second.path}",
-            next="evaluate both with the same eval.limit",
         )
     return found
 

@@ -65,7 +65,7 @@ def run(
 
     requests, ranks = Requests(), Ranks.detect()
     if tasks:
-        raise ConfigError("--tasks and --harness are both given", next="run dtt eval twice")
+        raise ConfigError("--tasks and --harness are both given")
     if ranks.size > 1:
         raise ConfigError(
             f"--harness runs in one process, not in {ranks.size}",

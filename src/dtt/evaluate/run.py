@@ -59,6 +59,6 @@ def with_keys(arguments: Sequence[str], tasks: Sequence[str]) -> tuple[list[str]
         if name == key or name == "every":
             raise ConfigError(f"dtt eval does not read {key}", next="dtt config explain eval")
         if name in options:
-            raise ConfigError(f"--{name} and {key} are both given", next="give one of them")
+            raise ConfigError(f"--{name} and {key} are both given")
         options[name] = getattr(section, name)
     return sources, options
