@@ -10,15 +10,19 @@ async function poll(address, take) {
     await sleep(wait);
     await shown();
     const start = performance.now();
+    let fresh = null;
     try {
       const response = await fetch(address);
-      if (response.ok) {
-        take(await response.json());
-        status("live");
-      } else status(`the server refuses: ${(await response.text()) || "open its new address"}`);
+      if (response.ok) fresh = await response.json();
+      else status(`the server refuses: ${(await response.text()) || "open its new address"}`);
+      if (response.status === 403) return; // a new server has a new token
     } catch (error) {
       if (!(error instanceof TypeError)) throw error;
       status("not connected: trying again"); // the server is away, or the computer slept
+    }
+    if (fresh) {
+      status("live");
+      take(fresh);
     }
     wait = Math.max(LEAST_SECONDS, (IDLE_SHARE * (performance.now() - start)) / 1000);
   }
